@@ -1,0 +1,83 @@
+"""Sessions whose answers were sampled, with other ids than the tokenizer makes of their text."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from sf_core.dataplane.chat.messages import assistant_message
+from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.sessions.session import Prompt, Session
+from sf_core.types import Chunk, FinishReason, Sampling
+from tests.sf_core.dataplane.conversations import odd_ids
+from tests.sf_core.dataplane.prompts.exceptions import Case
+from tests.sf_core.dataplane.prompts.folders import renderer
+from tests.sf_core.dataplane.prompts.references import Ids, open_prompt
+from tests.sf_core.dataplane.prompts.shapes import Said, is_object
+
+
+class Continued(NamedTuple):
+    """A request after a sampled answer."""
+
+    asked: Ids
+    recorded: Ids
+    """The prompt of that answer, and the answer."""
+    new: Ids
+    """What the server renders after the answer."""
+
+
+def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iterator[Continued]:
+    """Hold the conversation turn by turn. `fresh` is the server's prompt of a request. It ends where that does
+    not begin with the prompt before it, or the answer is not rendered as it was sampled."""
+    made, rng, session = renderer(case.kind, case.tokenizer), random.Random(seed), Session("s")
+    for at, said in enumerate(case.shape.messages):
+        if said.role != "assistant":
+            continue
+        before, after = _up_to(case, at), _up_to(case, _next_answer(case, at))
+        prompt_ids, whole = fresh(before), fresh(after)
+        if prompt_ids is None or whole is None or whole[: len(prompt_ids)] != prompt_ids:
+            return
+        start = len(prompt_ids)
+        end = next((i for i in range(start, len(whole)) if whole[i] in made.stop_texts), None)
+        if end is None or not _is_said(said, text := made.shown(whole[start:end])):
+            return
+        prompt = open_prompt(case.kind, case.tokenizer, before.request, session)
+        ids = [*odd_ids(made, text, rng), whole[end]]
+        recorded = [*prompt.full_ids().tolist(), *ids]
+        answer(session, prompt, ids, said)
+        asked = open_prompt(case.kind, case.tokenizer, after.request, session)
+        yield Continued(asked.full_ids().tolist(), recorded, whole[end + 1 :])
+
+
+def answer(session: Session, prompt: Prompt, ids: Ids, said: Said) -> None:
+    """Record an answer as the gateway does, when its parser has read it."""
+    number = session.begin_sample(prompt, 0)
+    asked = array("i", prompt.full_ids().tolist())
+    generation = Generation("r", asked, Sampling(), 2**20, (), stream=False, floor=0)
+    generation.absorb(Chunk("r", ids, [-1.0] * len(ids), 0, FinishReason.STOP), "engine")
+    calls = [ToolCall(call.name, json.loads(call.arguments)) for call in said.calls]
+    turn_id = session.turn_id(prompt, number)
+    message = assistant_message("".join(said.parts), calls, turn_id, said.reasoning)
+    session.commit(generation, prompt, number, message, 0)
+
+
+def _up_to(case: Case, num_messages: int) -> Case:
+    return replace(case, shape=case.shape.beginning(num_messages))
+
+
+def _next_answer(case: Case, at: int) -> int:
+    roles = [said.role for said in case.shape.messages]
+    return next((i for i in range(at + 1, len(roles)) if roles[i] == "assistant"), len(roles))
+
+
+def _is_said(said: Said, text: str) -> bool:
+    """Whether a rendered answer has all that it says, and is what a parser could have read."""
+    calls = all(is_object(call.arguments) for call in said.calls)
+    return (
+        calls and len(said.parts) <= 1 and all(part.strip() in text for part in (*said.parts, said.reasoning))
+    )

@@ -1,0 +1,99 @@
+"""The same request rendered by us, by transformers and by vLLM: token ids, or None for a refusal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.registry import answering
+from sf_core.dataplane.sessions.session import Prompt, Session
+from sf_core.dataplane.turns.turn import _open_prompt
+from sf_core.surroundings import inherited_variables, vllm_python
+from tests.sf_core.dataplane.prompts.folders import folder, renderer, transformers_tokenizer
+from tests.sf_core.dataplane.prompts.shapes import Request, Shape, chat, is_object
+
+Ids = list[int]
+
+
+def ours(kind: str, tokenizer: str, request: Request) -> Ids | None:
+    """As the gateway reads and renders it in a new session."""
+    try:
+        return open_prompt(kind, tokenizer, request, Session("s")).full_ids().tolist()
+    except ApiError:
+        return None
+
+
+def open_prompt(kind: str, tokenizer: str, request: Request, session: Session) -> Prompt:
+    """The prompt of a request in a session. Raises ApiError."""
+    dialect = answering(request.path)
+    assert dialect is not None
+    [parsed] = dialect.parse(dialect.read(json.loads(json.dumps(request.body)), request.path), session)
+    # of the run, rendering needs the renderer alone
+    host: Any = SimpleNamespace(renderer=renderer(kind, tokenizer))
+    return _open_prompt(host, session, parsed)
+
+
+def transformers_ids(kind: str, tokenizer: str, shape: Shape) -> Ids | None:
+    """What the shape means, as users of transformers write it: arguments as objects."""
+    reference = transformers_tokenizer(kind, tokenizer)
+    body = chat(shape).body
+    for message in body["messages"]:
+        for call in message.get("tool_calls", ()):
+            if is_object(call["function"]["arguments"]):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        if message["content"] is None:
+            message["content"] = ""
+    try:
+        text = reference.apply_chat_template(
+            body["messages"],
+            tools=body.get("tools"),
+            tokenize=False,
+            add_generation_prompt=True,
+            **shape.options,
+        )
+    except Exception:  # a template is a program and may raise anything
+        return None
+    return list(reference.encode(text, add_special_tokens=False))
+
+
+class VllmPrompts:
+    """vLLM's render routes for some folders, in one process of its environment."""
+
+    def __init__(self, folders: list[tuple[str, str]], log: Path) -> None:
+        """Raises FileNotFoundError if there is no vLLM."""
+        command = [vllm_python(), str(Path(__file__).with_name("vllm_prompts.py"))]
+        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        with log.open("w") as said:
+            self._process = subprocess.Popen(
+                [*command, *(folder(*names) for names in folders)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env=inherited_variables() | environment,
+            )
+
+    def ask(self, kind: str, tokenizer: str, request: Request) -> tuple[int, Any]:
+        """Status and body of the answer."""
+        assert self._process.stdin and self._process.stdout
+        body = {name: value for name, value in request.body.items()}
+        line = json.dumps([folder(kind, tokenizer), f"{request.path}/render", body])
+        print(line, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, "vLLM's process ended; its log says why"
+        status, body = json.loads(answer)
+        return int(status), body
+
+    def ids(self, kind: str, tokenizer: str, request: Request) -> Ids | None:
+        status, body = self.ask(kind, tokenizer, request)
+        assert status in (200, 400), body
+        return list(body["token_ids"]) if status == 200 else None
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()

@@ -1,0 +1,77 @@
+"""Our prompts are those of vLLM's own renderer, and sessions extend what they recorded with them; where they are
+not, the table of docs/your-agent.md says so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sf_core.dataplane.prompts.exceptions import ROWS, VLLM, Case, explained
+from tests.sf_core.dataplane.prompts.folders import FOLDERS, KINDS
+from tests.sf_core.dataplane.prompts.recorded import converse
+from tests.sf_core.dataplane.prompts.references import Ids, VllmPrompts
+from tests.sf_core.dataplane.prompts.shapes import ON_VLLM, Shape
+from tests.sf_core.dataplane.prompts.strategies import shapes
+from tests.sf_core.dataplane.prompts.test_transformers import cases, of_gateway, told
+
+SHAPES = 30
+"""Number of shapes for each kind of folder."""
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], Ids | None]]:
+    """vLLM's prompt of a case; None: it refuses."""
+    try:
+        served = VllmPrompts(FOLDERS, tmp_path_factory.mktemp("vllm") / "log")
+    except FileNotFoundError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    yield lambda case: served.ids(case.kind, case.tokenizer, case.request)
+    served.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_prompts_are_those_of_vllm(kind: str, vllm: Callable[[Case], Ids | None]) -> None:
+    @settings(max_examples=SHAPES)
+    @given(folder=st.sampled_from([one for one in FOLDERS if one[0] == kind]), shape=shapes())
+    def compare(folder: tuple[str, str], shape: Shape) -> None:
+        for case in cases(folder, shape):
+            if case.dialect in ON_VLLM:
+                theirs = vllm(case)
+                assert of_gateway(case) == theirs or explained(case, VLLM), told(case, theirs)
+
+    compare()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_follows_recorded_ids_is_rendered_by_vllm(kind: str, vllm: Callable[[Case], Ids | None]) -> None:
+    @settings(max_examples=SHAPES)
+    @given(
+        folder=st.sampled_from([one for one in FOLDERS if one[0] == kind]),
+        shape=shapes(),
+        seed=st.integers(0, 2**32),
+    )
+    def compare(folder: tuple[str, str], shape: Shape, seed: int) -> None:
+        for case in cases(folder, shape):
+            if case.dialect in ON_VLLM and not explained(case, VLLM):
+                for continued in converse(case, vllm, seed):
+                    assert continued.asked == continued.recorded + continued.new, case.request.body
+
+    compare()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_the_table_differs_from_vllm_where_it_says_so(
+    name: str, vllm: Callable[[Case], Ids | None]
+) -> None:
+    row = ROWS[name]
+    assert row.matches(row.example)
+    if row.example.recorded:
+        pytest.skip("compared in test_recorded")
+    assert (of_gateway(row.example) != vllm(row.example)) == (VLLM in row.differs)
