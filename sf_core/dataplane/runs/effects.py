@@ -182,7 +182,7 @@ def compaction(run: ServedRun) -> Compaction[RunEvent]:
         return group in groups if split == "train" else group >= newest_evaluation
 
     is_ours = True
-    """Whether the event is of the run that is served, not of one whose place it took (recovery.begin_anew)."""
+    """Whether the event is of the run that is served, and not of one that it replaced (begin_anew)."""
 
     def keep(event: RunEvent) -> bool:
         nonlocal is_ours

@@ -19,6 +19,10 @@ TWO = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 FIELDS = {"chat": "messages", "messages": "messages", "responses": "input", "generate_content": "contents"}
 
 
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
 def _parse(dialect: Dialect, history: list[Any], **fields: Any) -> TurnRequest:
     body = {"model": "policy", "max_tokens": 9, FIELDS[dialect.name]: history, **fields}
     path = "/v1/models/policy:generateContent" if dialect is GOOGLE else dialect.paths[0]
@@ -57,9 +61,9 @@ THOUGHT = _item("reasoning", summary=[], content=[{"type": "reasoning_text", "te
         (None, ""),
         ([], ""),
         (TWO[:1], "one"),
-        (TWO, ["one", "two"]),
-        ([*TWO, {"type": "text", "text": ""}, "bare"], ["one", "two", "", "bare"]),
-        ([{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "hm"}], ["no", "hm"]),
+        (TWO, parts("one", "two")),
+        ([*TWO, {"type": "text", "text": ""}, "bare"], parts("one", "two", "", "bare")),
+        ([{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "hm"}], parts("no", "hm")),
     ],
 )
 def test_texts_of_a_chat_message_stay_apart(content: Any, canonical: str | list[str]) -> None:
@@ -78,7 +82,7 @@ def test_blocks_of_messages_are_read_as_vllm_reads_them() -> None:
     history = [{"role": "user", "content": [*TWO, empty]}, {"role": "user", "content": [empty]}, inline]
     assert _said(MESSAGES, history, system=system) == [
         {"role": "system", "content": "ab"},
-        {"role": "user", "content": ["one", "two"]},
+        {"role": "user", "content": parts("one", "two")},
         {"role": "system", "content": "onetwo"},
     ]
     called = [{"type": "tool_use", "id": "c", "name": "look", "input": {"b": 1}}]
@@ -118,7 +122,7 @@ def test_texts_of_a_responses_message_stay_apart_and_those_of_a_result_do_not() 
     said = {"role": "user", "name": "ann", "content": parts}
     output = _item("function_call_output", call_id="c", output=parts)
     assert _said(RESPONSES, [said, LOOKED, output]) == [
-        {"role": "user", "name": "ann", "content": ["one", "two"]},
+        {"role": "user", "name": "ann", "content": parts("one", "two")},
         _answer("", tool_calls=[_call("c")]),
         {"role": "tool", "content": "one\ntwo", "tool_call_id": "c"},
     ]
