@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.contents import Content
+from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.registry import DIALECTS
 from sf_core.dataplane.sessions.session import Session
@@ -66,12 +67,12 @@ THOUGHT = _item("reasoning", summary=[], content=[{"type": "reasoning_text", "te
         ([{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "hm"}], parts("no", "hm")),
     ],
 )
-def test_texts_of_a_chat_message_stay_apart(content: Any, canonical: str | list[str]) -> None:
+def test_texts_of_a_chat_message_stay_apart(content: Any, canonical: Content) -> None:
     for role in ("system", "developer", "user", "assistant"):
         assert _said(CHAT, [{"role": role, "content": content}]) == [{"role": role, "content": canonical}]
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "look"}}]}
     result = {"role": "tool", "tool_call_id": "c", "content": content}
-    told = canonical if isinstance(canonical, str) else "\n".join(canonical)
+    told = text_of({"content": canonical})
     assert _said(CHAT, [HI, called, result])[-1]["content"] == told
 
 
@@ -118,9 +119,9 @@ def test_items_of_responses_become_messages(items: list[Any], messages: list[Mes
 
 
 def test_texts_of_a_responses_message_stay_apart_and_those_of_a_result_do_not() -> None:
-    parts = [{"type": "input_text", "text": text} for text in ("one", "two")]
-    said = {"role": "user", "name": "ann", "content": parts}
-    output = _item("function_call_output", call_id="c", output=parts)
+    given = [{"type": "input_text", "text": text} for text in ("one", "two")]
+    said = {"role": "user", "name": "ann", "content": given}
+    output = _item("function_call_output", call_id="c", output=given)
     assert _said(RESPONSES, [said, LOOKED, output]) == [
         {"role": "user", "name": "ann", "content": parts("one", "two")},
         _answer("", tool_calls=[_call("c")]),
