@@ -186,8 +186,7 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
         if tool.get("type", "custom") != "custom":
             raise ApiError(400, f"{where}: tools of type {tool['type']} are not supported", param=where)
         schema = get(tool, "input_schema", (dict,), {"properties": {}})
-        schema = schema | {"type": schema.get("type", "object")}
-        parsed.append(function_tool(tool["name"], tool.get("description"), schema, tool.get("strict")))
+        parsed.append(function_tool(tool | {"parameters": {**schema, "type": schema.get("type", "object")}}))
     return parsed
 
 

@@ -155,8 +155,7 @@ def parse_tools(tools: Any) -> list[Tool]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(400, f"tools[{i}] must be a function with a name", param=f"tools[{i}]")
-        given = (function.get(name) for name in ("description", "parameters", "strict"))
-        parsed.append(function_tool(function["name"], *given))
+        parsed.append(function_tool(function))
     return parsed
 
 

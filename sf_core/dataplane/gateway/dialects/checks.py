@@ -124,12 +124,11 @@ def parse_arguments(arguments: Any, left_out: LeftOut) -> dict[str, Any]:
     return {}
 
 
-def function_tool(name: str, description: Any, parameters: Any, strict: Any = None) -> Tool:
-    """A tool as vLLM shows it to a chat template: without other fields, and with null for absent ones."""
-    function = {"name": name, "description": description, "parameters": parameters}
-    if strict is not None:
-        function["strict"] = strict
-    return {"type": "function", "function": function}
+def function_tool(given: dict[str, Any]) -> Tool:
+    """A function as vLLM shows it to a chat template: without other fields, and with null for absent ones."""
+    function = {name: given.get(name) for name in ("name", "description", "parameters")}
+    more = {name: given[name] for name in ("strict", "defer_loading") if given.get(name) is not None}
+    return {"type": "function", "function": function | more}
 
 
 def parse_stop(body: Body, name: str = "stop") -> list[str]:

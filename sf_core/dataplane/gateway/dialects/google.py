@@ -223,7 +223,7 @@ def _parse_function(declared: Any, where: str) -> Tool:
         raise ApiError(400, f"{where} must be a function with a name", param=where)
     given = json_schema(get(declared, "parameters", (dict,), {"type": "object", "properties": {}}))
     schema = get(declared, "parameters_json_schema", (dict,), given)
-    return function_tool(declared["name"], get(declared, "description", (str,), None), schema)
+    return function_tool(declared | {"parameters": schema})
 
 
 def _answer_schema(body: Body) -> Schema | None:

@@ -123,9 +123,7 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
             raise ApiError(400, f"{where}: only functions are supported, not {kind}", param=where)
         if not isinstance(tool.get("name"), str):
             raise ApiError(400, f"{where} must have a name", param=where)
-        parsed.append(
-            function_tool(*(tool.get(key) for key in ("name", "description", "parameters", "strict")))
-        )
+        parsed.append(function_tool(tool))
     return parsed
 
 

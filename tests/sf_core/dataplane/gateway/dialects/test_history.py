@@ -162,7 +162,7 @@ def test_calls_show_their_fields_in_the_order_in_which_vllm_has_them() -> None:
 def test_tools_are_as_vllm_shows_them() -> None:
     schema = {"properties": {}, "type": "object"}
     bare = {"type": "function", "function": {"name": "look", "description": None, "parameters": None}}
-    full = {"name": "look", "description": "d", "parameters": schema, "strict": True}
+    full: dict[str, Any] = {"name": "look", "description": "d", "parameters": schema, "strict": True}
     mixed = {"strict": True, "parameters": schema, "x": 1, "description": "d", "name": "look"}
     cases: list[tuple[Dialect, dict[str, Any], dict[str, Any]]] = [
         (CHAT, {"type": "function", "function": {"name": "look"}, "x": 1}, bare),
