@@ -252,9 +252,9 @@ class TurnService:
         generation, end, renderer = self._generation, self._num_read, self._run.renderer
         ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
         pieces = renderer.token_bytes(ids)
-        if start == 0 and pieces and not renderer.shown(ids[:1]).startswith(" "):
-            # the text of an answer has no space where SentencePiece marks that a word begins
-            pieces[0] = pieces[0].removeprefix(b" ")
+        if start == 0 and pieces[:1] == [b" " + renderer.shown(ids[:1]).encode()]:
+            # the text of an answer has no space where SentencePiece marks that it begins with a word
+            pieces[0] = pieces[0][1:]
         new = [
             TokenLogprob(self._characters.decode(piece), piece, logprob)
             for piece, logprob in zip(pieces, logprobs, strict=True)

@@ -36,7 +36,6 @@ ERROR_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: "overloaded_error",
     504: "timeout_error",
 }
 THREAD = "thread_unsupported_request"
@@ -96,6 +95,8 @@ class Anthropic:
 
     def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
         kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        if error.status == 503 and error.retry_after_s is not None:
+            kind = "overloaded_error"
         told: dict[str, Any] = {"type": kind, "message": error.message}
         if error.code == THREAD:
             told["details"] = {"error_code": THREAD}

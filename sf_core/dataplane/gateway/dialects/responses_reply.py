@@ -105,7 +105,9 @@ class ResponsesReply:
         told = self._event(
             "error", code=error.code, message=error.message, param=error.param, error=error.body()["error"]
         )
-        code = CODES.get(error.status) or error.code or "server_error"
+        code = error.code or "server_error"
+        if error.retry_after_s is not None:
+            code = CODES.get(error.status, code)
         cause = {"code": code, "message": error.message}
         ended = {"status": "failed", "error": cause, "output": self._items, "usage": None}
         return told + self._event("response.failed", response=self._head | ended)

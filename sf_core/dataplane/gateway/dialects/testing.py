@@ -120,7 +120,7 @@ class DialectTests:
             for size in (1, 3, 1000):
                 streamed = _streamed(self._reply({"stream": True}), [answer], size)
                 assert self.hear_stream(streamed) == [whole], f"in pieces of {size} characters"
-                assert len(list(_events(streamed))) > 1
+                assert len(list(read_events(streamed))) > 1
             # of which one comes where nothing is sampled for a while (keepalive.py)
             with_empty_lines = streamed.replace(b"\n\n", b"\n\n\n")
             assert self.hear_stream(with_empty_lines) == [whole]
@@ -167,7 +167,7 @@ class DialectTests:
             assert body["error"]["message"] == error.message and body["error"][self.kind_of_error]
             reply = self._reply({"stream": True})
             started, failed = reply.started(NUM_PROMPT_TOKENS), reply.failed(error, "req_1")
-            event, *_ = _events(failed)
+            event, *_ = read_events(failed)
             assert event["error"] == body["error"]
             try:
                 self.hear_stream(started + failed)
@@ -231,7 +231,7 @@ def _cut(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def _events(stream: bytes) -> list[dict[str, Any]]:
+def read_events(stream: bytes) -> list[dict[str, Any]]:
     """The events of a stream, which are JSON objects; a named one has its name as type."""
     events = []
     assert stream.endswith(b"\n\n")

@@ -82,7 +82,7 @@ def test_log_probs_come_with_the_places_of_their_texts(server: Server, renderer:
     [
         ({"prompt": [1_000_000]}, "Token ids must be from 0 to"),
         ({"echo": True}, "echo is not supported"),
-        ({"prompt": "the " * 3000}, "the context window holds 2048"),
+        ({"prompt": "the " * 3000}, "maximum context length is 2048 tokens"),
     ],
 )
 def test_bad_requests_get_a_sentence(server: Server, change: dict[str, Any], sentence: str) -> None:
