@@ -58,10 +58,13 @@ class ResponsesReply:
 
     def whole(self, answers: list[Answer]) -> bytes:
         [answer] = answers
+        status = "completed" if answer.calls else _status(answer)
         if answer.reasoning:
-            self._add_item(self._text_item("reasoning", answer.reasoning, "completed"))
+            is_last = not answer.content
+            self._add_item(
+                self._text_item("reasoning", answer.reasoning, status if is_last else "completed")
+            )
         if answer.content or not answer.calls:
-            status = "completed" if answer.calls else _status(answer)
             self._add_item(self._text_item("message", answer.content, status, answer.logprobs))
         for call in answer.calls:
             self._add_item(self._call_item(call))
@@ -87,14 +90,16 @@ class ResponsesReply:
         return data
 
     def turn_ended(self, index: int, answer: Answer) -> bytes:
-        # an answer without text needs an item too: the client sends it back
-        empty = self._begin_item("message") if not answer.content and not answer.calls else b""
-        ended = self._end_item(_status(answer))
+        status = _status(answer)
+        data = self._end_item(status)
+        if not answer.content and not answer.calls:
+            # an answer without text needs an item too: the client sends it back
+            data += self._begin_item("message") + self._end_item(status)
         texts = [item["content"][0] for item in self._items if item["type"] == "message"]
         if texts:
             # log-probs of tokens after the last text appear in the final response only
             texts[-1]["logprobs"] += self._take_logprobs()
-        return empty + ended
+        return data
 
     def ended(self, answers: list[Answer]) -> bytes:
         response = self._finished(answers[0])

@@ -69,10 +69,15 @@ def test_a_stop_string_ends_the_answer_before_it(server: Server, renderer: Rende
 
 def test_log_probs_come_with_the_places_of_their_texts(server: Server, renderer: Renderer) -> None:
     server.register()
-    server.connect(answering(renderer, "one two three"))
-    whole = complete(server, "x", logprobs=0).choices[0].logprobs
-    assert whole.text_offset[:2] == [0, len(whole.tokens[0])]
-    chunks = complete(server, "x", logprobs=0, stream=True)
+    text = "one 🦊 trois été"
+    server.connect(answering(renderer, text))
+    [choice] = complete(server, "x", logprobs=0, max_tokens=32).choices
+    whole = choice.logprobs
+    assert whole.tokens[-1] == "<|im_end|>" and "".join(whole.tokens[:-1]) == text
+    places = zip(whole.tokens[:-1], whole.text_offset, strict=False)
+    assert [text[at : at + len(token)] for token, at in places] == whole.tokens[:-1]
+    assert whole.text_offset[-1] == len(text)
+    chunks = complete(server, "x", logprobs=0, max_tokens=32, stream=True)
     parts = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
     assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
 
