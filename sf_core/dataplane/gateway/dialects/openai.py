@@ -11,8 +11,8 @@ from sf_core.dataplane.turns.answer import Answer
 
 DONE = b"data: [DONE]\n\n"
 OVERFLOW = (
-    "This model's maximum context length is {window} tokens. However, your {param} resulted in {tokens} tokens. "
-    "Please reduce the length of the {param}; the answer needs one token at least."
+    "This model's maximum context length is {window} tokens. However, your {param} resulted in {tokens} "
+    "tokens. Please reduce the length of the {param}; the answer needs one token at least."
 )
 
 

@@ -61,9 +61,7 @@ class ResponsesReply:
         status = "completed" if answer.calls else _status(answer)
         if answer.reasoning:
             is_last = not answer.content
-            self._add_item(
-                self._text_item("reasoning", answer.reasoning, status if is_last else "completed")
-            )
+            self._add_item(self._text_item("reasoning", answer.reasoning, status if is_last else "completed"))
         if answer.content or not answer.calls:
             self._add_item(self._text_item("message", answer.content, status, answer.logprobs))
         for call in answer.calls:

@@ -148,12 +148,11 @@ for model in ("policy", "nobody"):
             options = {"api_key": key, "stream": stream, "num_retries": 0}
             try:
                 if provider == "responses":
-                    name = f"openai/{model}"
-                    answer = litellm.responses(model=name, input=long, api_base=bases["openai"], **options)
+                    options |= {"input": long, "api_base": bases["openai"]}
+                    answer = litellm.responses(model=f"openai/{model}", **options)
                 else:
-                    said = [{"role": "user", "content": long}]
-                    name = f"{provider}/{model}"
-                    answer = litellm.completion(model=name, messages=said, api_base=bases[provider], **options)
+                    options |= {"messages": [{"role": "user", "content": long}], "api_base": bases[provider]}
+                    answer = litellm.completion(model=f"{provider}/{model}", **options)
                 list(answer)
                 raised = None
             except Exception as error:
@@ -166,7 +165,8 @@ for model in ("policy", "nobody"):
 def test_litellm_knows_what_is_wrong_with_a_request(server: Server, mini: Path) -> None:
     server.register()
     opened = server.post("/sessions", {"run_id": "run"})
-    command = [str(mini.with_name("python")), "-c", ASK_LITELLM, server.url, f"session:{opened['session_id']}"]
+    key = f"session:{opened['session_id']}"
+    command = [str(mini.with_name("python")), "-c", ASK_LITELLM, server.url, key]
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stderr

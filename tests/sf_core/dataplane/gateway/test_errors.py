@@ -14,7 +14,6 @@ from google.genai import errors as google
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError, ContextOverflow
-from sf_core.dataplane.gateway.dialects.registry import DIALECTS
 from sf_core.dataplane.gateway.dialects.testing import read_events
 from sf_core.dataplane.sessions.session import Session
 from tests.sf_core.dataplane.gateway.dialects.clients import CLIENTS, Client, canned
@@ -33,17 +32,17 @@ PROMPTS: dict[str, dict[str, Any]] = {
 OVERFLOWS = {
     "chat": r"This model's maximum context length is 2048 tokens\. However, your messages resulted in (\d+) "
     r"tokens\. Please reduce the length of the messages",
-    "completions": r"This model's maximum context length is 2048 tokens\. However, your prompt resulted in (\d+) "
-    r"tokens\. Please reduce the length of the prompt",
-    "responses": r"Your input exceeds the context window of this model\. This model's maximum context length is "
-    r"2048 tokens\. However, your input resulted in (\d+) tokens\. Please reduce the length of the input",
+    "completions": r"This model's maximum context length is 2048 tokens\. However, your prompt resulted in "
+    r"(\d+) tokens\. Please reduce the length of the prompt",
+    "responses": r"Your input exceeds the context window of this model\. This model's maximum context length "
+    r"is 2048 tokens\. However, your input resulted in (\d+) tokens\. Please reduce the length of the input",
     "messages": r"prompt is too long: (\d+) tokens > 2047 maximum\. Please shorten the messages",
-    "generate_content": r"The input token count \((\d+)\) exceeds the maximum number of tokens allowed \(2047\)\. "
-    r"Please shorten the contents",
+    "generate_content": r"The input token count \((\d+)\) exceeds the maximum number of tokens allowed "
+    r"\(2047\)\. Please shorten the contents",
 }
 MATCHED: dict[str, list[tuple[str, tuple[str, ...]]]] = {
-    # github.com/BerriAI/litellm litellm/litellm_core_utils/exception_mapping_utils.py (mini-swe-agent, aider and
-    # others catch the exception that it raises for these)
+    # github.com/BerriAI/litellm litellm/litellm_core_utils/exception_mapping_utils.py; mini-swe-agent,
+    # aider and others catch the exception that it raises for these
     "litellm": [
         (r"this model's maximum context length is", ("chat", "completions", "responses")),
         (r"prompt is too long", ("messages",)),
@@ -66,8 +65,8 @@ MATCHED: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     # github.com/QwenLM/qwen-code packages/core/src/utils/contextLengthError.ts, with the counts that it reads
     "qwen-code": [
         (
-            r"maximum context length is\s*(\d[\d,]*)\s*tokens?[\s\S]*?(?:resulted in|requested|used)\s*(\d[\d,]*)"
-            r"\s*tokens?",
+            r"maximum context length is\s*(\d[\d,]*)\s*tokens?[\s\S]*?(?:resulted in|requested|used)"
+            r"\s*(\d[\d,]*)\s*tokens?",
             ("chat", "completions", "responses"),
         ),
         (r"(\d[\d,]*)\s*tokens?\s*>\s*(\d[\d,]*)", ("messages",)),
@@ -91,8 +90,8 @@ MATCHED: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         (r"context_length_exceeded", ("chat", "completions", "responses")),
     ],
 }
-"""By harness, the patterns by which it knows that it must shorten its history, and the dialects in which it asks
-for them."""
+"""By harness, the patterns by which it knows that it must shorten its history, and the dialects in which it
+looks for them."""
 
 
 def overflow_of(client: Client) -> ApiError:
@@ -130,7 +129,10 @@ def test_a_prompt_that_does_not_fit_is_told_in_the_words_of_the_provider(
     assert (counted := re.search(OVERFLOWS[client.dialect.name], sentence))
     assert int(counted[1]) > 3000
     if isinstance(refused.value, openai.BadRequestError):
-        assert (refused.value.code, refused.value.type) == ("context_length_exceeded", "invalid_request_error")
+        assert (refused.value.code, refused.value.type) == (
+            "context_length_exceeded",
+            "invalid_request_error",
+        )
         assert refused.value.param == client.dialect.overflow[1]
 
 
@@ -149,8 +151,8 @@ def test_an_overflow_inside_a_stream_has_words_and_code_too(client: Client) -> N
     error = overflow_of(client)
     data = failed_stream(client, error)
     *_, event = read_events(data)
-    told = event["response"]["error"] if client.dialect.name == "responses" else event["error"]
-    assert re.fullmatch(OVERFLOWS[client.dialect.name] + r"\b.*", told["message"])
+    failure = event["response"]["error"] if client.dialect.name == "responses" else event["error"]
+    assert re.fullmatch(OVERFLOWS[client.dialect.name] + r"\b.*", failure["message"])
     http = canned(client.http, data, "text/event-stream")
     with client.agent("http://canned", http) as agent, pytest.raises(Exception) as raised:
         client.ask(agent, True, client.request)
@@ -209,7 +211,8 @@ KINDS = {
         503: "UNAVAILABLE",
     },
 }
-"""Type or status of an error, by dialect and HTTP status, where the client may ask again if it is one of ours."""
+"""Type of an error, or what Google calls its status, by dialect and HTTP status; after 429 and 503 the client
+may ask again."""
 
 
 @EACH
@@ -218,7 +221,9 @@ def test_an_error_has_the_type_of_the_provider_whole_and_streamed(client: Client
     retry_after_s = 5 if status in (429, 503) else None
     error = ApiError(status, "It is so.", code="some_code", retry_after_s=retry_after_s)
     body = body_of(client, error)
-    kinds = KINDS.get(client.dialect.name, dict.fromkeys(range(400, 500), "invalid_request_error") | OPENAI_TYPES)
+    kinds = KINDS.get(
+        client.dialect.name, dict.fromkeys(range(400, 500), "invalid_request_error") | OPENAI_TYPES
+    )
     assert body["error"][client.kind_of_error] == kinds[status]
     *_, event = read_events(failed_stream(client, error))
     if client.dialect.name == "responses":
@@ -231,10 +236,8 @@ def test_an_error_has_the_type_of_the_provider_whole_and_streamed(client: Client
 
 def test_a_run_that_is_over_is_not_told_as_an_overload() -> None:
     error = ApiError(503, "The run is complete.", code="run_over")
-    [kind] = [
-        dialect.error_body(error, "req_7")["error"]["type"] for dialect in DIALECTS if dialect.name == "messages"
-    ]
-    assert kind == "api_error"
+    [client] = [client for client in CLIENTS if client.dialect.name == "messages"]
+    assert body_of(client, error)["error"]["type"] == "api_error"
 
 
 def test_google_tells_in_the_body_when_to_ask_again() -> None:
@@ -290,7 +293,9 @@ def test_every_response_has_an_id_where_its_client_looks(
     assert len(seen) == 3 and all(re.fullmatch(r"req_[0-9a-f]{24}", str(one)) for one in seen)
 
 
-def test_an_error_that_nobody_expected_has_its_id_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_nobody_expected_has_its_id_too(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.register()
 
     def fail(*_: Any) -> None:
