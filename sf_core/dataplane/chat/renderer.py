@@ -22,7 +22,7 @@ from sf_core.dataplane.chat.template import DEFAULT, WITH_TOOLS, ChatTemplates, 
 from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition, shows_tools
 from sf_core.dataplane.chat.tool_formats import FORMATS, Tool, format_of
 from sf_core.dataplane.errors import ApiError
-from sf_core.models.token_bytes import control_tokens
+from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.types import Ids
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
@@ -63,6 +63,7 @@ class Renderer:
             raise ValueError(f"{model_dir}: unknown tool_format {self.tool_format!r}; known: {[*FORMATS]}")
         self.thinks = self.templates.mention("</think>")
         """Answers may begin with reasoning between think tags."""
+        self.token_bytes = TokenBytes(self._tokenizer)
         self.control_tokens = frozenset(control_tokens(self._tokenizer))
         """What tokens show that are no text."""
         self.vocab_size = self._tokenizer.get_vocab_size()

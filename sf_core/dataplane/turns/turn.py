@@ -5,6 +5,7 @@ Owns what the agent sees of a turn and when the turn is recorded: before its end
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import secrets
 from array import array
@@ -25,7 +26,7 @@ from sf_core.dataplane.chat.answer_parser import (
 from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
 from sf_core.dataplane.chat.renderer import Renderer, TextStream
 from sf_core.dataplane.chat.tool_formats import FORMATS, ToolCall
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.turn_events import RecordedTurn, Tokens, TurnKey
@@ -33,9 +34,6 @@ from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, Toke
 from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import FinishReason, Sampling
-
-CONTEXT_OVERFLOW = "context_length_exceeded"
-"""Error code of a request whose prompt leaves no room for an answer."""
 
 _request_numbers = itertools.count()
 
@@ -69,13 +67,7 @@ def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenR
     prompt = _open_prompt(run, session, request)
     prompt_ids = prompt.full_ids()
     if len(prompt_ids) >= run.spec.context_length:
-        raise ApiError(
-            400,
-            f"The prompt has {len(prompt_ids)} tokens; the context window holds "
-            f"{run.spec.context_length}, at least one of them for the answer.",
-            code=CONTEXT_OVERFLOW,
-            param="messages" if request.text_or_ids is None else "prompt",
-        )
+        raise ContextOverflow(len(prompt_ids), run.spec.context_length)
     return OpenRequest(run, session, request, prompt, prompt_ids, grammar)
 
 
@@ -117,6 +109,7 @@ class TurnService:
         self._num_read = 0
         self._logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
         """Log-probs of the tokens read; None if the request did not ask for them."""
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
         """Whether the turn may end before the engine ends it, so that tokens are read one by one."""
         self._generation = Generation(
@@ -256,9 +249,16 @@ class TurnService:
     def _read_logprobs(self, start: int) -> list[TokenLogprob] | None:
         if self._logprobs is None:
             return None
-        generation, end, decode = self._generation, self._num_read, self._run.renderer.decode
+        generation, end, renderer = self._generation, self._num_read, self._run.renderer
         ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
-        new = [TokenLogprob(decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        pieces = renderer.token_bytes(ids)
+        if start == 0 and pieces[:1] == [b" " + renderer.shown(ids[:1]).encode()]:
+            # the text of an answer has no space where SentencePiece marks that it begins with a word
+            pieces[0] = pieces[0][1:]
+        new = [
+            TokenLogprob(self._characters.decode(piece), piece, logprob)
+            for piece, logprob in zip(pieces, logprobs, strict=True)
+        ]
         self._logprobs += new
         return new
 

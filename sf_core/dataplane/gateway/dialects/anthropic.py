@@ -37,6 +37,7 @@ ERROR_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    504: "timeout_error",
 }
 THREAD = "thread_unsupported_request"
 """Code by which Anthropic's packages know that a conversation must be sent whole."""
@@ -50,6 +51,7 @@ class Anthropic:
     count: Count | None = Count(("/v1/messages/count_tokens",), "input_tokens")
     schema_fields = frozenset({"output_config.format", "output_format"})
     header: bytes | None = b"anthropic-version"
+    overflow = "prompt is too long: {tokens} tokens > {most} maximum. Please shorten the {param}.", "messages"
 
     def read(self, body: Body, path: str) -> Body:
         sentence = "thread is not supported: leave it out, and send the whole conversation in messages."
@@ -94,12 +96,14 @@ class Anthropic:
     def reply(self, body: Body, turn_id: str, session: Session) -> AnthropicReply:
         return AnthropicReply(turn_id, body["model"])
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
+    def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
         kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        if error.status == 503 and error.retry_after_s is not None:
+            kind = "overloaded_error"
         told: dict[str, Any] = {"type": kind, "message": error.message}
         if error.code == THREAD:
             told["details"] = {"error_code": THREAD}
-        return {"type": "error", "error": told}
+        return {"type": "error", "error": told, "request_id": request_id}
 
     def model_entry(self, model: str) -> dict[str, Any]:
         return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
@@ -113,6 +117,8 @@ class Anthropic:
 class AnthropicReply:
     def __init__(self, turn_id: str, model: str) -> None:
         self._head = {"id": f"msg_{turn_id}", "type": "message", "role": "assistant", "model": model}
+        self._signature = f"signed_{turn_id}"
+        """Of its reasoning: not checked when it comes back, but clients drop reasoning without one."""
         self._num_blocks = 0
         self._open: str | None = None
         """Type of the block that is being streamed; None between blocks."""
@@ -121,7 +127,7 @@ class AnthropicReply:
         [answer] = answers
         content: list[dict[str, Any]] = []
         if answer.reasoning:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": self._signature})
         if answer.content:
             content.append({"type": "text", "text": answer.content})
         content += [_tool_use(call, orjson.loads(call.arguments)) for call in answer.calls]
@@ -155,8 +161,8 @@ class AnthropicReply:
     def ended(self, answers: list[Answer]) -> bytes:
         return named_event({"type": "message_stop"})
 
-    def failed(self, error: ApiError) -> bytes:
-        return named_event(Anthropic().error_body(error))
+    def failed(self, error: ApiError, request_id: str) -> bytes:
+        return named_event(Anthropic().error_body(error, request_id))
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         if kind == self._open:
@@ -172,9 +178,12 @@ class AnthropicReply:
     def _end(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._open == "thinking":
+            signed = self._delta({"type": "signature_delta", "signature": self._signature})
         self._open = None
         self._num_blocks += 1
-        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+        return signed + named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:

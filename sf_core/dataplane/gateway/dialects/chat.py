@@ -123,7 +123,7 @@ class ChatReply:
             return DONE
         return self._chunk({"choices": [], "usage": _usage(answers)}) + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: ApiError, request_id: str) -> bytes:
         return data_event(error.body())
 
     def _delta(
@@ -225,7 +225,7 @@ def _logprobs(entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
     if entries is None:
         return None
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in entries
+        {"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []}
+        for text, data, logprob in entries
     ]
     return {"content": content, "refusal": None}

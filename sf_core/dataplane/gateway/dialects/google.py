@@ -51,7 +51,9 @@ STATUSES = {
     409: "ABORTED",
     429: "RESOURCE_EXHAUSTED",
     503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
 }
+RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 ROLES = {"user": "user", "model": "model", "tool": "user", "function": "user"}
 FINISH_REASONS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
 MODES = {
@@ -93,6 +95,11 @@ class Google:
     count: Count | None = Count(_paths("countTokens"), "totalTokens")
     schema_fields = frozenset({"response_mime_type", "response_schema", "response_json_schema"})
     header: bytes | None = b"x-goog-api-key"
+    overflow = (
+        "The input token count ({tokens}) exceeds the maximum number of tokens allowed ({most}). "
+        "Please shorten the {param}.",
+        "contents",
+    )
 
     def read(self, body: Body, path: str) -> Body:
         model, _, method = path.partition("/models/")[2].rpartition(":")
@@ -130,9 +137,13 @@ class Google:
     def reply(self, body: Body, turn_id: str, session: Session) -> GoogleReply:
         return GoogleReply(turn_id, body["model"], body.get("candidate_count") or 1)
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
+    def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
         status = STATUSES.get(error.status, "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT")
-        return {"error": {"code": error.status, "message": error.message, "status": status}}
+        told: dict[str, Any] = {"code": error.status, "message": error.message, "status": status}
+        if error.retry_after_s is not None:
+            # gemini-cli reads it here, not in the header
+            told["details"] = [{"@type": RETRY_INFO, "retryDelay": f"{error.retry_after_s}s"}]
+        return {"error": told}
 
     def model_entry(self, model: str) -> dict[str, Any]:
         return {"name": f"models/{model}", "displayName": model}
@@ -172,8 +183,8 @@ class GoogleReply:
         candidates = [_candidate(i, []) | _finished(answer) for i, answer in enumerate(answers)]
         return self._event(candidates, usageMetadata=_usage(answers))
 
-    def failed(self, error: ApiError) -> bytes:
-        return data_event(Google().error_body(error))
+    def failed(self, error: ApiError, request_id: str) -> bytes:
+        return data_event(Google().error_body(error, request_id))
 
     def _event(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
         return data_event({"candidates": candidates} | more | self._head)
@@ -365,7 +376,7 @@ def _candidate(index: int, events: list[Event], logprobs: list[TokenLogprob] | N
     content = {"role": "model", "parts": [_part(event) for event in events or [""]]}
     candidate: dict[str, Any] = {"content": content, "index": index}
     if logprobs is not None:
-        chosen = [{"token": text, "logProbability": logprob} for text, logprob in logprobs]
+        chosen = [{"token": text, "logProbability": logprob} for text, _, logprob in logprobs]
         candidate["logprobsResult"] = {"chosenCandidates": chosen}
     return candidate
 

@@ -29,7 +29,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
     tool_choice,
     top_k,
 )
-from sf_core.dataplane.gateway.dialects.openai import OpenAI
+from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, OpenAI
 from sf_core.dataplane.gateway.dialects.responses_reply import ResponsesReply
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.request import TurnRequest
@@ -53,6 +53,8 @@ class Responses(OpenAI):
     name = "responses"
     paths: tuple[str, ...] = ("/v1/responses",)
     schema_fields = frozenset({"text.format"})
+    # LiteLLM knows only the words of Chat
+    overflow = f"Your input exceeds the context window of this model. {OVERFLOW}", "input"
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         refuse(body, "prompt", "stored prompts are not supported; use instructions")
