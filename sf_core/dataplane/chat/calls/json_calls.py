@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import orjson
-
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall, name_of, parameters_of
 
@@ -21,11 +19,18 @@ def json_end(text: str, start: int) -> int | None:
         return None
 
 
-def read_object(text: str) -> dict[str, Any] | None:
-    """An object that an answer can hold."""
+def read_value(text: str) -> Any:
+    """A value that an answer can hold. Raises ValueError if the text is none."""
     try:
-        value = read_json(text)
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return read_json(text)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"nested too deeply: {error}") from None
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = read_value(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

@@ -11,11 +11,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
-from sf_core.dataplane.chat.calls.json_calls import call_of, json_end, open_call, read_object, render_call
+from sf_core.dataplane.chat.calls.json_calls import (
+    call_of,
+    json_end,
+    open_call,
+    read_object,
+    read_value,
+    render_call,
+)
 from sf_core.dataplane.chat.calls.splitter import Found, MarkedCalls
-from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,
@@ -56,8 +60,8 @@ def _read_named(name: str, written: str, tools: list[Tool]) -> list[ToolCall] | 
 
 def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
     try:
-        value = read_json(written)
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        value = read_value(written)
+    except ValueError:
         return None
     calls = [
         call_of(_with_object(one), tools, "arguments")

@@ -64,8 +64,8 @@ class MarkedCalls:
 
 
 def between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: bool = False) -> Read:
-    """Reads calls between `<tool_call>` and `</tool_call>`. `shows_end`: a call that is cut does not parse, so
-    that the last one needs no closing tag."""
+    """Reads calls between `<tool_call>` and `</tool_call>`. `shows_end`: no call that is cut parses, so that
+    the last one needs no closing tag."""
 
     def read(text: str, is_whole: bool) -> Found | None:
         if (end := text.find(CALL_END)) >= 0:

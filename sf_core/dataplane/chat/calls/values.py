@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sf_core.dataplane.chat.json_text import read_json
+from sf_core.dataplane.chat.calls.json_calls import read_value
 
 
 def value_of(text: str, schema: Any) -> Any:
@@ -25,7 +25,7 @@ def value_of(text: str, schema: Any) -> Any:
     if "string" in kinds:
         return text
     try:
-        return read_json(text)
+        return read_value(text)
     except ValueError:
         return text
 
@@ -65,23 +65,27 @@ _ALIASES = (
 )
 
 
+def _integer(text: str) -> Any:
+    return read_value(str(int(text)))
+
+
 def _number(text: str) -> int | float:
     # an integer as one: a float would round a long one
     try:
-        return int(text)
+        return _integer(text)
     except ValueError:
         value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)
-    return int(value) if value.is_integer() else value
+    return _integer(f"{value:.0f}") if value.is_integer() else value
 
 
 _CONVERSIONS: dict[str, Callable[[str], Any]] = {
     "null": lambda text: {"null": None}[text.lower()],
-    "integer": int,
+    "integer": _integer,
     "number": _number,
     "boolean": lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower().strip()],
-    "object": read_json,
-    "array": read_json,
+    "object": read_value,
+    "array": read_value,
 }
 """In the order in which they are tried."""
