@@ -18,14 +18,16 @@ import jinja2
 from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.answer_parser import (
     THINK_END,
+    THINK_START,
     AnswerParts,
     AnswerStream,
     ReasoningSplitter,
     StopStrings,
 )
+from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
 from sf_core.dataplane.chat.renderer import Renderer, TextStream
-from sf_core.dataplane.chat.tool_formats import FORMATS, ToolCall
+from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
@@ -34,6 +36,11 @@ from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, Toke
 from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import FinishReason, Sampling
+
+NO_FORMAT = (
+    "The policy cannot call tools: its chat template writes calls in no known format. Put `tool_format` into "
+    f"its tokenizer_config.json (known: {', '.join(FORMATS)}), or take a template that writes calls."
+)
 
 _request_numbers = itertools.count()
 
@@ -63,6 +70,8 @@ class OpenRequest:
 
 def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenRequest:
     """Put a request's prompt into the session. Raises ApiError if it cannot become a turn."""
+    if request.calls_tools and not run.renderer.tool_format:
+        raise ApiError(400, NO_FORMAT, param="tools")
     grammar = _grammar(run, request)
     prompt = _open_prompt(run, session, request)
     prompt_ids = prompt.full_ids()
@@ -100,10 +109,10 @@ class TurnService:
         sample = recorded.key.sample if recorded else session.begin_sample(prompt, nth)
         self.key = TurnKey(session.session_id, prompt.index, sample)
         self.turn_id = session.turn_id(prompt, sample)
-        self._text = TextStream(run.renderer)
         self._stops = StopStrings(request.stop)
         renderer = run.renderer.with_options(request.template_options)
-        self._answer = _answer_stream(renderer, request, prompt.forced)
+        self._answer, marks = _answer_stream(renderer, request, prompt.forced)
+        self._text = TextStream(run.renderer, marks)
         self._num_calls = 0
         self._forced: AnswerParts = self._answer.push(prompt.forced.removeprefix(_AFTER_THINKING))
         self._num_read = 0
@@ -339,11 +348,16 @@ def _forced_text(request: TurnRequest, renderer: Renderer) -> str:
     return (_AFTER_THINKING if renderer.opens_thinking else "") + opening
 
 
-def _answer_stream(renderer: Renderer, request: TurnRequest, forced: str) -> AnswerStream:
-    splitter = FORMATS[renderer.tool_format].splitter(request.tools) if request.calls_tools else None
+def _answer_stream(
+    renderer: Renderer, request: TurnRequest, forced: str
+) -> tuple[AnswerStream, tuple[str, ...]]:
+    """What reads the answer, and the marks that it must see."""
+    form = FORMATS[renderer.tool_format] if request.calls_tools else None
+    splitter, marks = (form.splitter(request.tools), form.marks) if form else (None, ())
     if not (renderer.thinks and request.text_or_ids is None) or forced:
-        return AnswerStream(splitter)
-    return AnswerStream(splitter, ReasoningSplitter(renderer.opens_thinking))
+        return AnswerStream(splitter), marks
+    reasoning = ReasoningSplitter(renderer.opens_thinking, marks[:1])
+    return AnswerStream(splitter, reasoning), (THINK_START, THINK_END, *marks)
 
 
 def turn_seed(
