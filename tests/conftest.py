@@ -30,6 +30,7 @@ TOGETHER = {
     "repositories": (
         "examples/repositories/test_generate",
         "sf_core/environments/repositories/test_check",
+        "sf_core/environments/repositories/test_patches",
         "sf_core/environments/repositories/test_repositories",
     ),
     # they read one run, which takes a minute or two to train

@@ -43,6 +43,23 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "requests"
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }
+
+
+class ContextOverflow(ApiError):
+    """A prompt that leaves no room for an answer. Each dialect words it as its provider does."""
+
+    def __init__(self, num_tokens: int, context_length: int) -> None:
+        sentence = f"The prompt has {num_tokens} tokens, and the context window holds {context_length}."
+        super().__init__(400, sentence, code="context_length_exceeded")
+        self.num_tokens, self.context_length = num_tokens, context_length
+
+    def worded(self, sentence: str, param: str) -> ApiError:
+        """This error in other words; see `Dialect.overflow`."""
+        most = self.context_length - 1
+        told = sentence.format(tokens=self.num_tokens, window=self.context_length, most=most, param=param)
+        return ApiError(self.status, told, code=self.code, param=param)

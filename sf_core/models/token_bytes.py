@@ -25,29 +25,37 @@ def control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def token_bytes(tokenizer: Tokenizer | None, ids: Iterable[int]) -> list[bytes]:
-    """The bytes that each token adds to the text: a token may hold only a part of a UTF-8 character.
-
-    Without a tokenizer, and for ids it does not know, the id itself is shown.
-    """
-    ids = list(ids)
+    """As TokenBytes does; without a tokenizer the ids themselves are shown."""
     if tokenizer is None:
         return [f"{token_id} ".encode() for token_id in ids]
-    added = {int(token_id) for token_id in tokenizer.get_added_tokens_decoder()}
-    kinds = _decoder_kinds(tokenizer)
-    pieces = map(tokenizer.id_to_token, ids)
-    return [
-        f"<{token_id}>".encode()
-        if piece is None
-        else piece.encode()
-        if token_id in added
-        else _piece_bytes(piece, kinds)
-        for token_id, piece in zip(ids, pieces, strict=True)
-    ]
+    return TokenBytes(tokenizer)(ids)
+
+
+class TokenBytes:
+    """The bytes that each token adds to the text: a token may hold only a part of a UTF-8 character.
+
+    Ids that the tokenizer does not know are shown themselves.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._piece = tokenizer.id_to_token
+        self._added = {int(token_id) for token_id in tokenizer.get_added_tokens_decoder()}
+        self._kinds = _decoder_kinds(tokenizer)
+
+    def __call__(self, ids: Iterable[int]) -> list[bytes]:
+        return [self._bytes(token_id) for token_id in ids]
+
+    def _bytes(self, token_id: int) -> bytes:
+        piece = self._piece(token_id)
+        if piece is None:
+            return f"<{token_id}>".encode()
+        return piece.encode() if token_id in self._added else _piece_bytes(piece, self._kinds)
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
     """The steps by which the `tokenizers` library turns pieces into text; empty: it joins them by spaces."""
-    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+    # a tokenizer as text has its whole vocabulary, the state of a decoder is a line
+    decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
     return {step["type"] for step in [decoder, *decoder.get("decoders", [])] if "type" in step}
 
 

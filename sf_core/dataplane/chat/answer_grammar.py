@@ -16,8 +16,9 @@ import orjson
 from llguidance import LLMatcher
 
 from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
+from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.chat.tool_formats import FORMATS, Tool
+from sf_core.dataplane.chat.tool_formats import Tool, ToolFormat
 from sf_core.dataplane.errors import ApiError
 
 Schema = dict[str, Any] | bool
@@ -38,24 +39,19 @@ def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str
 
 
 def _rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[str]:
-    # as Lark writes tokens by name
-    marks = frozenset(token for token in renderer.control_tokens if re.fullmatch(r"<[^<>\s]+>", token))
+    marks = renderer.control_tokens
     thinking = ""
     if renderer.thinks:
         start = _literal(THINK_START, marks)
         thinking = "thought BLANK?" if renderer.opens_thinking else f"({start} thought BLANK?)?"
         yield (
-            f"thought: TEXT {THINK_END}"
+            f"thought: TEXT {_literal(THINK_END, marks)}"
             if THINK_END in marks
             else f"thought[suffix={json.dumps(THINK_END)}]: TEXT"
         )
         yield "TEXT: /(?s:.*)/"
         yield r"BLANK: /[ \n]{1,2}/"
-    form = FORMATS[renderer.tool_format]
-    calls = [
-        _json(form.schema(tool)) if form.schema else f"{_literal(form.opening(tool), marks)} anything"
-        for tool in tools
-    ]
+    calls = [_call(FORMATS[renderer.tool_format], tool, marks) for tool in tools]
     yield f"start: {thinking} (content{''.join(f' | call_{n}' for n in range(len(calls)))})"
     yield from (f"call_{n}: {call}" for n, call in enumerate(calls))
     if calls:
@@ -63,15 +59,19 @@ def _rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[st
     yield f"content: {_json(schema)}"
 
 
+def _call(form: ToolFormat, tool: Tool, marks: dict[str, int]) -> str:
+    return _json(form.schema(tool)) if form.schema else f"{_literal(form.opening(tool), marks)} anything"
+
+
 def _json(schema: Schema) -> str:
     rules = schema if isinstance(schema, dict) else {}
     return f"%json {json.dumps(rules | {'x-guidance': _ONE_LINE})}"
 
 
-def _literal(text: str, marks: frozenset[str]) -> str:
+def _literal(text: str, marks: dict[str, int]) -> str:
     """A text, of which marks that are tokens of their own stand for those."""
     parts = re.split(f"({'|'.join(map(re.escape, sorted(marks)))})", text) if marks else [text]
-    return " ".join(part if part in marks else json.dumps(part) for part in parts if part)
+    return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
 
 
 @functools.lru_cache(maxsize=256)

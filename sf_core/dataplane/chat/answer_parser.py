@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sf_core.dataplane.chat.tool_formats import CallSplitter, ToolCall, overlap
@@ -85,9 +86,10 @@ class AnswerStream:
 
 class ReasoningSplitter:
     """Splits off the text between think tags at the start of an answer. `is_open`: the prompt ends with the
-    opening tag."""
+    opening tag. One of `others`, with which something else begins, ends reasoning too."""
 
-    def __init__(self, is_open: bool) -> None:
+    def __init__(self, is_open: bool, others: Sequence[str] = ()) -> None:
+        self._ends = (THINK_END, *others)
         self.found = is_open
         """Whether the answer has a reasoning part, possibly an empty one."""
         self._is_over = False
@@ -108,13 +110,14 @@ class ReasoningSplitter:
             else:
                 self._is_over = True
                 return "", self._take(len(self._text))
-        end = self._text.find(THINK_END)
-        if end >= 0:
-            thought = self._trim(self._take(end).rstrip())
+        ends = [at for mark in self._ends if (at := self._text.find(mark)) >= 0]
+        if ends:
+            thought = self._trim(self._take(min(ends)).rstrip())
             self._is_over = True
-            return thought, self._take(len(self._text))[len(THINK_END) :]
+            return thought, self._take(len(self._text)).removeprefix(THINK_END)
         # white space before the closing tag belongs to it
-        certain = len(self._text[: len(self._text) - overlap(self._text, THINK_END)].rstrip())
+        held = max(overlap(self._text, mark) for mark in self._ends)
+        certain = len(self._text[: len(self._text) - held].rstrip())
         return self._trim(self._take(certain)), ""
 
     def finish(self) -> tuple[str, str]:

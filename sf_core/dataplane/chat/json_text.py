@@ -23,3 +23,17 @@ def read_json(text: bytes | str) -> Any:
 
 _SURELY_WRITABLE = 200
 """Levels of nesting that need no check; orjson writes 254."""
+
+KINDS = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+"""The kinds of values that JSON has, in the words of messages."""
+
+
+def kind_of(value: Any) -> str:
+    return "null" if value is None else KINDS[type(value)]

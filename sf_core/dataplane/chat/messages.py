@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from sf_core.dataplane.chat.contents import joined
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
 
 Message = dict[str, Any]
@@ -38,13 +39,13 @@ def call_id(turn_id: str, index: int) -> str:
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    # in vLLM's order, which templates may show
+    return {"id": call_id, "function": {"arguments": arguments, "name": name}, "type": "function"}
 
 
 def text_of(message: Message) -> str:
     """The text of a message, parts each on a line of their own as vLLM joins them."""
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return joined(message["content"], "\n")
 
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
@@ -62,9 +63,7 @@ def extend_chain(key: bytes, message: Message) -> bytes:
 def as_said(message: Message) -> Message:
     """An answer without its reasoning and name, in one part: how a recorded one is known."""
     said = {name: value for name, value in message.items() if name not in ("reasoning_content", "name")}
-    if not isinstance(said["content"], str):
-        said["content"] = "".join(part["text"] for part in said["content"])
-    return said
+    return said | {"content": joined(said["content"])}
 
 
 def without_ids(message: Message) -> Message:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable, Iterable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
+from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
 from sf_core.dataplane.chat.messages import Message, text_of
-from sf_core.dataplane.chat.template import DEFAULT, WITH_TOOLS, ChatTemplates, merge_system, read_templates
+from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
 from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition, shows_tools
-from sf_core.dataplane.chat.tool_formats import FORMATS, Tool, format_of
+from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
-from sf_core.models.token_bytes import control_tokens
+from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.types import Ids
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
@@ -55,16 +57,17 @@ class Renderer:
                 f"{model_dir}: the tokenizer has no chat template; put one there as chat_template.jinja, for "
                 "example that of the model's instruct version"
             )
+        named = str(config.get("tool_format") or "")
+        if named and named not in FORMATS:
+            raise ValueError(f"{model_dir}: unknown tool_format {named!r}; known: {[*FORMATS]}")
         self.templates = ChatTemplates(sources)
-        self.tool_format = str(
-            config.get("tool_format") or format_of(sources.get(WITH_TOOLS, sources[DEFAULT]))
-        )
-        if self.tool_format not in FORMATS:
-            raise ValueError(f"{model_dir}: unknown tool_format {self.tool_format!r}; known: {[*FORMATS]}")
         self.thinks = self.templates.mention("</think>")
         """Answers may begin with reasoning between think tags."""
-        self.control_tokens = frozenset(control_tokens(self._tokenizer))
-        """What tokens show that are no text."""
+        self.token_bytes = TokenBytes(self._tokenizer)
+        self.control_tokens = control_tokens(self._tokenizer)
+        """Ids of tokens that are no text, by what they show."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._skipped = {token.content: int(number) for number, token in added if token.special}
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, _num_rows(folder))
         """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
@@ -75,6 +78,8 @@ class Renderer:
         """Further variables of the template."""
         self._variants: dict[bytes, Renderer] = {}
         self._look_at_template()
+        self.tool_format = named or format_of(self.render)
+        """The format of calls; empty if the template writes them in none that is known."""
 
     def with_options(self, options: dict[str, Any]) -> Renderer:
         """This renderer with further variables of the template, of which those count that it reads. Raises
@@ -141,6 +146,13 @@ class Renderer:
         """Text without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
+    def decoder(self, marks: Iterable[str]) -> Callable[[list[int]], str]:
+        """A `decode` that shows those special tokens that are `marks`."""
+        if self._skipped.keys().isdisjoint(marks):
+            return self.decode
+        hidden = {token for shown, token in self._skipped.items() if shown not in marks}
+        return lambda ids: self.shown([token for token in ids if token not in hidden])
+
     def shown(self, ids: list[int]) -> str:
         """Text with special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
@@ -191,8 +203,9 @@ def shows(text: str, answer: Message) -> bool:
 class TextStream:
     """Turns ids into text piece by piece. A piece is held back while it ends inside a character."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._decode = renderer.decode
+    def __init__(self, renderer: Renderer, marks: Iterable[str] = ()) -> None:
+        """`marks` are shown although they are special tokens."""
+        self._decode = renderer.decoder(marks)
         self._ids: list[int] = []
         self._start = 0
         """Decoding starts one piece back, because a decoder may look at the token before."""

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
-from sf_core.dataplane.gateway.endpoint import TokenCount, Turns
+from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCount, Turns
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
 
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
@@ -63,14 +63,21 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
     assert isinstance(error, ApiError)
     if error.retry_after_s is not None:
         headers = {"Retry-After": str(error.retry_after_s)}
-    return _json(dialect_of(request.scope).error_body(error), error.status, headers)
+    body = dialect_of(request.scope).error_body(error, request.scope["request_id"])
+    return _json(body, error.status, headers)
 
 
 async def _fail(request: Request, error: Exception) -> Response:
     if isinstance(error, OSError) and error.errno in _OF_A_DISK:
         message = f"The data plane cannot use its disk: {error}. Make room there or mend it, then ask again."
-        return await _refuse(request, ApiError(503, message, retry_after_s=RETRY_AFTER_S))
-    return await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))
+        told = ApiError(503, message, retry_after_s=RETRY_AFTER_S)
+    else:
+        told = ApiError(500, f"The data plane failed: {type(error).__name__}.")
+    response = await _refuse(request, told)
+    # of an exception that no route expects no middleware sees the response
+    for name in ID_HEADERS:
+        response.headers[name.decode()] = request.scope["request_id"]
+    return response
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.gateway.dialects.checks import Body, asks_strictness, get, parse_object, refuse_undone
 from sf_core.dataplane.gateway.dialects.normalised import normalised
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
@@ -22,9 +22,12 @@ from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.dataplane.turns.retries import RequestIdentity, Subscriber, is_known, join_turn
-from sf_core.dataplane.turns.turn import CONTEXT_OVERFLOW, count_tokens, open_request
+from sf_core.dataplane.turns.turn import count_tokens, open_request
 
 MAX_BODY_BYTES = 8 * 2**20
+
+ID_HEADERS = (b"x-request-id", b"request-id")
+"""Where the packages of OpenAI and Anthropic read a request's id."""
 
 FindSession = Callable[[Scope, str], tuple[TurnHost, Session]]
 """(connection scope, model name) -> the host and the session of the request. Raises ApiError."""
@@ -42,19 +45,18 @@ class Turns:
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
         body = _as_served(body, self._dialect, run)
         requests = self._dialect.parse(body, session)
-        for kind in (*requests[0].left_out, *["strict"] * asks_strictness(body)):
+        for kind in (*requests[0].left_out.kinds, *["strict"] * asks_strictness(body)):
             run.count(f"left_out.{kind}")
         try:
             turns = _join(run, session, requests, RequestIdentity.of(scope["headers"], data))
-        except ApiError as error:
-            if error.code == CONTEXT_OVERFLOW:
-                await run.note_overflow(session)
-            raise
+        except ContextOverflow as error:
+            await run.note_overflow(session)
+            raise error.worded(*self._dialect.overflow) from None
         reply = self._dialect.reply(body, turns[0].turn_id, session)
         watcher = asyncio.ensure_future(_leave_when_gone(receive, turns))
         try:
             if requests[0].stream:
-                await _stream(turns, reply, send)
+                await _stream(turns, reply, send, scope["request_id"])
             else:
                 answers = await _together([_answer(turn) for turn in turns])
                 await send_body(send, 200, reply.whole(answers))
@@ -145,7 +147,7 @@ async def _answer(turn: Subscriber) -> Answer:
     return turn.answer()
 
 
-async def _stream(turns: list[Subscriber], reply: Reply, send: Send) -> None:
+async def _stream(turns: list[Subscriber], reply: Reply, send: Send, request_id: str) -> None:
     for turn in turns:
         turn.check()
     headers = [
@@ -165,7 +167,7 @@ async def _stream(turns: list[Subscriber], reply: Reply, send: Send) -> None:
         )
     except ApiError as error:
         # the status line is sent: only the stream itself can still say what happened
-        return await forward(reply.failed(error), more=False)
+        return await forward(reply.failed(error, request_id), more=False)
     ends = b"".join(reply.turn_ended(i, answer) for i, answer in enumerate(answers))
     await forward(ends + reply.ended(answers), more=False)
     _set_delivered(turns)

@@ -91,7 +91,8 @@ class KeyCheck:
             await send({"type": "websocket.close", "code": 1008})
         else:
             error = wrong_key()
-            await send_body(send, error.status, orjson.dumps(dialect_of(scope).error_body(error)))
+            body = dialect_of(scope).error_body(error, scope["request_id"])
+            await send_body(send, error.status, orjson.dumps(body))
 
     def _is_agent(self, scope: Scope, caller: Caller) -> bool:
         is_agents_route = scope["type"] == "http" and is_for_agents(scope["path"])
@@ -99,4 +100,5 @@ class KeyCheck:
 
 
 def wrong_key() -> ApiError:
-    return ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+    # by these words LiteLLM knows that it is the key
+    return ApiError(401, "Incorrect API key provided: it is missing or wrong.", code="invalid_api_key")

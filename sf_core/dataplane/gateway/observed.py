@@ -6,6 +6,7 @@ application, and learns the turns of a request from the router (`asked_by_reques
 
 from __future__ import annotations
 
+import secrets
 import time
 
 from opentelemetry import trace
@@ -15,6 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sf_core.dataplane.gateway.dialects.registry import answering
+from sf_core.dataplane.gateway.endpoint import ID_HEADERS
 from sf_core.dataplane.gateway.keepalive import KeptAlive
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.routing.generation import Generation, asked_by_request
@@ -33,6 +35,8 @@ class Observed:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            send = _named(scope, send)
         dialect = answering(scope["path"]) if scope["type"] == "http" else None
         if dialect is None:
             return await self._app(scope, receive, send)
@@ -82,6 +86,19 @@ class _Exchange:
         else:
             self.num_bytes += len(message.get("body", b""))
         await self._connection.send(message)
+
+
+def _named(scope: Scope, send: Send) -> Send:
+    """Give the request an id, and a `send` that tells it to the client."""
+    scope["request_id"] = f"req_{secrets.token_hex(12)}"
+    name = scope["request_id"].encode()
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *((header, name) for header in ID_HEADERS)]
+        await send(message)
+
+    return send_named
 
 
 def _trace_context(headers: dict[bytes, bytes]) -> Context:

@@ -181,10 +181,23 @@ def compaction(run: ServedRun) -> Compaction[RunEvent]:
         split, group, _ = claim.place
         return group in groups if split == "train" else group >= newest_evaluation
 
+    is_ours = True
+    """Whether the event is of the run that is served, and not of one that it replaced (begin_anew)."""
+
     def keep(event: RunEvent) -> bool:
+        nonlocal is_ours
         match event:
-            case events.Registered() | events.Published():
-                return False  # the head has what they led to
+            case events.Registered(spec):
+                is_ours = spec.origin == run.spec.origin
+                return False  # the head has what it led to
+            case events.Published():
+                return False  # so it has here
+            case events.Finished(result) if not is_ours:
+                return result.session_id in unstored
+            case events.Stored(session_ids) if not is_ours:
+                return not unstored.isdisjoint(session_ids)
+            case _ if not is_ours:
+                return False
             case events.Revoked() | events.Paused() | events.Resumed():
                 return False  # the head has those that still count
             case events.EvaluationStarted(version):

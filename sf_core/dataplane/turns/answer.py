@@ -22,6 +22,9 @@ class MadeCall(NamedTuple):
 
 class TokenLogprob(NamedTuple):
     text: str
+    """The characters that the token completes: none if it ends inside one."""
+    data: bytes
+    """The token's own bytes."""
     logprob: float
     """Natural log."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sf_core.dataplane.chat.answer_grammar import Schema
+from sf_core.dataplane.chat.contents import LeftOut
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 
@@ -46,8 +46,8 @@ class TurnRequest:
     """Number of turns to sample from the prompt."""
     stream: bool = False
     logprobs: bool = False
-    left_out: Sequence[str] = ()
-    """Types of what the request has and the model is not told of."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """What the request has and the model is not told of."""
 
     @property
     def calls_tools(self) -> bool:

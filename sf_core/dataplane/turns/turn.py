@@ -5,6 +5,7 @@ Owns what the agent sees of a turn and when the turn is recorded: before its end
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import secrets
 from array import array
@@ -17,15 +18,17 @@ import jinja2
 from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.answer_parser import (
     THINK_END,
+    THINK_START,
     AnswerParts,
     AnswerStream,
     ReasoningSplitter,
     StopStrings,
 )
+from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
 from sf_core.dataplane.chat.renderer import Renderer, TextStream
-from sf_core.dataplane.chat.tool_formats import FORMATS, ToolCall
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.turn_events import RecordedTurn, Tokens, TurnKey
@@ -34,8 +37,10 @@ from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import FinishReason, Sampling
 
-CONTEXT_OVERFLOW = "context_length_exceeded"
-"""Error code of a request whose prompt leaves no room for an answer."""
+NO_FORMAT = (
+    "The policy cannot call tools: its chat template writes calls in no known format. Put `tool_format` into "
+    f"its tokenizer_config.json (known: {', '.join(FORMATS)}), or take a template that writes calls."
+)
 
 _request_numbers = itertools.count()
 
@@ -65,17 +70,13 @@ class OpenRequest:
 
 def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenRequest:
     """Put a request's prompt into the session. Raises ApiError if it cannot become a turn."""
+    if request.calls_tools and not run.renderer.tool_format:
+        raise ApiError(400, NO_FORMAT, param="tools")
     grammar = _grammar(run, request)
     prompt = _open_prompt(run, session, request)
     prompt_ids = prompt.full_ids()
     if len(prompt_ids) >= run.spec.context_length:
-        raise ApiError(
-            400,
-            f"The prompt has {len(prompt_ids)} tokens; the context window holds "
-            f"{run.spec.context_length}, at least one of them for the answer.",
-            code=CONTEXT_OVERFLOW,
-            param="messages" if request.text_or_ids is None else "prompt",
-        )
+        raise ContextOverflow(len(prompt_ids), run.spec.context_length)
     return OpenRequest(run, session, request, prompt, prompt_ids, grammar)
 
 
@@ -108,15 +109,16 @@ class TurnService:
         sample = recorded.key.sample if recorded else session.begin_sample(prompt, nth)
         self.key = TurnKey(session.session_id, prompt.index, sample)
         self.turn_id = session.turn_id(prompt, sample)
-        self._text = TextStream(run.renderer)
         self._stops = StopStrings(request.stop)
         renderer = run.renderer.with_options(request.template_options)
-        self._answer = _answer_stream(renderer, request, prompt.forced)
+        self._answer, marks = _answer_stream(renderer, request, prompt.forced)
+        self._text = TextStream(run.renderer, marks)
         self._num_calls = 0
         self._forced: AnswerParts = self._answer.push(prompt.forced.removeprefix(_AFTER_THINKING))
         self._num_read = 0
         self._logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
         """Log-probs of the tokens read; None if the request did not ask for them."""
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
         """Whether the turn may end before the engine ends it, so that tokens are read one by one."""
         self._generation = Generation(
@@ -256,9 +258,16 @@ class TurnService:
     def _read_logprobs(self, start: int) -> list[TokenLogprob] | None:
         if self._logprobs is None:
             return None
-        generation, end, decode = self._generation, self._num_read, self._run.renderer.decode
+        generation, end, renderer = self._generation, self._num_read, self._run.renderer
         ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
-        new = [TokenLogprob(decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        pieces = renderer.token_bytes(ids)
+        if start == 0 and pieces[:1] == [b" " + renderer.shown(ids[:1]).encode()]:
+            # the text of an answer has no space where SentencePiece marks that it begins with a word
+            pieces[0] = pieces[0][1:]
+        new = [
+            TokenLogprob(self._characters.decode(piece), piece, logprob)
+            for piece, logprob in zip(pieces, logprobs, strict=True)
+        ]
         self._logprobs += new
         return new
 
@@ -339,11 +348,16 @@ def _forced_text(request: TurnRequest, renderer: Renderer) -> str:
     return (_AFTER_THINKING if renderer.opens_thinking else "") + opening
 
 
-def _answer_stream(renderer: Renderer, request: TurnRequest, forced: str) -> AnswerStream:
-    splitter = FORMATS[renderer.tool_format].splitter(request.tools) if request.calls_tools else None
+def _answer_stream(
+    renderer: Renderer, request: TurnRequest, forced: str
+) -> tuple[AnswerStream, tuple[str, ...]]:
+    """What reads the answer, and the marks that it must see."""
+    form = FORMATS[renderer.tool_format] if request.calls_tools else None
+    splitter, marks = (form.splitter(request.tools), form.marks) if form else (None, ())
     if not (renderer.thinks and request.text_or_ids is None) or forced:
-        return AnswerStream(splitter)
-    return AnswerStream(splitter, ReasoningSplitter(renderer.opens_thinking))
+        return AnswerStream(splitter), marks
+    reasoning = ReasoningSplitter(renderer.opens_thinking, marks[:1])
+    return AnswerStream(splitter, reasoning), (THINK_START, THINK_END, *marks)
 
 
 def turn_seed(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -15,19 +16,31 @@ from sf_core.agents.command_output import NoAnswerError, Written
 from sf_core.agents.folders import is_name_below
 from sf_core.agents.sandbox import Ended, Sandbox, SandboxError
 from sf_core.environments.repositories.dataset import Instance, paths_in
-from sf_core.environments.repositories.workspace import apply_patch
+from sf_core.environments.repositories.patches import APPLY_S, STRICT, apply_patch, cut, fits
 
 INSIDE = Path(__file__).with_name("inside.py").read_text()
 
 STEERING = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc"),
-    *("*.egg-info/*", "*.dist-info/*"),
+    *("*.egg-info/*", "*.dist-info/*", ".git", ".git/*"),
 )
-"""Files that say how tests run, wherever they are. Only the data set's count."""
+"""Files that say how tests run, or how a patch is applied, wherever they are. Only the data set's count."""
 
 # plugins would be those of the worker's Python
 VARIABLES = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+
+
+REMOVE = """
+import json, os, re, sys
+is_one = re.compile(json.load(sys.stdin)).match
+for folder, folders, files in os.walk("."):
+    for name in (*folders, *files):
+        path = os.path.relpath(os.path.join(folder, name))
+        if os.path.islink(path) or name in files and is_one(path):
+            os.unlink(path)
+"""
+"""Removes links, which could lead to other files in place of the data set's, and files of certain names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +96,21 @@ async def _put(
     box: Sandbox, instance: Instance, base: Mapping[str, bytes], answer: Any
 ) -> Literal["patch", "test_patch"] | None:
     """Put an answer and the hidden tests over the base. Returns what does not fit."""
-    theirs = list(_data_sets(instance))
+    theirs = re.compile("|".join(map(translate, _data_sets(instance))))
     if isinstance(answer, Mapping):
-        await box.write({name: content for name, content in _files(answer) if not _is_one(name, theirs)})
-    elif not isinstance(answer, str) or not await apply_patch(box, answer, theirs):
+        await box.write(dict(_files(answer)))
+    elif not isinstance(answer, str) or not await apply_patch(box, cut(answer, theirs), base):
         return "patch"
-    # a patch may have moved them away
-    await box.write({name: content for name, content in base.items() if _is_one(name, theirs)})
-    return None if await apply_patch(box, instance.test_patch) else "test_patch"
+    await _put_back(box, base, theirs)
+    return None if await fits(box, STRICT, instance.test_patch) else "test_patch"
+
+
+async def _put_back(box: Sandbox, base: Mapping[str, bytes], theirs: re.Pattern[str]) -> None:
+    """Whatever has changed the files of these names, leave those of the base, and no links."""
+    ended = await box.run_python(REMOVE, stdin=json.dumps(theirs.pattern), timeout_s=APPLY_S)
+    if ended.status != 0:
+        raise SandboxError(f"files of the data set could not be put back: {ended.output.strip()[-500:]}")
+    await box.write({name: content for name, content in base.items() if theirs.match(name)})
 
 
 async def run_tests(
@@ -147,10 +167,6 @@ def _data_sets(instance: Instance) -> Iterator[str]:
         folder = str(PurePosixPath(name).parent)
         if folder != "." and not any(path.startswith(f"{folder}/") for path in repaired):
             yield f"{glob.escape(folder)}/*"
-
-
-def _is_one(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _files(answer: Mapping[Any, Any]) -> Iterator[tuple[str, bytes]]:

@@ -48,15 +48,6 @@ async def changes_of(box: Sandbox, commit: str) -> str:
     return await _by_git(box, CHANGES, commit)
 
 
-async def apply_patch(box: Sandbox, patch: str, except_for: Iterable[str] = ()) -> bool:
-    """Whether it fits and is applied. `except_for`: patterns of names to which it is not."""
-    if not patch.strip():
-        return True
-    excluded = [f"--exclude={pattern}" for pattern in except_for]
-    ended = await box.run(["git", "apply", "--whitespace=nowarn", *excluded], stdin=patch, timeout_s=GIT_S)
-    return ended.status == 0
-
-
 async def run_shell(box: Sandbox, command: str, timeout_s: float) -> str:
     """What the command prints and how it ended, for a model to read."""
     ended = await box.run(["bash", "-c", command], timeout_s=timeout_s)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage.parquet import numpy_rows
 from storage.schema import NOT_SAMPLED
@@ -101,7 +101,9 @@ def read_conversations(uri: str) -> Iterator[list[Conversation]]:
 def _conversation(
     row: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
 ) -> Conversation:
-    messages, turns = json.loads(row["messages"]), row["turns"]
+    # formats have texts; parts of one would make columns of two types
+    messages = [message | {"content": text_of(message)} for message in json.loads(row["messages"])]
+    turns = row["turns"]
     return Conversation(
         messages,
         _sampled(messages, turns, row["shared_prefix"]),

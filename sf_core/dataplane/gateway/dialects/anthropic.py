@@ -7,6 +7,8 @@ from typing import Any
 import orjson
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
+from sf_core.dataplane.chat.contents import LeftOut, canonical, result_text, texts
+from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
@@ -15,9 +17,8 @@ from sf_core.dataplane.gateway.dialects.checks import (
     answer_schema,
     check_choice,
     check_conversation,
+    function_tool,
     get,
-    join_text,
-    kind_of,
     number,
     parse_arguments,
     parse_stop,
@@ -36,6 +37,7 @@ ERROR_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    504: "timeout_error",
 }
 THREAD = "thread_unsupported_request"
 """Code by which Anthropic's packages know that a conversation must be sent whole."""
@@ -49,6 +51,7 @@ class Anthropic:
     count: Count | None = Count(("/v1/messages/count_tokens",), "input_tokens")
     schema_fields = frozenset({"output_config.format", "output_format"})
     header: bytes | None = b"anthropic-version"
+    overflow = "prompt is too long: {tokens} tokens > {most} maximum. Please shorten the {param}.", "messages"
 
     def read(self, body: Body, path: str) -> Body:
         sentence = "thread is not supported: leave it out, and send the whole conversation in messages."
@@ -61,14 +64,14 @@ class Anthropic:
         if max_tokens is None:
             raise ApiError(400, "max_tokens is required", param="max_tokens")
         tools = _parse_tools(get(body, "tools", (list,), []))
-        system = join_text(body.get("system"), "system", ("text",))
-        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        left_out = LeftOut()
+        messages = _system_message(body.get("system"), "system")
         given = get(body, "messages", (list,), [])
         if not given:
             raise ApiError(400, "messages must hold at least one message", param="messages")
         for i, message in enumerate(given):
-            messages += _parse_message(message, f"messages[{i}]")
-        if messages[-1]["role"] == "assistant":
+            messages += _parse_message(message, f"messages[{i}]", left_out)
+        if messages and messages[-1]["role"] == "assistant":
             raise ApiError(
                 400, "The last message must be the user's: an answer cannot be begun for the model"
             )
@@ -77,7 +80,7 @@ class Anthropic:
                 messages=check_conversation(messages, "messages"),
                 merges_system=True,
                 tools=tools,
-                template_options=template_options(body),
+                template_options=template_options(body, _effort(body)),
                 tool_choice=check_choice(_parse_choice(body), tools),
                 schema=answer_schema(body, "output_config.format", "output_format"),
                 stop=parse_stop(body, "stop_sequences"),
@@ -86,18 +89,21 @@ class Anthropic:
                 top_p=number(body, "top_p", 1.0, 0.0, 1.0),
                 top_k=positive(body, "top_k") or 0,
                 stream=get(body, "stream", (bool,), False),
+                left_out=left_out,
             )
         ]
 
     def reply(self, body: Body, turn_id: str, session: Session) -> AnthropicReply:
         return AnthropicReply(turn_id, body["model"])
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
+    def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
         kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        if error.status == 503 and error.retry_after_s is not None:
+            kind = "overloaded_error"
         told: dict[str, Any] = {"type": kind, "message": error.message}
         if error.code == THREAD:
             told["details"] = {"error_code": THREAD}
-        return {"type": "error", "error": told}
+        return {"type": "error", "error": told, "request_id": request_id}
 
     def model_entry(self, model: str) -> dict[str, Any]:
         return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
@@ -111,6 +117,8 @@ class Anthropic:
 class AnthropicReply:
     def __init__(self, turn_id: str, model: str) -> None:
         self._head = {"id": f"msg_{turn_id}", "type": "message", "role": "assistant", "model": model}
+        self._signature = f"signed_{turn_id}"
+        """Of its reasoning: not checked when it comes back, but clients drop reasoning without one."""
         self._num_blocks = 0
         self._open: str | None = None
         """Type of the block that is being streamed; None between blocks."""
@@ -119,7 +127,7 @@ class AnthropicReply:
         [answer] = answers
         content: list[dict[str, Any]] = []
         if answer.reasoning:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": self._signature})
         if answer.content:
             content.append({"type": "text", "text": answer.content})
         content += [_tool_use(call, orjson.loads(call.arguments)) for call in answer.calls]
@@ -153,8 +161,8 @@ class AnthropicReply:
     def ended(self, answers: list[Answer]) -> bytes:
         return named_event({"type": "message_stop"})
 
-    def failed(self, error: ApiError) -> bytes:
-        return named_event(Anthropic().error_body(error))
+    def failed(self, error: ApiError, request_id: str) -> bytes:
+        return named_event(Anthropic().error_body(error, request_id))
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         if kind == self._open:
@@ -170,9 +178,12 @@ class AnthropicReply:
     def _end(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._open == "thinking":
+            signed = self._delta({"type": "signature_delta", "signature": self._signature})
         self._open = None
         self._num_blocks += 1
-        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+        return signed + named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:
@@ -183,10 +194,21 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
             raise ApiError(400, f"{where} must be a tool with a name", param=where)
         if tool.get("type", "custom") != "custom":
             raise ApiError(400, f"{where}: tools of type {tool['type']} are not supported", param=where)
-        function = {"name": tool["name"], "description": tool.get("description", "")}
-        function["parameters"] = get(tool, "input_schema", (dict,), {"type": "object", "properties": {}})
-        parsed.append({"type": "function", "function": function})
+        schema = get(tool, "input_schema", (dict,), {"properties": {}})
+        parsed.append(function_tool(tool | {"parameters": {**schema, "type": schema.get("type", "object")}}))
     return parsed
+
+
+def _effort(body: Body) -> Any:
+    """How much to reason. vLLM gives templates no other word for `thinking`."""
+    if get(body, "thinking", (dict,), {}).get("type") == "disabled":
+        return "none"
+    return get(body, "output_config", (dict,), {}).get("effort")
+
+
+def _system_message(content: Any, where: str) -> list[Message]:
+    text = "".join(texts(content, where))
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _parse_choice(body: Body) -> ToolChoice:
@@ -202,50 +224,54 @@ def _parse_choice(body: Body) -> ToolChoice:
     raise ApiError(400, "tool_choice.type must be auto, any, none, or tool with a name", param="tool_choice")
 
 
-def _parse_message(message: Any, where: str) -> list[Message]:
-    """Canonical messages of one message: the tool results of a user come first, as messages of their own."""
+def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]:
+    """Canonical messages of one message: the tool results of a user come first, as messages of their own.
+    Empty blocks are no text."""
     role = message.get("role") if isinstance(message, dict) else message
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"{where}.role must be user, assistant or system, got {role!r}", param=where)
     content = message.get("content")
     if role == "system":
-        return [{"role": role, "content": join_text(content, f"{where}.content", ("text",))}]
+        return _system_message(content, f"{where}.content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise ApiError(400, f"{where}.content must be a string or a list of blocks", param=where)
-    if not content and role == "user":
-        raise ApiError(400, f"{where}.content must hold at least one block", param=where)
     blocks = [(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
-    text = "".join(_block_text(block, role, at) for block, at in blocks)
+    found = [text for block, at in blocks for text in _block_texts(block, role, at) if text]
     if role == "user":
-        results = [_tool_result(block, at) for block, at in blocks if block["type"] == "tool_result"]
-        has_text = any(block["type"] == "text" for block, _ in blocks)
-        return [*results, *([{"role": "user", "content": text}] if has_text else [])]
-    calls = [_parse_call(block, at) for block, at in blocks if block["type"] == "tool_use"]
-    return [{"role": role, "content": text} | ({"tool_calls": calls} if calls else {})]
+        results = [
+            _tool_result(block, at, left_out) for block, at in blocks if block["type"] == "tool_result"
+        ]
+        return [*results, *([{"role": "user", "content": canonical(found)}] if found else [])]
+    answer: Message = {"role": role, "content": canonical(found)}
+    if thoughts := [get(block, "thinking", (str,), "") for block, _ in blocks if block["type"] == "thinking"]:
+        answer["reasoning_content"] = "".join(thoughts)
+    if calls := [_parse_call(block, at, left_out) for block, at in blocks if block["type"] == "tool_use"]:
+        answer["tool_calls"] = calls
+    return [answer]
 
 
-def _block_text(block: Any, role: str, where: str) -> str:
-    """The text of a block; empty for tools, and for reasoning, which only the record has (messages.py)."""
+def _block_texts(block: Any, role: str, where: str) -> list[str]:
+    """The text of a block; other blocks that the role may have, have none."""
     kind = block.get("type") if isinstance(block, dict) else kind_of(block)
     others = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
     if kind in others:
-        return ""
+        return []
     if kind != "text":
         raise ApiError(400, f"{where}: {kind} blocks are not supported for {role}", param=where)
-    return join_text([block], where, ("text",))
+    return texts([block], where)
 
 
-def _tool_result(block: dict[str, Any], where: str) -> Message:
-    content = join_text(block.get("content"), f"{where}.content", ("text",))
+def _tool_result(block: dict[str, Any], where: str, left_out: LeftOut) -> Message:
+    content = result_text(block.get("content"), f"{where}.content", left_out)
     return {"role": "tool", "content": content, "tool_call_id": block.get("tool_use_id")}
 
 
-def _parse_call(block: dict[str, Any], where: str) -> dict[str, Any]:
+def _parse_call(block: dict[str, Any], where: str, left_out: LeftOut) -> dict[str, Any]:
     if not isinstance(block.get("name"), str) or not isinstance(block.get("id"), str):
         raise ApiError(400, f"{where} must have a name and an id, both strings", param=where)
-    return tool_call(block["id"], block["name"], parse_arguments(block.get("input") or {}, where))
+    return tool_call(block["id"], block["name"], parse_arguments(block.get("input"), left_out))
 
 
 def _tool_use(call: MadeCall, given: dict[str, Any]) -> dict[str, Any]:

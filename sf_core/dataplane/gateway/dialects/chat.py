@@ -8,6 +8,8 @@ from typing import Any
 import orjson
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
+from sf_core.dataplane.chat.contents import LeftOut, canonical, result_text, texts
+from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
@@ -17,9 +19,8 @@ from sf_core.dataplane.gateway.dialects.checks import (
     answer_schema,
     check_choice,
     check_conversation,
+    function_tool,
     get,
-    join_text,
-    kind_of,
     number,
     parse_arguments,
     parse_stop,
@@ -48,12 +49,13 @@ class Chat(OpenAI):
         named = chosen.get("name") if isinstance(chosen, dict) else None
         parallel = get(body, "parallel_tool_calls", (bool,), True)
         limit = positive(body, "max_completion_tokens")
+        left_out = LeftOut()
         get(body, "stream_options", (dict,), {})
         return [
             TurnRequest(
-                messages=check_conversation(_parse_messages(body.get("messages")), "messages"),
+                messages=check_conversation(_parse_messages(body.get("messages"), left_out), "messages"),
                 tools=tools,
-                template_options=template_options(body),
+                template_options=template_options(body, body.get("reasoning_effort")),
                 tool_choice=check_choice(tool_choice(body, named, parallel), tools),
                 schema=answer_schema(body, "response_format"),
                 stop=parse_stop(body),
@@ -65,6 +67,7 @@ class Chat(OpenAI):
                 num_samples=positive(body, "n", MAX_TURNS) or 1,
                 stream=get(body, "stream", (bool,), False),
                 logprobs=get(body, "logprobs", (bool,), False),
+                left_out=left_out,
             )
         ]
 
@@ -120,7 +123,7 @@ class ChatReply:
             return DONE
         return self._chunk({"choices": [], "usage": _usage(answers)}) + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: ApiError, request_id: str) -> bytes:
         return data_event(error.body())
 
     def _delta(
@@ -147,43 +150,51 @@ def parse_tools(tools: Any) -> list[Tool]:
         return []
     if not isinstance(tools, list):
         raise ApiError(400, f"tools must be a list, got {kind_of(tools)}", param="tools")
+    parsed = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(400, f"tools[{i}] must be a function with a name", param=f"tools[{i}]")
-    return tools
+        parsed.append(function_tool(function))
+    return parsed
 
 
-def _parse_messages(messages: Any) -> list[Message]:
+def _parse_messages(messages: Any, left_out: LeftOut) -> list[Message]:
     if not isinstance(messages, list):
         raise ApiError(400, f"messages must be a list, got {kind_of(messages)}", param="messages")
-    return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_parse_message(message, f"messages[{i}]", left_out) for i, message in enumerate(messages)]
 
 
-def _parse_message(message: Any, where: str) -> Message:
+def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
     """The canonical message: only what a model can see, and equal for messages that mean the same."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", param=where)
-    content = join_text(message.get("content"), f"{where}.content", ("text",))
-    parsed: Message = {"role": message["role"], "content": content}
-    if message["role"] == "assistant" and message.get("tool_calls"):
-        calls = message["tool_calls"]
-        if not isinstance(calls, list):
-            raise ApiError(400, f"{where}.tool_calls must be a list, got {kind_of(calls)}", param=where)
-        parsed["tool_calls"] = [_parse_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    parsed: Message = {"role": message["role"]}
     if message["role"] == "tool":
+        parsed["content"] = result_text(message.get("content"), f"{where}.content", left_out)
         parsed["tool_call_id"] = message.get("tool_call_id")
+    else:
+        parsed["content"] = canonical(texts(message.get("content"), f"{where}.content"))
+    if message["role"] == "assistant":
+        given = (message.get(name) for name in ("reasoning", "reasoning_content"))
+        if (reasoning := next((text for text in given if isinstance(text, str)), None)) is not None:
+            parsed["reasoning_content"] = reasoning
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise ApiError(400, f"{where}.tool_calls must be a list, got {kind_of(calls)}", param=where)
+            named = [(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+            parsed["tool_calls"] = [_parse_call(call, at, left_out) for call, at in named]
     if isinstance(message.get("name"), str):
         parsed["name"] = message["name"]
     return parsed
 
 
-def _parse_call(call: Any, where: str) -> dict[str, Any]:
+def _parse_call(call: Any, where: str, left_out: LeftOut) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, f"{where} must have an id and a function with a name", param=where)
-    arguments = parse_arguments(function.get("arguments") or "{}", f"{where}.function")
+    arguments = parse_arguments(function.get("arguments"), left_out)
     return tool_call(str(call.get("id")), function["name"], arguments)
 
 
@@ -214,7 +225,7 @@ def _logprobs(entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
     if entries is None:
         return None
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in entries
+        {"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []}
+        for text, data, logprob in entries
     ]
     return {"content": content, "refusal": None}

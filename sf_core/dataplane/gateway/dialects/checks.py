@@ -12,7 +12,8 @@ import orjson
 
 from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.answer_grammar import Schema
-from sf_core.dataplane.chat.json_text import read_json
+from sf_core.dataplane.chat.contents import LeftOut
+from sf_core.dataplane.chat.json_text import KINDS, kind_of, read_json
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
@@ -23,6 +24,10 @@ Body = dict[str, Any]
 
 TEMPLATE_INPUTS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 """Variables of a chat template that the request has elsewhere."""
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""How much a client may ask a model to reason."""
 
 
 def parse_json(data: bytes) -> Any:
@@ -104,35 +109,26 @@ def named_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[T
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
-def join_text(content: Any, where: str, types: tuple[str, ...]) -> str:
-    """The text of a string or a list of text parts of these types; absent content is empty."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(
-            400, f"{where} must be a string or a list of parts, got {kind_of(content)}", param=where
-        )
-    for part in content:
-        if not isinstance(part, dict) or part.get("type", types[0]) not in types:
-            raise ApiError(400, f"{where} has a part that is not text; only text is supported", param=where)
-        if not isinstance(part.get("text"), str):
-            raise ApiError(400, f"{where} has a part without text", param=where)
-    return "".join(part["text"] for part in content)
-
-
-def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Arguments as a mapping, which templates take and which is equal for two spellings of the same JSON."""
+def parse_arguments(arguments: Any, left_out: LeftOut) -> dict[str, Any]:
+    """Arguments as a mapping, which templates take and which is equal for two spellings of the same JSON.
+    Others are in the history for good, so they are left out instead of refused, as vLLM does."""
+    if not arguments:
+        return {}
     try:
         arguments = read_json(arguments) if isinstance(arguments, str) else arguments
-    except orjson.JSONDecodeError:
-        raise ApiError(400, f"{where}.arguments is not valid JSON", param=where) from None
-    except orjson.JSONEncodeError:
-        raise ApiError(400, f"{where}.arguments is nested too deeply", param=where) from None
-    if not isinstance(arguments, dict):
-        raise ApiError(400, f"{where}.arguments must be a JSON object, got {kind_of(arguments)}", param=where)
-    return arguments
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        arguments = None
+    if isinstance(arguments, dict):
+        return arguments
+    left_out.kinds.append("arguments")
+    return {}
+
+
+def function_tool(given: dict[str, Any]) -> Tool:
+    """A function as vLLM shows it to a chat template: without other fields, and with null for absent ones."""
+    function = {name: given.get(name) for name in ("name", "description", "parameters")}
+    more = {name: given[name] for name in ("strict", "defer_loading") if given.get(name) is not None}
+    return {"type": "function", "function": function | more}
 
 
 def parse_stop(body: Body, name: str = "stop") -> list[str]:
@@ -167,7 +163,7 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
     # bool is an int in Python but not in JSON
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ApiError(
-            400, f"{name} must be {' or '.join(_NAMES[k] for k in kinds)}, got {kind_of(value)}", param=name
+            400, f"{name} must be {' or '.join(KINDS[k] for k in kinds)}, got {kind_of(value)}", param=name
         )
     return value
 
@@ -243,13 +239,20 @@ def asks_strictness(body: Body) -> bool:
     return any(tool.get("strict") for tool in [*tools, *functions])
 
 
-def template_options(body: Body) -> dict[str, Any]:
-    """Variables of the chat template (`chat_template_kwargs`)."""
+def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
+    """Variables of the chat template: `chat_template_kwargs`, and those that vLLM gives it for an effort of
+    reasoning."""
     options: dict[str, Any] = get(body, "chat_template_kwargs", (dict,), {})
     if taken := TEMPLATE_INPUTS & options.keys():
         named = ", ".join(sorted(taken))
         raise ApiError(400, f"chat_template_kwargs must not hold {named}", param="chat_template_kwargs")
-    return options
+    if effort is None:
+        return options
+    if effort not in EFFORTS:
+        raise ApiError(
+            400, f"The effort of reasoning must be one of {', '.join(EFFORTS)}, got {shown(effort)}"
+        )
+    return {"enable_thinking": effort != "none"} | options | {"reasoning_effort": effort}
 
 
 def top_k(body: Body) -> int:
@@ -264,17 +267,3 @@ def refuse(body: Body, name: str, sentence: str, *allowed: Any) -> None:
     """Raises ApiError for a value that is neither null nor among those allowed."""
     if (value := body.get(name)) is not None and value not in allowed:
         raise ApiError(400, sentence, param=name)
-
-
-_NAMES = {
-    str: "a string",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
-
-
-def kind_of(value: Any) -> str:
-    return "null" if value is None else _NAMES[type(value)]

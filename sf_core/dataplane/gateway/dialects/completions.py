@@ -10,7 +10,7 @@ import orjson
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import Body, get, number, parse_stop, positive, refuse, top_k
-from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, usage
+from sf_core.dataplane.gateway.dialects.openai import DONE, OVERFLOW, OpenAI, usage
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Pieces, TokenLogprob
@@ -23,6 +23,7 @@ DEFAULT_MAX_TOKENS = 16
 class Completions(OpenAI):
     name = "completions"
     paths: tuple[str, ...] = ("/v1/completions",)
+    overflow = OVERFLOW, "prompt"
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         num_samples = positive(body, "n", MAX_TURNS) or 1
@@ -92,7 +93,7 @@ class CompletionsReply:
             return DONE
         return self._chunk([], usage=self._usage(answers)) + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: ApiError, request_id: str) -> bytes:
         return data_event(error.body())
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:

@@ -14,7 +14,9 @@ import orjson
 
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.answer_parser import Reasoning
+from sf_core.dataplane.chat.contents import LeftOut, canonical
 from sf_core.dataplane.chat.google_schemas import exact, json_schema
+from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
@@ -22,8 +24,8 @@ from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     check_choice,
     check_conversation,
+    function_tool,
     get,
-    kind_of,
     named_tools,
     number,
     parse_arguments,
@@ -49,7 +51,9 @@ STATUSES = {
     409: "ABORTED",
     429: "RESOURCE_EXHAUSTED",
     503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
 }
+RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 ROLES = {"user": "user", "model": "model", "tool": "user", "function": "user"}
 FINISH_REASONS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
 MODES = {
@@ -91,6 +95,11 @@ class Google:
     count: Count | None = Count(_paths("countTokens"), "totalTokens")
     schema_fields = frozenset({"response_mime_type", "response_schema", "response_json_schema"})
     header: bytes | None = b"x-goog-api-key"
+    overflow = (
+        "The input token count ({tokens}) exceeds the maximum number of tokens allowed ({most}). "
+        "Please shorten the {param}.",
+        "contents",
+    )
 
     def read(self, body: Body, path: str) -> Body:
         model, _, method = path.partition("/models/")[2].rpartition(":")
@@ -101,13 +110,13 @@ class Google:
         return {**body, **config, "model": model, "stream": method == STREAMED}
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        left_out: list[str] = []
+        left_out = LeftOut()
         tools = _parse_tools(get(body, "tools", (list,), []), left_out)
         choice, tools = _parse_choice(body, tools, left_out)
         refuse(body, "logprobs", "logprobs must be 0; response_logprobs gives the sampled token's", 0)
         return [
             TurnRequest(
-                messages=_parse_messages(body),
+                messages=_parse_messages(body, left_out),
                 tools=tools,
                 template_options=template_options(body),
                 tool_choice=choice,
@@ -128,9 +137,13 @@ class Google:
     def reply(self, body: Body, turn_id: str, session: Session) -> GoogleReply:
         return GoogleReply(turn_id, body["model"], body.get("candidate_count") or 1)
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
+    def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
         status = STATUSES.get(error.status, "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT")
-        return {"error": {"code": error.status, "message": error.message, "status": status}}
+        told: dict[str, Any] = {"code": error.status, "message": error.message, "status": status}
+        if error.retry_after_s is not None:
+            # gemini-cli reads it here, not in the header
+            told["details"] = [{"@type": RETRY_INFO, "retryDelay": f"{error.retry_after_s}s"}]
+        return {"error": told}
 
     def model_entry(self, model: str) -> dict[str, Any]:
         return {"name": f"models/{model}", "displayName": model}
@@ -170,8 +183,8 @@ class GoogleReply:
         candidates = [_candidate(i, []) | _finished(answer) for i, answer in enumerate(answers)]
         return self._event(candidates, usageMetadata=_usage(answers))
 
-    def failed(self, error: ApiError) -> bytes:
-        return data_event(Google().error_body(error))
+    def failed(self, error: ApiError, request_id: str) -> bytes:
+        return data_event(Google().error_body(error, request_id))
 
     def _event(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
         return data_event({"candidates": candidates} | more | self._head)
@@ -200,7 +213,7 @@ def _top_k(body: Body) -> int:
     return int(value)
 
 
-def _parse_tools(tools: list[Any], left_out: list[str]) -> list[Tool]:
+def _parse_tools(tools: list[Any], left_out: LeftOut) -> list[Tool]:
     """The functions; kinds of tools that are left out are added to `left_out`."""
     parsed = []
     for i, tool in enumerate(tools):
@@ -210,7 +223,7 @@ def _parse_tools(tools: list[Any], left_out: list[str]) -> list[Tool]:
         given = {kind for kind, value in tool.items() if value is not None} - {"function_declarations"}
         if other := sorted(given.difference(LEFT_OUT)):
             raise ApiError(400, f"{where}: only functions are supported, not {other[0]}", param=where)
-        left_out += sorted(given)
+        left_out.kinds += sorted(given)
         for n, declared in enumerate(get(tool, "function_declarations", (list,), [])):
             parsed.append(_parse_function(declared, f"{where}.function_declarations[{n}]"))
     return parsed
@@ -219,10 +232,9 @@ def _parse_tools(tools: list[Any], left_out: list[str]) -> list[Tool]:
 def _parse_function(declared: Any, where: str) -> Tool:
     if not isinstance(declared, dict) or not isinstance(declared.get("name"), str):
         raise ApiError(400, f"{where} must be a function with a name", param=where)
-    function = {"name": declared["name"], "description": get(declared, "description", (str,), "")}
     given = json_schema(get(declared, "parameters", (dict,), {"type": "object", "properties": {}}))
-    function["parameters"] = get(declared, "parameters_json_schema", (dict,), given)
-    return {"type": "function", "function": function}
+    schema = get(declared, "parameters_json_schema", (dict,), given)
+    return function_tool(declared | {"parameters": schema})
 
 
 def _answer_schema(body: Body) -> Schema | None:
@@ -239,12 +251,12 @@ def _answer_schema(body: Body) -> Schema | None:
     return None
 
 
-def _parse_choice(body: Body, tools: list[Tool], left_out: list[str]) -> tuple[ToolChoice, list[Tool]]:
+def _parse_choice(body: Body, tools: list[Tool], left_out: LeftOut) -> tuple[ToolChoice, list[Tool]]:
     """The choice, and the tools that the model is shown. That calls must follow their schemas is left out."""
     where = "function_calling_config"
     config = get(get(body, "tool_config", (dict,), {}), where, (dict,), {})
     mode = get(config, "mode", (str,), "AUTO")
-    left_out += ["strict"] * (mode == "VALIDATED")
+    left_out.kinds += ["strict"] * (mode == "VALIDATED")
     choice = MODES.get(mode)
     if choice is None:
         raise ApiError(400, f"{where}.mode must be one of {', '.join(MODES)}", param=where)
@@ -255,21 +267,21 @@ def _parse_choice(body: Body, tools: list[Tool], left_out: list[str]) -> tuple[T
     return check_choice(choice, shown, where), shown
 
 
-def _parse_messages(body: Body) -> list[Message]:
+def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
     messages: list[Message] = []
     instruction = body.get("system_instruction")
     if instruction is not None:
-        text = _text(_parts(instruction, "system", "system_instruction"))
-        messages += [{"role": "system", "content": text}] if text else []
+        found = _texts(_parts(instruction, "system", "system_instruction"))
+        messages += [{"role": "system", "content": canonical(found)}] if any(found) else []
     calls: list[dict[str, Any]] = []
     for role, parts in _parse_contents(get(body, "contents", (list,), [])):
         if role == "model":
-            messages.append(_answer(parts, len(messages)))
+            messages.append(_answer(parts, len(messages), left_out))
             calls = list(messages[-1].get("tool_calls", ()))
         else:
             messages += [_result(part, where, calls) for part, where in parts if "function_response" in part]
-            if any("text" in part for part, _ in parts):
-                messages.append({"role": "user", "content": _text(parts)})
+            if found := _texts(parts):
+                messages.append({"role": "user", "content": canonical(found)})
     if messages and messages[-1]["role"] == "assistant":
         raise ApiError(400, "The last content must be the user's: an answer cannot be begun for the model")
     return check_conversation(messages, "contents")
@@ -294,7 +306,7 @@ def _parse_contents(contents: list[Any]) -> list[tuple[str, list[Placed]]]:
 
 
 def _parts(content: Any, role: str, where: str) -> list[Placed]:
-    """The parts of a content. What a model thinks is left out: only the record has it (messages.py)."""
+    """The parts of a content. What a model thinks is a part of its own kind, `thought`."""
     if not isinstance(content, dict):
         raise ApiError(400, f"{where} must be an object with parts, got {kind_of(content)}", param=where)
     known = {"text", _BESIDE_TEXT.get(role)}
@@ -310,29 +322,30 @@ def _parts(content: Any, role: str, where: str) -> list[Placed]:
         [(kind, value)] = given.items()
         if not isinstance(value, str if kind == "text" else dict):
             raise ApiError(400, f"{at}.{kind} must not be {kind_of(value)}", param=at)
-        if not (role == "model" and kind == "text" and part.get("thought")):
-            placed.append((given, at))
+        is_thought = role == "model" and kind == "text" and part.get("thought")
+        placed.append(({"thought": value} if is_thought else given, at))
     return placed
 
 
-def _text(parts: list[Placed]) -> str:
-    return "".join(part.get("text", "") for part, _ in parts)
+def _texts(parts: list[Placed], kind: str = "text") -> list[str]:
+    return [part[kind] for part, _ in parts if kind in part]
 
 
-def _answer(parts: list[Placed], num_before: int) -> Message:
-    """The message of an answer. Calls without ids get some; which, does not matter (sessions/identity.py)."""
-    content = _text(parts)
+def _answer(parts: list[Placed], num_before: int, left_out: LeftOut) -> Message:
+    """The message of an answer, whose parts are pieces of one text. Calls without ids get some; which, does
+    not matter (sessions/identity.py)."""
+    answer: Message = {"role": "assistant", "content": "".join(_texts(parts))}
+    if thoughts := _texts(parts, "thought"):
+        answer["reasoning_content"] = "".join(thoughts)
     calls: list[dict[str, Any]] = []
     for part, where in parts:
         if (made := part.get("function_call")) is not None:
             if not isinstance(made.get("name"), str):
                 raise ApiError(400, f"{where}.function_call must have a name", param=where)
-            arguments = parse_arguments(made.get("args") or {}, where)
+            arguments = parse_arguments(made.get("args"), left_out)
             call_id = get(made, "id", (str,), "") or f"call_{num_before}.{len(calls)}"
             calls.append(tool_call(call_id, made["name"], arguments))
-    if not calls:
-        return {"role": "assistant", "content": content}
-    return {"role": "assistant", "content": content, "tool_calls": calls}
+    return answer | ({"tool_calls": calls} if calls else {})
 
 
 def _result(part: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Message:
@@ -363,7 +376,7 @@ def _candidate(index: int, events: list[Event], logprobs: list[TokenLogprob] | N
     content = {"role": "model", "parts": [_part(event) for event in events or [""]]}
     candidate: dict[str, Any] = {"content": content, "index": index}
     if logprobs is not None:
-        chosen = [{"token": text, "logProbability": logprob} for text, logprob in logprobs]
+        chosen = [{"token": text, "logProbability": logprob} for text, _, logprob in logprobs]
         candidate["logprobsResult"] = {"chosenCandidates": chosen}
     return candidate
 

@@ -10,17 +10,22 @@ from sf_core.dataplane.gateway.dialects.protocol import Count
 from sf_core.dataplane.turns.answer import Answer
 
 DONE = b"data: [DONE]\n\n"
+OVERFLOW = (
+    "This model's maximum context length is {window} tokens. However, your {param} resulted in {tokens} "
+    "tokens. Please reduce the length of the {param}; the answer needs one token at least."
+)
 
 
 class OpenAI:
     count: Count | None = None
     schema_fields: frozenset[str] = frozenset()
     header: bytes | None = None
+    overflow = OVERFLOW, "messages"
 
     def read(self, body: Body, path: str) -> Body:
         return body
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
+    def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
         return error.body()
 
     def model_entry(self, model: str) -> dict[str, Any]:

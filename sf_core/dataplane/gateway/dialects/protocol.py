@@ -32,8 +32,8 @@ class Reply(Protocol):
 
     def ended(self, answers: list[Answer]) -> bytes: ...
 
-    def failed(self, error: ApiError) -> bytes:
-        """The event that reports an error once the status line is sent."""
+    def failed(self, error: ApiError, request_id: str) -> bytes:
+        """The events that report an error once the status line is sent."""
         ...
 
 
@@ -62,6 +62,11 @@ class Dialect(Protocol):
     header: bytes | None
     """A header that all its clients send, and no others; None: there is none."""
 
+    overflow: tuple[str, str]
+    """What its provider says of a prompt that leaves no room for an answer, because agents shorten their
+    history by these words, and the field with the prompt. The sentence may name `{tokens}` of the prompt, of
+    the context `{window}`, the `{most}` that a prompt may have, and the field as `{param}`."""
+
     def read(self, body: Body, path: str) -> Body:
         """The body as the other methods take it: with model and stream, which the path may tell, and with
         the field names of `UNDONE`. Raises ApiError."""
@@ -75,7 +80,7 @@ class Dialect(Protocol):
         """`turn_id` is that of the request's first turn. `body` was parsed without an error."""
         ...
 
-    def error_body(self, error: ApiError) -> dict[str, Any]: ...
+    def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]: ...
 
     def model_entry(self, model: str) -> dict[str, Any]: ...
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from sf_core.dataplane.chat.contents import LeftOut, canonical, joined, result_text, texts
+from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
@@ -17,9 +19,8 @@ from sf_core.dataplane.gateway.dialects.checks import (
     answer_schema,
     check_choice,
     check_conversation,
+    function_tool,
     get,
-    join_text,
-    kind_of,
     number,
     parse_arguments,
     positive,
@@ -28,12 +29,11 @@ from sf_core.dataplane.gateway.dialects.checks import (
     tool_choice,
     top_k,
 )
-from sf_core.dataplane.gateway.dialects.openai import OpenAI
+from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, OpenAI
 from sf_core.dataplane.gateway.dialects.responses_reply import ResponsesReply
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.request import TurnRequest
 
-TEXT_TYPES = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 
 _INSTRUCTED = "~i"
@@ -53,12 +53,14 @@ class Responses(OpenAI):
     name = "responses"
     paths: tuple[str, ...] = ("/v1/responses",)
     schema_fields = frozenset({"text.format"})
+    # LiteLLM knows only the words of Chat
+    overflow = f"Your input exceeds the context window of this model. {OVERFLOW}", "input"
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         refuse(body, "prompt", "stored prompts are not supported; use instructions")
         get(body, "text", (dict,), {})
         given = get(body, "tools", (list,), [])
-        left_out = [tool["type"] for tool in given if _is_left_out(tool)]
+        left_out = LeftOut([tool["type"] for tool in given if _is_left_out(tool)])
         body, tools = allowed_tools(body, _parse_tools(given))
         choice = body.get("tool_choice")
         named = choice.get("name") if isinstance(choice, dict) else None
@@ -71,7 +73,7 @@ class Responses(OpenAI):
             TurnRequest(
                 messages=check_conversation(messages, "input"),
                 tools=tools,
-                template_options=template_options(body),
+                template_options=template_options(body, get(body, "reasoning", (dict,), {}).get("effort")),
                 tool_choice=check_choice(tool_choice(body, named, parallel), tools),
                 schema=answer_schema(body, "text.format"),
                 max_tokens=positive(body, "max_output_tokens"),
@@ -109,9 +111,7 @@ def _previous_messages(body: Body, session: Session) -> list[Message]:
         )
     turns = list(turn.conversation())[::-1]
     messages = [message for turn in turns for message in (*turn.prompt.messages, turn.message)]
-    # reasoning is in the recorded ids (chat/messages.py)
-    said = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
-    return said[response_id.endswith(_INSTRUCTED) :]
+    return messages[response_id.endswith(_INSTRUCTED) :]
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:
@@ -125,9 +125,7 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
             raise ApiError(400, f"{where}: only functions are supported, not {kind}", param=where)
         if not isinstance(tool.get("name"), str):
             raise ApiError(400, f"{where} must have a name", param=where)
-        keys = ("name", "description", "parameters", "strict")
-        function = {key: tool[key] for key in keys if tool.get(key) is not None}
-        parsed.append({"type": "function", "function": function})
+        parsed.append(function_tool(tool))
     return parsed
 
 
@@ -135,8 +133,7 @@ def _is_left_out(tool: Any) -> bool:
     return isinstance(tool, dict) and tool.get("type") in LEFT_OUT
 
 
-def _parse_input(items: Any, session: Session, left_out: list[str]) -> list[Message]:
-    """The messages of an input; types of items that are left out are added to `left_out`."""
+def _parse_input(items: Any, session: Session, left_out: LeftOut) -> list[Message]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
@@ -149,9 +146,9 @@ def _parse_input(items: Any, session: Session, left_out: list[str]) -> list[Mess
         if item.get("type") == "item_reference":
             _recall(messages, item.get("id"), session, where)
         elif item.get("type") == "additional_tools":
-            left_out.append("additional_tools")
+            left_out.kinds.append("additional_tools")
         else:
-            _add_item(messages, item, where)
+            _add_item(messages, item, where, left_out)
     return messages
 
 
@@ -167,8 +164,10 @@ def _recall(messages: list[Message], item_id: Any, session: Session, where: str)
     if named["kind"] == "msg":
         answer = {"role": "assistant", "content": turn.message["content"]}
         last = messages[-1] if messages else {}
-        if last.get("role") != "assistant" or not last["content"].endswith(turn.message["content"]):
+        if last.get("role") != "assistant" or not joined(last["content"]).endswith(turn.message["content"]):
             _add_message(messages, answer, where)
+    elif named["kind"] == "rs":
+        _add_reasoning(messages, turn.message.get("reasoning_content", ""))
     elif named["kind"] == "fc":
         known = {call["id"] for message in messages for call in message.get("tool_calls", ())}
         call = next((one for one in turn.message.get("tool_calls", ()) if one["id"] not in known), None)
@@ -176,20 +175,20 @@ def _recall(messages: list[Message], item_id: Any, session: Session, where: str)
             _open_answer(messages).setdefault("tool_calls", []).append(call)
 
 
-def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None:
+def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_out: LeftOut) -> None:
     match item.get("type", "message"):
         case "reasoning":
-            pass
+            _add_reasoning(messages, _reasoning(item, where))
         case "message":
             _add_message(messages, item, where)
         case "function_call":
             if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
                 raise ApiError(400, f"{where} must have a name and a call_id", param=where)
-            arguments = parse_arguments(item.get("arguments") or "{}", where)
+            arguments = parse_arguments(item.get("arguments"), left_out)
             answer = _open_answer(messages)
             answer.setdefault("tool_calls", []).append(tool_call(item["call_id"], item["name"], arguments))
         case "function_call_output":
-            content = join_text(item.get("output"), f"{where}.output", TEXT_TYPES)
+            content = result_text(item.get("output"), f"{where}.output", left_out)
             messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         case kind:
             raise ApiError(400, f"{where}: items of type {kind} are not supported", param=where)
@@ -201,12 +200,32 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
         raise ApiError(
             400, f"{where}.role must be system, developer, user or assistant, got {role!r}", param=where
         )
-    content = join_text(item.get("content"), f"{where}.content", TEXT_TYPES)
-    if role == "assistant" and messages and messages[-1].get("tool_calls"):
+    content = canonical(texts(item.get("content"), f"{where}.content"))
+    last = messages[-1] if messages else {}
+    if role == "assistant" and last.get("role") == role and not last["content"]:
+        last["content"] = content
+    elif role == "assistant" and last.get("tool_calls"):
         # text after an unanswered call belongs to the same answer
-        messages[-1]["content"] += content
+        last["content"] = joined(last["content"]) + joined(content)
     else:
-        messages.append({"role": role, "content": content})
+        named = {"name": item["name"]} if isinstance(item.get("name"), str) else {}
+        messages.append({"role": role, "content": content} | named)
+
+
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    """The text of a reasoning item: its content, or its summary. vLLM takes the first part."""
+    parts = get(item, "content", (list,), []) or get(item, "summary", (list,), [])
+    text = parts[0].get("text") if parts and isinstance(parts[0], dict) else ""
+    if not isinstance(text, str):
+        raise ApiError(400, f"{where} has a part without text", param=where)
+    return text
+
+
+def _add_reasoning(messages: list[Message], text: str) -> None:
+    """Add to the answer what it was reasoned with. Another answer's reasoning begins an answer."""
+    if messages and "reasoning_content" in messages[-1]:
+        messages.append({"role": "assistant", "content": ""})
+    _open_answer(messages)["reasoning_content"] = text
 
 
 def _open_answer(messages: list[Message]) -> Message:

@@ -31,6 +31,10 @@ _ECHOED: dict[str, Any] = {
 """Fields of a request that its response repeats, and their defaults."""
 
 
+CODES = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}
+"""Codes of failed responses after which clients ask again, by status."""
+
+
 class ResponsesReply:
     def __init__(self, turn_id: str, body: Body, response_id: str) -> None:
         self._turn_id = turn_id
@@ -54,10 +58,12 @@ class ResponsesReply:
 
     def whole(self, answers: list[Answer]) -> bytes:
         [answer] = answers
+        status = "completed" if answer.calls else _status(answer)
         if answer.reasoning:
-            self._add_item(self._text_item("reasoning", answer.reasoning, "completed"))
+            is_last = not answer.content
+            self._add_item(self._text_item("reasoning", answer.reasoning, status if is_last else "completed"))
         if answer.content or not answer.calls:
-            self._add_item(self._text_item("message", answer.content, "completed", answer.logprobs))
+            self._add_item(self._text_item("message", answer.content, status, answer.logprobs))
         for call in answer.calls:
             self._add_item(self._call_item(call))
         return orjson.dumps(self._finished(answer))
@@ -82,30 +88,39 @@ class ResponsesReply:
         return data
 
     def turn_ended(self, index: int, answer: Answer) -> bytes:
-        # an answer without text needs an item too: the client sends it back
-        empty = self._begin_item("message") if not answer.content and not answer.calls else b""
-        ended = self._end_item()
+        status = _status(answer)
+        data = self._end_item(status)
+        if not answer.content and not answer.calls:
+            # an answer without text needs an item too: the client sends it back
+            data += self._begin_item("message") + self._end_item(status)
         texts = [item["content"][0] for item in self._items if item["type"] == "message"]
         if texts:
             # log-probs of tokens after the last text appear in the final response only
             texts[-1]["logprobs"] += self._take_logprobs()
-        return empty + ended
+        return data
 
     def ended(self, answers: list[Answer]) -> bytes:
         response = self._finished(answers[0])
         return self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, error: ApiError) -> bytes:
-        return self._event(
+    def failed(self, error: ApiError, request_id: str) -> bytes:
+        # the openai package raises at the first, Codex reads nothing but the second
+        told = self._event(
             "error", code=error.code, message=error.message, param=error.param, error=error.body()["error"]
         )
+        code = error.code or "server_error"
+        if error.retry_after_s is not None:
+            code = CODES.get(error.status, code)
+        cause = {"code": code, "message": error.message}
+        ended = {"status": "failed", "error": cause, "output": self._items, "usage": None}
+        return told + self._event("response.failed", response=self._head | ended)
 
     def _finished(self, answer: Answer) -> dict[str, Any]:
         sampled = answer.num_sampled_tokens
-        is_cut = answer.finish_reason == "length"
+        status = _status(answer)
         return self._head | {
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items,
             "usage": {
                 "input_tokens": answer.num_prompt_tokens,
@@ -189,11 +204,11 @@ class ResponsesReply:
         logprobs, self._logprobs = self._logprobs, []
         return logprobs
 
-    def _end_item(self) -> bytes:
+    def _end_item(self, status: str = "completed") -> bytes:
         if self._open is None:
             return b""
         item, kind, self._open = self._items[-1], self._open, None
-        item["status"] = "completed"
+        item["status"] = status
         part = item["content"][0]
         logprobs = {}
         if kind == "message":
@@ -226,6 +241,11 @@ class ResponsesReply:
         )
 
 
+def _status(answer: Answer) -> str:
+    """That of the response, and of the item at its end unless it is a call, which is always whole."""
+    return "incomplete" if answer.finish_reason == "length" else "completed"
+
+
 def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
@@ -234,6 +254,6 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 def _logprobs(entries: list[TokenLogprob] | None) -> list[dict[str, Any]]:
     return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in entries or []
+        {"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []}
+        for text, data, logprob in entries or []
     ]

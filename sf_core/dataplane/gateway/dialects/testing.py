@@ -120,7 +120,7 @@ class DialectTests:
             for size in (1, 3, 1000):
                 streamed = _streamed(self._reply({"stream": True}), [answer], size)
                 assert self.hear_stream(streamed) == [whole], f"in pieces of {size} characters"
-                assert len(list(_events(streamed))) > 1
+                assert len(list(read_events(streamed))) > 1
             # of which one comes where nothing is sampled for a while (keepalive.py)
             with_empty_lines = streamed.replace(b"\n\n", b"\n\n\n")
             assert self.hear_stream(with_empty_lines) == [whole]
@@ -146,7 +146,7 @@ class DialectTests:
         [asked], [plain] = self._parse(self.with_logprobs), self._parse({})
         assert asked.logprobs and not plain.logprobs
         # the last token, the end of the turn, comes without text
-        sampled = [TokenLogprob(text, -0.5 * i) for i, text in enumerate(("to", "be", ""))]
+        sampled = [TokenLogprob(text, text.encode(), -0.5 * i) for i, text in enumerate(("to", "be", ""))]
         answer = replace(_answer("tobe"), logprobs=sampled)
         [whole] = self.hear(self._reply(self.with_logprobs).whole([answer]))
         assert list(whole.logprobs) == [-0.0, -0.5, -1.0]
@@ -163,11 +163,11 @@ class DialectTests:
     def test_errors_are_told_before_a_stream_and_in_it(self) -> None:
         for status in (400, 401, 404, 409, 413, 429, 500, 503):
             error = ApiError(status, f"It is {status} and so.", code="some_code", param="x")
-            body = orjson.loads(orjson.dumps(self.dialect.error_body(error)))
+            body = orjson.loads(orjson.dumps(self.dialect.error_body(error, "req_1")))
             assert body["error"]["message"] == error.message and body["error"][self.kind_of_error]
             reply = self._reply({"stream": True})
-            started, failed = reply.started(NUM_PROMPT_TOKENS), reply.failed(error)
-            [event] = _events(failed)
+            started, failed = reply.started(NUM_PROMPT_TOKENS), reply.failed(error, "req_1")
+            event, *_ = read_events(failed)
             assert event["error"] == body["error"]
             try:
                 self.hear_stream(started + failed)
@@ -182,7 +182,7 @@ class DialectTests:
             assert self.models(listed) == names
 
     def check_sent_back(self, answer: Answer) -> None:
-        """A client that sends this answer back sends the recorded message, without its reasoning."""
+        """A client that sends this answer back sends the recorded message, with its reasoning."""
         body = self._reply({}).whole([answer])
         [request] = self.dialect.parse(self.next_request(body), Session("s"))
         sent_back = [
@@ -190,7 +190,7 @@ class DialectTests:
             for message in request.messages[:2]
         ]
         assert chain_keys([], sent_back) == chain_keys([], [HI, as_said(answer.message)])
-        assert all("reasoning_content" not in message for message in request.messages)
+        assert request.messages[1].get("reasoning_content") == answer.message.get("reasoning_content")
 
     def _parse(self, change: Fields) -> list[TurnRequest]:
         return self.dialect.parse({**self.request, **change}, Session("s"))
@@ -235,7 +235,7 @@ def _cut(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def _events(stream: bytes) -> list[dict[str, Any]]:
+def read_events(stream: bytes) -> list[dict[str, Any]]:
     """The events of a stream, which are JSON objects; a named one has its name as type."""
     events = []
     assert stream.endswith(b"\n\n")

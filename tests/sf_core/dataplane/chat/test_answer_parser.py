@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.answer_parser import AnswerStream, Reasoning, ReasoningSplitter, StopStrings
-from sf_core.dataplane.chat.tool_formats import CALL_END, CALL_START, FORMATS, ToolCall
-from tests.sf_core.dataplane.chat.test_tool_formats import ADD
+from sf_core.dataplane.chat.calls.formats import FORMATS
+from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START
+from sf_core.dataplane.chat.tool_formats import ToolCall
+from tests.sf_core.dataplane.chat.calls.test_formats import ADD
 from tests.sf_core.dataplane.stand import CALC
 
 TOOLS = [CALC, ADD]

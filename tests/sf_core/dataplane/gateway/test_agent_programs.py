@@ -135,6 +135,51 @@ def test_mini_swe_agent_solves_its_task(
     assert is_one_sequence(server, opened["session_id"])
 
 
+ASK_LITELLM = """
+import json, sys, litellm
+
+url, key = sys.argv[1:]
+litellm.suppress_debug_info = True
+long = "the " * 3000
+bases = {"openai": url + "/v1", "anthropic": url, "gemini": url + "/v1beta"}
+for model in ("policy", "nobody"):
+    for provider in (*bases, "responses"):
+        for stream in (False, True):
+            options = {"api_key": key, "stream": stream, "num_retries": 0}
+            try:
+                if provider == "responses":
+                    options |= {"input": long, "api_base": bases["openai"]}
+                    answer = litellm.responses(model=f"openai/{model}", **options)
+                else:
+                    options |= {"messages": [{"role": "user", "content": long}], "api_base": bases[provider]}
+                    answer = litellm.completion(model=f"{provider}/{model}", **options)
+                list(answer)
+                raised = None
+            except Exception as error:
+                raised = type(error).__name__
+            print(json.dumps([model, provider, stream, raised]))
+"""
+
+
+@pytest.mark.nightly
+def test_litellm_knows_what_is_wrong_with_a_request(server: Server, mini: Path) -> None:
+    server.register()
+    opened = server.post("/sessions", {"run_id": "run"})
+    key = f"session:{opened['session_id']}"
+    command = [str(mini.with_name("python")), "-c", ASK_LITELLM, server.url, key]
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    providers = ("openai", "anthropic", "gemini", "responses")
+    assert told == [
+        [model, provider, streamed, raised]
+        for model, raised in (("policy", "ContextWindowExceededError"), ("nobody", "NotFoundError"))
+        for provider in providers
+        for streamed in (False, True)
+    ]
+
+
 def from_npm(package: str) -> str:
     """The folder with a package's programs."""
     folder = NODE / package.replace("/", "-")

@@ -170,6 +170,8 @@ def members(group: Group) -> list[Any]:
 @example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
 @example(operations=["claim", "go_on_while_it_is_compacted_twice"])
 @example(operations=["evaluate", "play", "begin_anew", "evaluate", "play", "begin_attempt", "claim"])
+@example(operations=["evaluate", "begin_anew", "go_on_while_it_is_compacted_twice"])
+@example(operations=["evaluate", "play", "begin_anew", "evaluate", "go_on_while_it_is_compacted_twice"])
 @example(operations=["pause", "pause_engine", *["play"] * 4, "seal", "restart", "resume"])
 @example(operations=["play", "claim", "finish", "go_on_after_release", "claim", "play", "seal"])
 def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(

@@ -20,13 +20,15 @@ class CountingRenderer(Renderer):
     num_rendered = 0
     num_encoded = 0
 
-    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
+    def render(
+        self, messages: list[Message], tools: list[dict[str, Any]], num_first: int | None = None
+    ) -> str:
         self.num_rendered += len(messages)
-        return super().render(messages, tools)
+        return super().render(messages, tools, num_first)
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, text: str, after: str = "") -> Ids:
         self.num_encoded += len(text)
-        return super().encode(text)
+        return super().encode(text, after)
 
 
 class CheckedCapture(Capture):

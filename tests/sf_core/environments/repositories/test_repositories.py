@@ -347,6 +347,7 @@ def test_a_split_without_instances_is_refused(environment: Make, tmp_path: Path,
 
 
 UNREADABLE = "--- /dev/null\n+++ b/new.py\n@@ -0,0 +1,1 @@\n+import of_another_host\n"
+UNFIT = "--- a/gone.py\n+++ b/gone.py\n@@ -1 +1 @@\n-a\n+b\n"
 GONE = "lists/tests/test_lists.py::test_of_another_time"
 
 
@@ -354,7 +355,7 @@ GONE = "lists/tests/test_lists.py::test_of_another_time"
     ("wrong", "fault"),
     [
         (lambda row: {"test_patch": row["test_patch"] * 2}, "its test_patch does not fit its base_commit"),
-        (lambda row: {"patch": row["patch"] * 2}, "its patch does not fit its base_commit"),
+        (lambda row: {"patch": UNFIT}, "its patch does not fit its base_commit"),
         (
             lambda row: {"PASS_TO_PASS": [GONE, f"{GONE}[1]"]},
             f"with its patch pytest finds no {GONE}, nor 1 more",

@@ -262,6 +262,8 @@ class AnthropicClient(Client):
     @staticmethod
     def _heard(answer: Any) -> Heard:
         thoughts = [block.thinking for block in answer.content if block.type == "thinking"]
+        # clients drop reasoning without one
+        assert all(block.signature for block in answer.content if block.type == "thinking")
         texts = [block.text for block in answer.content if block.type == "text"]
         calls = [(block.id, block.name, block.input) for block in answer.content if block.type == "tool_use"]
         assert len(thoughts) <= 1 and len(texts) <= 1

@@ -144,7 +144,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str]] =
         )
         for call in ({"type": "tool_use", "name": "calc"}, {"type": "tool_use", "name": "calc", "id": 1})
     ),
-    ({"messages": [{"role": "user", "content": "the " * 3000}]}, anthropic.BadRequestError, "holds 2048"),
+    ({"messages": [{"role": "user", "content": "the " * 3000}]}, anthropic.BadRequestError, "> 2047 maximum"),
 ]
 
 
@@ -153,7 +153,7 @@ def test_bad_requests_raise_what_the_client_has_for_them(server: Server) -> None
     for change, kind, sentence in BAD_REQUESTS:
         with pytest.raises(kind, match=sentence) as refused:
             ask(server, **change)
-        assert set(refused.value.body) == {"type", "error"}
+        assert set(refused.value.body) == {"type", "error", "request_id"}
 
 
 def test_the_key_may_come_in_either_header() -> None:

@@ -69,10 +69,15 @@ def test_a_stop_string_ends_the_answer_before_it(server: Server, renderer: Rende
 
 def test_log_probs_come_with_the_places_of_their_texts(server: Server, renderer: Renderer) -> None:
     server.register()
-    server.connect(answering(renderer, "one two three"))
-    whole = complete(server, "x", logprobs=0).choices[0].logprobs
-    assert whole.text_offset[:2] == [0, len(whole.tokens[0])]
-    chunks = complete(server, "x", logprobs=0, stream=True)
+    text = "one 🦊 trois été"
+    server.connect(answering(renderer, text))
+    [choice] = complete(server, "x", logprobs=0, max_tokens=32).choices
+    whole = choice.logprobs
+    assert whole.tokens[-1] == "<|im_end|>" and "".join(whole.tokens[:-1]) == text
+    places = zip(whole.tokens[:-1], whole.text_offset, strict=False)
+    assert [text[at : at + len(token)] for token, at in places] == whole.tokens[:-1]
+    assert whole.text_offset[-1] == len(text)
+    chunks = complete(server, "x", logprobs=0, max_tokens=32, stream=True)
     parts = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
     assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
 
@@ -82,7 +87,7 @@ def test_log_probs_come_with_the_places_of_their_texts(server: Server, renderer:
     [
         ({"prompt": [1_000_000]}, "Token ids must be from 0 to"),
         ({"echo": True}, "echo is not supported"),
-        ({"prompt": "the " * 3000}, "the context window holds 2048"),
+        ({"prompt": "the " * 3000}, "maximum context length is 2048 tokens"),
     ],
 )
 def test_bad_requests_get_a_sentence(server: Server, change: dict[str, Any], sentence: str) -> None:

@@ -10,7 +10,14 @@ import openai
 import pytest
 from openai import OpenAI
 
+from sf_core.dataplane.chat.answer_parser import Reasoning
+from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.gateway.dialects.responses import Responses
+from sf_core.dataplane.gateway.dialects.testing import read_events
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces
 from tests.patience import patience
 from tests.sf_core.dataplane.stand import CALC, Server, answering, say, tool_call_text
 
@@ -110,6 +117,7 @@ def test_an_answer_cut_by_its_budget_is_incomplete(server: Server, renderer: Ren
     server.connect(answering(renderer, "the quick brown fox jumps"))
     whole = ask(server, max_output_tokens=3)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in whole.output] == ["incomplete"]
     with client(server) as agent:
         *_, last = agent.responses.create(model="policy", input="hi", max_output_tokens=3, stream=True)
     assert (last.type, last.response.output_text) == ("response.incomplete", whole.output_text)
@@ -202,3 +210,32 @@ def test_a_session_that_ends_ends_the_stream_with_an_error(server: Server, rende
         server.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "enough"})
         with pytest.raises(openai.APIError, match="the session is over"):
             list(events)
+
+
+@pytest.mark.parametrize(
+    ("answer", "statuses"),
+    [
+        ([Reasoning("hm"), "Ye"], ["completed", "incomplete"]),
+        # the message is for the client to send back
+        ([Reasoning("hm")], ["incomplete", "incomplete"]),
+        ([], ["incomplete"]),
+        (["Sure. ", MadeCall("c0", "calc", "{}")], ["completed", "completed"]),
+    ],
+)
+def test_the_item_in_which_an_answer_was_cut_is_incomplete_whole_and_streamed(
+    answer: list[Event], statuses: list[str]
+) -> None:
+    thought = "".join(event.text for event in answer if isinstance(event, Reasoning))
+    text = "".join(event for event in answer if isinstance(event, str))
+    calls = [ToolCall(event.name, {}) for event in answer if isinstance(event, MadeCall)]
+    cut = Answer("s.0.0", assistant_message(text, calls, "s.0.0", thought), "length", None, 3, 4, None)
+    body = {"model": "policy", "input": "hi"}
+    whole = json.loads(Responses().reply(body, "s.0.0", Session("s")).whole([cut]))
+    assert (whole["status"], [item["status"] for item in whole["output"]]) == ("incomplete", statuses)
+    reply = Responses().reply({**body, "stream": True}, "s.0.0", Session("s"))
+    sent = [reply.started(3), *(reply.piece(0, Pieces([event], None)) for event in answer)]
+    events = read_events(b"".join([*sent, reply.turn_ended(0, cut), reply.ended([cut])]))
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in done] == statuses
+    assert events[-1]["type"] == "response.incomplete"
+    assert events[-1]["response"]["output"] == done

@@ -5,15 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.dataplane.chat.calls.formats import FORMATS
+from sf_core.dataplane.chat.calls.llama3_json import PYTHON_TAG
+from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START
 from sf_core.dataplane.chat.messages import assistant_message
-from sf_core.dataplane.chat.tool_formats import (
-    CALL_END,
-    CALL_START,
-    FORMATS,
-    PYTHON_TAG,
-    ToolCall,
-    format_of,
-)
+from sf_core.dataplane.chat.tool_formats import ToolCall
 from tests.sf_core.dataplane.stand import CALC
 
 ADD = {
@@ -112,23 +108,47 @@ def test_llama_calls_are_the_whole_answer_or_several_with_semicolons() -> None:
     assert split("llama3_json", '{"name": "rm", "parameters": {}} ok')[1] == 1
 
 
-def test_the_family_is_read_from_the_template() -> None:
-    assert format_of("<tool_call> {{ x }} </tool_call>") == "hermes"
-    assert format_of('{"name": x, "parameters": y}') == "llama3_json"
-    assert format_of("{{ messages }}") == "hermes"
-
-
 VALUES = ["1", "NaN", "9" * 25, '"\\ud800"', "[" * 250 + "]" * 250]
 PIECES: dict[str, list[str]] = {
     "plain": [CALL_START, CALL_END, "add 1", " ", "\n", "<", "tool_call>", "</tool", "é", "calc 2*3"],
     "hermes": [CALL_START, CALL_END, '{"name": "add", ', "{", "<tool"]
     + [f'"arguments": {{"n": {value}}}}}' for value in VALUES],
+    "qwen3_coder": [
+        CALL_START,
+        CALL_END,
+        "<function=add>",
+        "</function>",
+        "\n",
+        " ",
+        "</func",
+        "so",
+        "<",
+        "tool_call>",
+    ]
+    + [f"<parameter=n>\n{value}\n" for value in VALUES]
+    + ["</parameter>"],
+    "glm45": [
+        CALL_START,
+        CALL_END,
+        "add\n",
+        "<arg_key>n</arg_key>",
+        "<arg_key>",
+        "\n",
+        "so",
+        "<",
+        "tool_call>",
+    ]
+    + [f"<arg_value>{value}</arg_value>" for value in VALUES],
+    "mistral_list": ["[TOOL_CALLS]", "[", "]", ", ", "[TOOL", "_CALLS]", "}", "so", '{"name": "add", ']
+    + [f'"arguments": {{"n": {value}}}}}' for value in VALUES],
+    "mistral": ["[TOOL_CALLS]", "add", "[ARGS]", "[CALL_ID]x1", "[TOOL", "_CALLS]", "}", "so", "{}"]
+    + [f'{{"n": {value}}}' for value in VALUES],
     "llama3_json": ['{"name": "add", ', "; ", "<|py", "thon_tag|>", "}", "so"]
     + [f'"parameters": {{"n": {value}}}}}' for value in VALUES],
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PIECES)
 @given(data=st.data())
 def test_however_the_text_arrives_the_split_is_the_same_and_can_be_answered(
     name: str, data: st.DataObject

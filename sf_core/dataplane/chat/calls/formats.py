@@ -1,0 +1,105 @@
+"""The formats by name, and the one in which the chat template of a model folder writes calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import takewhile
+
+import jinja2
+
+from sf_core.dataplane.chat.calls.glm45 import GLM45
+from sf_core.dataplane.chat.calls.hermes import HERMES
+from sf_core.dataplane.chat.calls.llama3_json import LLAMA3_JSON
+from sf_core.dataplane.chat.calls.mistral import MISTRAL, MISTRAL_LIST, MISTRAL_NAMED
+from sf_core.dataplane.chat.calls.plain import PLAIN
+from sf_core.dataplane.chat.calls.qwen3_coder import QWEN3_CODER
+from sf_core.dataplane.chat.messages import Message, tool_call
+from sf_core.dataplane.chat.tool_formats import Parts, Tool, ToolCall, ToolFormat
+
+FORMATS = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA3_JSON,
+    "qwen3_coder": QWEN3_CODER,
+    "glm45": GLM45,
+    "mistral": MISTRAL,
+    "mistral_list": MISTRAL_LIST,
+    "mistral_named": MISTRAL_NAMED,
+    "plain": PLAIN,
+}
+"""By name, which is the `tool_format` in a model folder's tokenizer_config.json."""
+
+
+def format_of(render: Callable[[list[Message], list[Tool]], str]) -> str:
+    """The name of the format that reads the calls which a template writes; empty if none does."""
+    written = {num: _written(render, _CALLS[:num]) for num in (1, 2)}
+    texts = {num: text for num, text in written.items() if text is not None}
+    fitting = [
+        name
+        for name, form in FORMATS.items()
+        if 1 in texts and all(_reads(form, text, _CALLS[:num]) for num, text in texts.items())
+    ]
+    # several read alike and begin a call differently
+    return next(
+        (name for name in fitting if FORMATS[name].opening(_TOOL) in texts[1]), next(iter(fitting), "")
+    )
+
+
+def _written(render: Callable[[list[Message], list[Tool]], str], calls: list[ToolCall]) -> str | None:
+    """What a template shows of calls: where the rendering of an answer differs from that of another one. None
+    if it refuses them."""
+    made = [tool_call(f"abcdefgh{n}", call.name, call.arguments) for n, call in enumerate(calls)]
+    answers: list[Message] = [
+        {"role": "assistant", "content": "", "tool_calls": made},
+        {"role": "assistant", "content": _OTHER},
+    ]
+    try:
+        with_calls, without = (render([_USER, answer], [_TOOL]) for answer in answers)
+    except jinja2.TemplateError:
+        return None
+    start = _num_alike(with_calls, without)
+    return with_calls[start : len(with_calls) - _num_alike(with_calls[start:][::-1], without[start:][::-1])]
+
+
+def _num_alike(text: str, other: str) -> int:
+    """Number of characters with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+
+
+def _reads(form: ToolFormat, text: str, calls: list[ToolCall]) -> bool:
+    splitter = form.splitter([_TOOL])
+    parts: Parts = [*splitter.push(text), *splitter.finish()]
+    said = [part for part in parts if isinstance(part, ToolCall) or part.strip()]
+    # numbers that are equal may be of two types
+    return repr(said) == repr(calls)
+
+
+_OTHER = "\N{SNOWMAN}"
+_USER: Message = {"role": "user", "content": "ask"}
+_TYPES = {"text": "string", "count": "integer", "ratio": "number", "sure": "boolean"}
+_TYPES |= {"some": "array", "more": "object"}
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": kind, "description": "d"} for name, kind in _TYPES.items()},
+            "required": ["text"],
+        },
+    },
+}
+_CALLS = [
+    ToolCall(
+        "find",
+        {
+            "text": 'a "b" \\ <c>\nd',
+            "count": 3,
+            "ratio": 0.5,
+            "sure": True,
+            "some": ["x", 2],
+            "more": {"k": {}},
+        },
+    ),
+    ToolCall("find", {"text": "12"}),
+]

@@ -1,0 +1,57 @@
+"""Calls that are JSON objects: {"name": "find", "arguments": {"x": 1}}."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sf_core.dataplane.chat.json_text import read_json
+from sf_core.dataplane.chat.tool_formats import Tool, ToolCall, name_of, parameters_of
+
+_JSON = json.JSONDecoder()
+
+
+def json_end(text: str, start: int) -> int | None:
+    """Where the JSON value that begins at `start` ends; None if it does not end, or is none."""
+    try:
+        return _JSON.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_value(text: str) -> Any:
+    """A value that an answer can hold. Raises ValueError if the text is none."""
+    try:
+        return read_json(text)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"nested too deeply: {error}") from None
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = read_value(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_call(text: str, tools: list[Tool], *keys: str) -> ToolCall | None:
+    """`keys` are those under which the arguments may stand; without one of them there are none."""
+    return call_of(read_object(text), tools, *keys)
+
+
+def call_of(value: Any, tools: list[Tool], *keys: str) -> ToolCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments: Any = next((value[key] for key in keys if key in value), {})
+    if not isinstance(arguments, dict) or parameters_of(value["name"], tools) is None:
+        return None
+    return ToolCall(value["name"], arguments)
+
+
+def render_call(call: ToolCall, key: str) -> str:
+    return json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False)
+
+
+def open_call(tool: Tool | None, key: str) -> str:
+    return '{"name":' if tool is None else f'{{"name": {json.dumps(name_of(tool))}, "{key}":'

@@ -1,0 +1,96 @@
+"""Calls of Mistral's models, behind `[TOOL_CALLS]`.
+
+They are a JSON list or, since version 11 of the tokenizer, a name and arguments each, with `[ARGS]` or not
+between the two. All forms are read wherever one of them is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from sf_core.dataplane.chat.calls.json_calls import (
+    call_of,
+    json_end,
+    open_call,
+    read_object,
+    read_value,
+    render_call,
+)
+from sf_core.dataplane.chat.calls.splitter import Found, MarkedCalls
+from sf_core.dataplane.chat.tool_formats import (
+    CallSplitter,
+    Tool,
+    ToolCall,
+    ToolFormat,
+    name_of,
+    parameters_of,
+)
+
+_START, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_MARKS = (_START, _ARGS, _CALL_ID)
+_NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=[{\[])")
+
+
+def _split(tools: list[Tool]) -> CallSplitter:
+    def read(text: str, is_whole: bool) -> Found | None:
+        head = _NAME.match(text)
+        end = json_end(text, head.end()) if head else None
+        if head and end is not None:
+            written = text[head.end() : end]
+            return Found(
+                end, _read_named(head[1], written, tools) if head[1] else _read_listed(written, tools)
+            )
+        if not is_whole:
+            return None
+        next_start = text.find(_START, 1)
+        return Found(next_start if next_start > 0 else len(text), None)
+
+    return MarkedCalls(read, _START, closing="]}")
+
+
+def _read_named(name: str, written: str, tools: list[Tool]) -> list[ToolCall] | None:
+    arguments = read_object(written)
+    if arguments is None or parameters_of(name, tools) is None:
+        return None
+    return [ToolCall(name, arguments)]
+
+
+def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
+    try:
+        value = read_value(written)
+    except ValueError:
+        return None
+    calls = [
+        call_of(_with_object(one), tools, "arguments")
+        for one in (value if isinstance(value, list) else [value])
+    ]
+    found = [call for call in calls if call is not None]
+    return found if found and len(found) == len(calls) else None
+
+
+def _with_object(call: Any) -> Any:
+    """A call whose arguments may be written as a string."""
+    if isinstance(call, dict) and isinstance(written := call.get("arguments"), str):
+        return call | {"arguments": read_object(written)}
+    return call
+
+
+def _render_named(between: str) -> Callable[[ToolCall], str]:
+    return lambda call: f"{_START}{call.name}{between}{json.dumps(call.arguments, ensure_ascii=False)}"
+
+
+def _open_named(between: str) -> Callable[[Tool | None], str]:
+    return lambda tool: _START if tool is None else f"{_START}{name_of(tool)}{between}{{"
+
+
+MISTRAL_LIST = ToolFormat(
+    _split,
+    lambda call: f"{_START}[{render_call(call, 'arguments')}]",
+    lambda tool: f"{_START}[{open_call(tool, 'arguments')}",
+    _MARKS,
+)
+MISTRAL = ToolFormat(_split, _render_named(_ARGS), _open_named(_ARGS), _MARKS)
+MISTRAL_NAMED = ToolFormat(_split, _render_named(""), _open_named(""), _MARKS)

@@ -1,0 +1,60 @@
+"""Calls of the built-in models: a name and its first argument between tags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, between_tags
+from sf_core.dataplane.chat.tool_formats import (
+    CallSplitter,
+    Tool,
+    ToolCall,
+    ToolFormat,
+    name_of,
+    parameters_of,
+)
+
+
+def _split(tools: list[Tool]) -> CallSplitter:
+    def parse(text: str) -> ToolCall | None:
+        name, _, argument = text.strip().partition(" ")
+        parameters = parameters_of(name, tools)
+        if parameters is None:
+            return None
+        if not parameters:
+            return None if argument else ToolCall(name, {})
+        first, schema = next(iter(parameters.items()))
+        return ToolCall(name, {first: _convert(argument, schema.get("type"))})
+
+    return MarkedCalls(between_tags(parse), CALL_START)
+
+
+def _render(call: ToolCall) -> str:
+    return CALL_START + " ".join([call.name, *map(str, call.arguments.values())]) + CALL_END
+
+
+def _open(tool: Tool | None) -> str:
+    if tool is None:
+        return CALL_START
+    return (
+        f"{CALL_START}{name_of(tool)} "
+        if parameters_of(name_of(tool), [tool])
+        else CALL_START + name_of(tool)
+    )
+
+
+def _convert(text: str, kind: str | None) -> Any:
+    """The argument as a number if the schema wants one and the text is one in JSON, else as text."""
+    if kind in ("integer", "number"):
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return text
+        if isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool):
+            return value
+    return text
+
+
+PLAIN = ToolFormat(_split, _render, _open, (CALL_START, CALL_END))

@@ -1,0 +1,80 @@
+"""Calls of Qwen3-Coder and Qwen3.5: a tag for the tool and one for each argument.
+
+The text of an argument stands between line ends, which are not part of it. The tag around a call is optional:
+models leave out the opening one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, Found, MarkedCalls
+from sf_core.dataplane.chat.calls.values import text_of, value_of
+from sf_core.dataplane.chat.tool_formats import (
+    CallSplitter,
+    Tool,
+    ToolCall,
+    ToolFormat,
+    name_of,
+    overlap,
+    parameters_of,
+)
+
+_START, _END = "<function=", "</function>"
+_NAME = re.compile(r"<function=([^<>]*)>\s*")
+_ARGUMENT = re.compile(r"<parameter=([^<>]+)>(.*?)(?:</parameter>\s*|(?=<parameter=))", re.DOTALL)
+
+
+def _split(tools: list[Tool]) -> CallSplitter:
+    def read(text: str, is_whole: bool) -> Found | None:
+        start = len(CALL_START) if text.startswith(CALL_START) else 0
+        if start and (end := text.find(CALL_END)) >= 0:
+            return Found(end + len(CALL_END), _read_all(text[start:end], tools))
+        if not start and (end := text.find(_END)) >= 0:
+            end += len(_END)
+            rest = text[end:].lstrip()
+            if CALL_END.startswith(rest) and rest != CALL_END and not is_whole:
+                return None
+            if rest.startswith(CALL_END):
+                return Found(len(text) - len(rest) + len(CALL_END), _read_all(text[:end], tools))
+            return Found(end, _read_all(text[:end], tools))
+        if not is_whole:
+            return None
+        return Found(len(text), _read_all(text[start : len(text) - overlap(text, CALL_END)], tools))
+
+    return MarkedCalls(read, CALL_START, _START)
+
+
+def _read_all(text: str, tools: list[Tool]) -> list[ToolCall] | None:
+    """The calls of a text that consists of them."""
+    *texts, rest = text.split(_END)
+    calls = [_read(one.strip().removeprefix(CALL_START).lstrip(), tools) for one in texts]
+    found = [call for call in calls if call is not None]
+    return found if found and len(found) == len(calls) and not rest.strip() else None
+
+
+def _read(text: str, tools: list[Tool]) -> ToolCall | None:
+    name = _NAME.match(text)
+    if name is None or (parameters := parameters_of(name[1], tools)) is None:
+        return None
+    arguments, at = {}, name.end()
+    while argument := _ARGUMENT.match(text, at):
+        value = argument[2].removeprefix("\n").removesuffix("\n")
+        arguments[argument[1]] = value_of(value, parameters.get(argument[1]))
+        at = argument.end()
+    return ToolCall(name[1], arguments) if at == len(text) else None
+
+
+def _render(call: ToolCall) -> str:
+    arguments = (
+        f"<parameter={key}>\n{text_of(value)}\n</parameter>\n" for key, value in call.arguments.items()
+    )
+    return f"{CALL_START}\n{_START}{call.name}>\n{''.join(arguments)}{_END}\n{CALL_END}"
+
+
+QWEN3_CODER = ToolFormat(
+    _split,
+    _render,
+    lambda tool: f"{CALL_START}\n{_START}" + ("" if tool is None else f"{name_of(tool)}>\n"),
+    (CALL_START, CALL_END),
+)

@@ -1,0 +1,82 @@
+"""Finds calls that begin with a mark, anywhere in an answer that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sf_core.dataplane.chat.tool_formats import Parts, ToolCall, overlap
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+
+
+class Found(NamedTuple):
+    length: int
+    """Length of the text that the calls take."""
+    calls: list[ToolCall] | None
+    """None: the text is no call."""
+
+
+Read = Callable[[str, bool], Found | None]
+"""Reads the calls with which a text begins; None: it depends on later text. The flag says that none comes."""
+
+
+class MarkedCalls:
+    """`read` must return for a text what it returns for a beginning of that text, if it returns anything."""
+
+    def __init__(self, read: Read, *marks: str, closing: str = "") -> None:
+        """`closing`: characters without one of which no call ends, so that texts without need not be read."""
+        self._read, self._marks, self._closing = read, marks, closing
+        self._text = ""
+        self.num_unparsed = 0
+
+    def push(self, text: str) -> Parts:
+        was_open = self._text.startswith(self._marks)
+        self._text += text
+        if was_open and self._closing and not any(character in text for character in self._closing):
+            return []
+        return self._split(is_whole=False)
+
+    def finish(self) -> Parts:
+        parts = self._split(is_whole=True)
+        parts.append(self._text)
+        self._text = ""
+        return parts
+
+    def _split(self, *, is_whole: bool) -> Parts:
+        parts: Parts = []
+        while (
+            start := min((at for mark in self._marks if (at := self._text.find(mark)) >= 0), default=-1)
+        ) >= 0:
+            parts.append(self._text[:start])
+            self._text = self._text[start:]
+            found = self._read(self._text, is_whole)
+            if found is None:
+                return parts
+            length, calls = found
+            self.num_unparsed += calls is None
+            parts += [self._text[:length]] if calls is None else calls
+            self._text = self._text[length:]
+        certain = len(self._text) - max(overlap(self._text, mark) for mark in self._marks)
+        parts.append(self._text[:certain])
+        self._text = self._text[certain:]
+        return parts
+
+
+def between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: bool = False) -> Read:
+    """Reads calls between `<tool_call>` and `</tool_call>`. `shows_end`: no call that is cut parses, so that
+    the last one needs no closing tag."""
+
+    def read(text: str, is_whole: bool) -> Found | None:
+        if (end := text.find(CALL_END)) >= 0:
+            length, inside = end + len(CALL_END), text[len(CALL_START) : end]
+        elif not is_whole:
+            return None
+        elif shows_end:
+            length, inside = len(text), text[len(CALL_START) : len(text) - overlap(text, CALL_END)]
+        else:
+            return Found(len(text), None)
+        call = parse(inside)
+        return Found(length, None if call is None else [call])
+
+    return read

@@ -1,0 +1,91 @@
+"""Values of arguments that a call holds as text, by the schema of the tool: as vLLM converts them.
+
+The types of a schema are tried in one order, and a text that fits none is JSON or itself. A text whose type
+is not known stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from sf_core.dataplane.chat.calls.json_calls import read_value
+
+
+def value_of(text: str, schema: Any) -> Any:
+    kinds = {_ALIASES.get(kind, kind) for kind in map(str.lower, _types(schema))}
+    for kind, convert in _CONVERSIONS.items():
+        if kind in kinds:
+            try:
+                return convert(text)
+            except (ValueError, KeyError):
+                continue
+    if "string" in kinds:
+        return text
+    try:
+        return read_value(text)
+    except ValueError:
+        return text
+
+
+def text_of(value: Any) -> str:
+    """The text that stands for a value in a call."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return {"string"}
+    named = schema.get("type") or []
+    types = {kind for kind in ([named] if isinstance(named, str) else named) if isinstance(kind, str)}
+    types |= {_JSON_TYPES[type(value)] for value in schema.get("enum") or () if type(value) in _JSON_TYPES}
+    for choice in ("anyOf", "oneOf", "allOf"):
+        types = types.union(*map(_types, schema.get(choice) or ()))
+    return types or {"string"}
+
+
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+_ALIASES = (
+    dict.fromkeys(("str", "text", "varchar", "char", "enum"), "string")
+    | dict.fromkeys(("int", "int32", "int64", "uint", "uint32", "uint64"), "integer")
+    | dict.fromkeys(("long", "short", "unsigned"), "integer")
+    | dict.fromkeys(("float", "float32", "float64", "double"), "number")
+    | {"bool": "boolean", "dict": "object"}
+    | dict.fromkeys(("arr", "list", "sequence"), "array")
+)
+
+
+def _integer(text: str) -> Any:
+    return read_value(str(int(text)))
+
+
+def _number(text: str) -> int | float:
+    # an integer as one: a float would round a long one
+    try:
+        return _integer(text)
+    except ValueError:
+        value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return _integer(f"{value:.0f}") if value.is_integer() else value
+
+
+_CONVERSIONS: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: {"null": None}[text.lower()],
+    "integer": _integer,
+    "number": _number,
+    "boolean": lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower().strip()],
+    "object": read_value,
+    "array": read_value,
+}
+"""In the order in which they are tried."""

@@ -1,0 +1,57 @@
+"""vLLM's own parsers over the table of edge cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sf_core.surroundings import vllm_python
+from tests.patience import patience
+from tests.sf_core.dataplane.chat.calls.edge_cases import CASES, DIFFERENT, TOOLS, Case
+
+pytestmark = pytest.mark.system
+
+
+def vllm_calls() -> list[list[tuple[str, Any]]]:
+    """The calls that vLLM reads in each case."""
+    try:
+        python = vllm_python()
+    except FileNotFoundError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    texts = [(case.form.replace("_named", ""), case.text) for case in CASES]
+    done = subprocess.run(
+        [python, str(Path(__file__).with_name("vllm_calls.py"))],
+        input=json.dumps({"tools": TOOLS, "texts": texts}),
+        capture_output=True,
+        text=True,
+        timeout=patience() * 4,
+    )
+    assert done.returncode == 0, done.stderr
+    return [[(name, _read(arguments)) for name, arguments in calls] for calls in json.loads(done.stdout)]
+
+
+def _read(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _expected(case: Case) -> list[tuple[str, Any]]:
+    same = [(call.name, call.arguments) for call in case.ours]
+    return DIFFERENT.get((case.form, case.title), (same, ""))[0]
+
+
+def test_vllm_reads_the_same_calls_but_for_the_differences_in_the_table() -> None:
+    read = {(case.form, case.title): calls for case, calls in zip(CASES, vllm_calls(), strict=True)}
+    # nan equals nothing
+    assert {key: repr(calls) for key, calls in read.items()} == {
+        (case.form, case.title): repr(_expected(case)) for case in CASES
+    }
