@@ -105,6 +105,10 @@ def _has_answer_in_parts(case: Case) -> bool:
     return case.dialect == "responses" and any(len(said.parts) > 1 for said in answers)
 
 
+def _must_call(case: Case) -> bool:
+    return case.shape.must_call
+
+
 def _has_billing_line(case: Case) -> bool:
     beginning = "x-anthropic-billing-header"
     return any(text.startswith(beginning) for said in case.shape.messages for text in said.parts)
@@ -152,6 +156,9 @@ ROWS = {
         Case("mistral", "byte_level", "responses", Shape((_USER, _CALL, _FOUND), (_FIND,))),
         lambda case: case.dialect == "responses" and _writes_whole_function(case),
         _writes_whole_function,
+    ),
+    "a call that must be made (`tool_choice`)": Row(
+        Case("qwen3", "byte_level", "chat", Shape((_USER,), (_FIND,), must_call=True)), _must_call, _must_call
     ),
     "a line `x-anthropic-billing-header: ...`": Row(
         _chat("qwen3", Said("system", ("x-anthropic-billing-header: 1\nbe",)), _USER), _has_billing_line

@@ -39,6 +39,8 @@ def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iter
         if said.role != "assistant":
             continue
         before, after = _up_to(case, at), _up_to(case, _next_answer(case, at))
+        if _moves_system(after):
+            return
         prompt_ids, whole = fresh(before), fresh(after)
         if prompt_ids is None or whole is None or whole[: len(prompt_ids)] != prompt_ids:
             return
@@ -86,6 +88,13 @@ def _up_to(case: Case, num_messages: int) -> Case:
 def _next_answer(case: Case, at: int) -> int:
     roles = [said.role for said in case.shape.messages]
     return next((i for i in range(at + 1, len(roles)) if roles[i] == "assistant"), len(roles))
+
+
+def _moves_system(case: Case) -> bool:
+    """Whether a late system message becomes part of the first: another conversation begins."""
+    is_late = any(said.role == "system" for said in case.shape.messages[1:])
+    made = renderer(case.kind, case.tokenizer)
+    return is_late and case.dialect == "messages" and made.templates.refuses_late_system
 
 
 def _is_said(said: Said, text: str) -> bool:

@@ -52,6 +52,8 @@ class Shape:
     reasoning_name: str = "reasoning_content"
     """The field that holds reasoning in Chat; vLLM's own is `reasoning`."""
 
+    must_call: bool = False
+
     def beginning(self, num_messages: int) -> Shape:
         return replace(self, messages=self.messages[:num_messages])
 
@@ -65,7 +67,10 @@ class Request:
 def chat(shape: Shape) -> Request:
     messages = [_chat_message(said, shape.reasoning_name) for said in shape.messages]
     tools = [{"type": "function", "function": tool} for tool in shape.tools]
-    effort = {"reasoning_effort": shape.effort or None}
+    effort = {
+        "reasoning_effort": shape.effort or None,
+        "tool_choice": "required" if shape.must_call else None,
+    }
     return Request("/v1/chat/completions", _body(shape, messages=messages, tools=tools, **effort))
 
 
