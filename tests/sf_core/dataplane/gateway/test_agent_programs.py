@@ -21,7 +21,7 @@ from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
 from tests.patience import patience
-from tests.sf_core.dataplane.stand import Server, answering, say
+from tests.sf_core.dataplane.stand import Server, answering, running_app, say
 
 # its litellm imports mcp without asking for it
 MINI_SWE_AGENT = ["mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp==2.3.0"]
@@ -163,21 +163,27 @@ for model in ("policy", "nobody"):
 
 @pytest.mark.nightly
 def test_litellm_knows_what_is_wrong_with_a_request(server: Server, mini: Path) -> None:
+    def ask(url: str, key: str) -> list[list[Any]]:
+        command = [str(mini.with_name("python")), "-c", ASK_LITELLM, url, key]
+        environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(120))
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def all_raise(policy: str, nobody: str) -> list[list[Any]]:
+        return [
+            [model, provider, streamed, raised]
+            for model, raised in (("policy", policy), ("nobody", nobody))
+            for provider in ("openai", "anthropic", "gemini", "responses")
+            for streamed in (False, True)
+        ]
+
     server.register()
     opened = server.post("/sessions", {"run_id": "run"})
-    key = f"session:{opened['session_id']}"
-    command = [str(mini.with_name("python")), "-c", ASK_LITELLM, server.url, key]
-    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(120))
-    assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    providers = ("openai", "anthropic", "gemini", "responses")
-    assert told == [
-        [model, provider, streamed, raised]
-        for model, raised in (("policy", "ContextWindowExceededError"), ("nobody", "NotFoundError"))
-        for provider in providers
-        for streamed in (False, True)
-    ]
+    told = ask(server.url, f"session:{opened['session_id']}")
+    assert told == all_raise("ContextWindowExceededError", "NotFoundError")
+    with running_app(key="secret") as url:
+        assert ask(url, "wrong") == all_raise("AuthenticationError", "AuthenticationError")
 
 
 def from_npm(package: str) -> str:
