@@ -22,7 +22,7 @@ class MadeCall(NamedTuple):
 
 class TokenLogprob(NamedTuple):
     text: str
-    """The characters that the token completes: none if it ends inside one."""
+    """Its text, with that of those before it that end inside a character; empty if it does too."""
     data: bytes
     """The token's own bytes."""
     logprob: float

@@ -5,7 +5,6 @@ Owns what the agent sees of a turn and when the turn is recorded: before its end
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import secrets
 from array import array
@@ -118,7 +117,8 @@ class TurnService:
         self._num_read = 0
         self._logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
         """Log-probs of the tokens read; None if the request did not ask for them."""
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._inside = b""
+        """Bytes of the last tokens, if they end inside a character."""
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
         """Whether the turn may end before the engine ends it, so that tokens are read one by one."""
         self._generation = Generation(
@@ -265,11 +265,20 @@ class TurnService:
             # the text of an answer has no space where SentencePiece marks that it begins with a word
             pieces[0] = pieces[0][1:]
         new = [
-            TokenLogprob(self._characters.decode(piece), piece, logprob)
+            TokenLogprob(self._complete(piece), piece, logprob)
             for piece, logprob in zip(pieces, logprobs, strict=True)
         ]
         self._logprobs += new
         return new
+
+    def _complete(self, piece: bytes) -> str:
+        """The text of a token, and of those before it that end inside a character; empty if it does too."""
+        self._inside += piece
+        text = self._inside.decode(errors="replace")
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._inside = b""
+        return text
 
     def _put_off(self) -> bool:
         refusal = self._generation.refusal

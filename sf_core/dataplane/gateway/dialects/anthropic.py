@@ -178,9 +178,8 @@ class AnthropicReply:
     def _end(self) -> bytes:
         if self._open is None:
             return b""
-        signed = b""
-        if self._open == "thinking":
-            signed = self._delta({"type": "signature_delta", "signature": self._signature})
+        signature = {"type": "signature_delta", "signature": self._signature}
+        signed = self._delta(signature) if self._open == "thinking" else b""
         self._open = None
         self._num_blocks += 1
         return signed + named_event({"type": "content_block_stop", "index": self._num_blocks - 1})

@@ -145,7 +145,7 @@ class DialectTests:
             return
         [asked], [plain] = self._parse(self.with_logprobs), self._parse({})
         assert asked.logprobs and not plain.logprobs
-        # the last token, the end of the turn, comes without text
+        # the last token, which ends inside a character, comes without text
         sampled = [TokenLogprob(text, text.encode(), -0.5 * i) for i, text in enumerate(("to", "be", ""))]
         answer = replace(_answer("tobe"), logprobs=sampled)
         [whole] = self.hear(self._reply(self.with_logprobs).whole([answer]))
