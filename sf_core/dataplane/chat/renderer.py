@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from copy import copy
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition, shows_tools
+from sf_core.dataplane.chat.template_probes import (
+    append_only_roles,
+    end_of_turn,
+    render_addition,
+    shows_tools,
+)
 from sf_core.dataplane.chat.tool_formats import FORMATS, Tool, format_of
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.token_bytes import control_tokens
@@ -69,10 +75,15 @@ class Renderer:
         """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
         self._template = _compile(template)
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
-        self.stop_texts = self._read_stops(folder)
-        self.stop_token_ids = tuple(self.stop_texts)
         self.options: dict[str, Any] = {}
         """Further variables of the template."""
+        self.stop_texts = self._read_stops(folder)
+        self.template_stop = self._find_template_stop()
+        """The token with which the template ends a turn, if the folder does not name it as an end."""
+        if self.template_stop is not None:
+            found = {self._tokenizer.token_to_id(self.template_stop): self.template_stop}
+            self.stop_texts = dict(sorted((self.stop_texts | found).items()))
+        self.stop_token_ids = tuple(self.stop_texts)
         self._variants: dict[bytes, Renderer] = {}
         self._look_at_template()
 
@@ -98,15 +109,17 @@ class Renderer:
         self.shows_tools = shows_tools(self.render)
         """A prompt with a tool differs from one without."""
 
-    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
-        """The prompt text for the next assistant turn. Raises TemplateError if the template refuses, or fails
-        on, these messages."""
+    def render(
+        self, messages: list[Message], tools: list[dict[str, Any]], *, opens_answer: bool = True
+    ) -> str:
+        """The prompt text for the next assistant turn, or only that of the messages. Raises TemplateError if
+        the template refuses, or fails on, these messages."""
         try:
             return self._template.render(
                 self._special | self.options,
                 messages=messages,
                 tools=tools or None,
-                add_generation_prompt=True,
+                add_generation_prompt=opens_answer,
             )
         except jinja2.TemplateError:
             raise
@@ -169,6 +182,11 @@ class Renderer:
         if not stops:
             raise ValueError(f"{folder}: the tokenizer names no eos_token, so no turn could end")
         return stops
+
+    def _find_template_stop(self) -> str | None:
+        added = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+        messages_only = partial(self.render, opens_answer=False)
+        return end_of_turn(self.render, messages_only, tuple(self.stop_texts.values()), added)
 
 
 def shows(text: str, answer: Message) -> bool:
