@@ -71,7 +71,7 @@ def _fault_of(model: str) -> str | None:
         return f"the weights of {model} are quantised ({method}); {_FULL_ONES}"
     kind = next(iter(shape.get("architectures") or ()), None)
     if shape.get("is_encoder_decoder"):
-        what = f"{kind}, which reads by an encoder and answers by a decoder"
+        what = f"{kind or 'a model'}, which reads by an encoder and answers by a decoder"
     elif kind and not kind.endswith(SAMPLING):
         what = f"{kind}, which samples no text"
     else:

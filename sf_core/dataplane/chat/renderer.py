@@ -77,12 +77,8 @@ class Renderer:
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.options: dict[str, Any] = {}
         """Further variables of the template."""
-        self.stop_texts = self._read_stops(folder)
-        self.template_stop = self._find_template_stop()
-        """The token with which the template ends a turn, if the folder does not name it as an end."""
-        if self.template_stop is not None:
-            found = {self._tokenizer.token_to_id(self.template_stop): self.template_stop}
-            self.stop_texts = dict(sorted((self.stop_texts | found).items()))
+        self.stop_texts, self.template_stop = self._read_stops(folder)
+        """Tokens that end a turn, and the one of them that only the template says."""
         self.stop_token_ids = tuple(self.stop_texts)
         self._variants: dict[bytes, Renderer] = {}
         self._look_at_template()
@@ -173,20 +169,20 @@ class Renderer:
         at, token = min(ends)
         return rest[at + len(self.stop_texts[token]) :] if token == last_id else rest[at:]
 
-    def _read_stops(self, folder: Path) -> dict[int, str]:
+    def _read_stops(self, folder: Path) -> tuple[dict[int, str], str | None]:
         generation = _read_json(folder / "generation_config.json").get("eos_token_id")
         ids = set(generation if isinstance(generation, list) else [generation]) - {None}
         if "eos_token" in self._special:
             ids.add(self._tokenizer.token_to_id(self._special["eos_token"]))
-        stops = {token: str(self._tokenizer.id_to_token(token)) for token in sorted(ids - {None})}
+        stops = {token: str(self._tokenizer.id_to_token(token)) for token in ids - {None}}
         if not stops:
             raise ValueError(f"{folder}: the tokenizer names no eos_token, so no turn could end")
-        return stops
-
-    def _find_template_stop(self) -> str | None:
-        added = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+        added = {token.content: at for at, token in self._tokenizer.get_added_tokens_decoder().items()}
         messages_only = partial(self.render, opens_answer=False)
-        return end_of_turn(self.render, messages_only, tuple(self.stop_texts.values()), added)
+        of_template = end_of_turn(self.render, messages_only, tuple(stops.values()), added)
+        if of_template is not None:
+            stops[added[of_template]] = of_template
+        return dict(sorted(stops.items())), of_template
 
 
 def shows(text: str, answer: Message) -> bool:

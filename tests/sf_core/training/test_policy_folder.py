@@ -1,4 +1,4 @@
-"""Folders that cannot be trained are refused before anything starts; of others it is said what they can do."""
+"""Folders that cannot be trained are refused before anything starts, and others say what they can do."""
 
 from __future__ import annotations
 
