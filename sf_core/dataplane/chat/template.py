@@ -44,7 +44,7 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Tool], variables: Mapping[str, Any], num_first: int | None
     ) -> str:
-        """The prompt text for the next assistant turn. Raises TemplateError if the template refuses, or fails
+        """The text of these messages. Raises TemplateError if the template refuses, or fails
         on, these messages.
 
         `num_first`: number of messages before the first recorded answer; None if no answer is recorded."""
@@ -63,7 +63,6 @@ class ChatTemplate:
                 messages=[self._given(message) for message in messages],
                 tools=tools or None,
                 documents=None,
-                add_generation_prompt=True,
             )
         except jinja2.TemplateError:
             raise
