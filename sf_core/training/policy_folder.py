@@ -83,7 +83,12 @@ def count_parameters(folder: str) -> int:
 def describe_policy(folder: str) -> str:
     """What a policy is, in one line."""
     shape, renderer = read_model_config(folder), open_renderer(folder)
-    tools = "shows tools" if renderer.shows_tools else "shows no tools, so the policy cannot call any"
+    if not renderer.shows_tools:
+        tools = "shows no tools, so the policy cannot call any"
+    elif not renderer.tool_format:
+        tools = "shows tools, but writes calls in no known format: requests with tools are refused"
+    else:
+        tools = f"shows tools and writes calls as {renderer.tool_format}"
     return (
         f"{shape.get('model_type')}, {count_parameters(folder) / 1e6:,.0f} million parameters, "
         f"{shape.get('max_position_embeddings', 'unknown')} positions; its chat template {tools}"
