@@ -163,6 +163,11 @@ def test_tools_are_refused_where_calls_have_no_known_form(server: Server, tmp_pa
         assert refused.json()["error"]["message"].startswith(
             "The policy cannot call tools: its chat template writes calls in no known format."
         )
+    counted = httpx.post(
+        f"{url}/messages/count_tokens",
+        json={"model": "policy", "messages": HI, "tools": [{"name": "calc", "input_schema": {}}]},
+    )
+    assert counted.status_code == 400
     answered = httpx.post(
         f"{url}/chat/completions", json=request | {"tool_choice": "none"}, timeout=patience()
     )
