@@ -142,6 +142,8 @@ def describe_policy(folder: str) -> str:
 
 
 def _describe_tools(renderer: Renderer) -> str:
-    if not renderer.shows_tools:
-        return "its chat template shows no tools, so they are in no prompt, and the policy cannot call any"
-    return "its chat template shows tools"
+    shown = f"its chat template shows {'' if renderer.shows_tools else 'no '}tools"
+    if not renderer.tool_format:
+        return f"{shown} and writes calls in no known format, so requests with tools are refused"
+    hidden = "" if renderer.shows_tools else ", so they are in no prompt"
+    return f"{shown}{hidden}, and calls are read as {renderer.tool_format}"

@@ -69,8 +69,7 @@ class OpenRequest:
 
 def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenRequest:
     """Put a request's prompt into the session. Raises ApiError if it cannot become a turn."""
-    if request.calls_tools and not run.renderer.tool_format:
-        raise ApiError(400, NO_FORMAT, param="tools")
+    _check_tools(run, request)
     grammar = _grammar(run, request)
     prompt = _open_prompt(run, session, request)
     prompt_ids = prompt.full_ids()
@@ -81,6 +80,7 @@ def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenR
 
 def count_tokens(run: TurnHost, request: TurnRequest) -> int:
     """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError."""
+    _check_tools(run, request)
     return len(_open_prompt(run, Session("count"), request).ids)
 
 
@@ -314,6 +314,12 @@ class TurnService:
             return Sampling(request.temperature, request.top_p, request.top_k, seed)
         seed = turn_seed(spec.seed, claim.place, self.prompt.index, sample, claim.draw)
         return Sampling(spec.rollout.temperature, spec.rollout.top_p, spec.rollout.top_k, seed)
+
+
+def _check_tools(run: TurnHost, request: TurnRequest) -> None:
+    """Raises ApiError if the request has tools to call and calls cannot be read."""
+    if request.calls_tools and not run.renderer.tool_format:
+        raise ApiError(400, NO_FORMAT, param="tools")
 
 
 def _grammar(run: TurnHost, request: TurnRequest) -> str:
