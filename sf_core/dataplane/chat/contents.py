@@ -31,6 +31,10 @@ OTHER = "part"
 """What a part of an unknown type is."""
 
 
+CHARACTERS = "characters"
+"""What the halves of characters are that a client cut."""
+
+
 @dataclass(slots=True)
 class LeftOut:
     """What a request has and the model is not shown."""

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
-import orjson
-
+from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
 
 Message = dict[str, Any]
@@ -43,7 +42,7 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
     """Chained hashes: of the tools, then one per message. Equal keys: equal tools and messages so far."""
-    keys = [blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()]
+    keys = [blake2b(encode_sorted(tools), digest_size=16).digest()]
     for message in messages:
         keys.append(extend_chain(keys[-1], message))
     return keys
@@ -52,7 +51,7 @@ def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
 def extend_chain(key: bytes, message: Message) -> bytes:
     if "reasoning_content" in message:
         message = {name: value for name, value in message.items() if name != "reasoning_content"}
-    return blake2b(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    return blake2b(key + encode_sorted(message), digest_size=16).digest()
 
 
 def without_ids(message: Message) -> Message:

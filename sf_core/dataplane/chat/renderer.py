@@ -17,10 +17,10 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import numpy as np
-import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition, shows_tools
 from sf_core.dataplane.chat.tool_formats import FORMATS, Tool, format_of
@@ -81,7 +81,7 @@ class Renderer:
         them."""
         if not options:
             return self
-        key = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+        key = encode_sorted(options)
         if key not in self._variants:
             variant = copy(self)
             variant.options = options
@@ -173,7 +173,8 @@ class Renderer:
 
 def shows(text: str, answer: Message) -> bool:
     """Whether a rendered answer holds, in whatever spelling, every character that the answer says but white
-    space. A template that drops something, such as old reasoning, has rewritten the answer."""
+    space and control characters, which JSON escapes. A template that drops something, such as old reasoning,
+    has rewritten the answer."""
     said = Counter[str](answer["content"])
     said.update(answer.get("reasoning_content") or "")
     values = [call["function"] for call in answer.get("tool_calls", ())]
@@ -185,7 +186,7 @@ def shows(text: str, answer: Message) -> bool:
             values += value
         else:
             said.update(value if isinstance(value, str) else json.dumps(value))
-    return all(character.isspace() for character in said - Counter(text))
+    return all(unseen.isspace() or not unseen.isprintable() for unseen in said - Counter(text))
 
 
 class TextStream:

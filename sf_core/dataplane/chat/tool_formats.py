@@ -135,7 +135,7 @@ _BETWEEN = "; \t\r\n"
 def _json_call(text: str, tools: list[Tool], *keys: str) -> ToolCall | None:
     try:
         value = read_json(text)
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+    except ValueError:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None

@@ -10,7 +10,7 @@ import functools
 import re
 from typing import Any
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.answer_parser import Reasoning
@@ -155,7 +155,7 @@ class GoogleReply:
             _candidate(i, _said(answer), answer.logprobs) | _finished(answer)
             for i, answer in enumerate(answers)
         ]
-        return orjson.dumps(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
+        return msgspec.json.encode(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
 
     def started(self, num_prompt_tokens: int) -> bytes:
         return self._event([_candidate(i, []) for i in range(self._num_candidates)])
@@ -352,7 +352,7 @@ def _result(part: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Me
     calls.remove(found[0])
     response = get(given, "response", (dict,), {})
     [output] = response.values() if response.keys() in ({"output"}, {"result"}) else [response]
-    content = output if isinstance(output, str) else orjson.dumps(output).decode()
+    content = output if isinstance(output, str) else msgspec.json.encode(output).decode()
     return {"role": "tool", "content": content, "tool_call_id": found[0]["id"]}
 
 
@@ -372,7 +372,7 @@ def _candidate(index: int, events: list[Event], logprobs: list[TokenLogprob] | N
 
 def _part(event: Event) -> dict[str, Any]:
     if isinstance(event, MadeCall):
-        args = orjson.loads(event.arguments)
+        args = msgspec.json.decode(event.arguments)
         return {"functionCall": {"id": event.call_id, "name": event.name, "args": args}}
     if isinstance(event, Reasoning):
         return {"text": event.text, "thought": True}
