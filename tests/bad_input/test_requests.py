@@ -188,7 +188,6 @@ NESTED: list[tuple[str, str, Any]] = [
     (RESPONSES, "tools[0]", {"tools": [{"type": "file_search"}]}),
     (RESPONSES, "input", {"input": [{"type": "function_call_output", "call_id": {}, "output": "4"}]}),
     (MESSAGES, "messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
-    (MESSAGES, "messages", {"messages": [{"role": "user", "content": []}]}),
     (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": ["hi"]}]}),
     (MESSAGES, "messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),

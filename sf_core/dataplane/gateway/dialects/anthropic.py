@@ -69,7 +69,7 @@ class Anthropic:
             raise ApiError(400, "messages must hold at least one message", param="messages")
         for i, message in enumerate(given):
             messages += _parse_message(message, f"messages[{i}]", left_out)
-        if messages and messages[-1]["role"] == "assistant":
+        if given[-1]["role"] == "assistant":
             raise ApiError(
                 400, "The last message must be the user's: an answer cannot be begun for the model"
             )

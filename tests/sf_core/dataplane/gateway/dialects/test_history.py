@@ -81,6 +81,8 @@ def test_blocks_of_messages_are_read_as_vllm_reads_them() -> None:
         {"role": "user", "content": ["one", "two"]},
         {"role": "system", "content": "onetwo"},
     ]
+    history = [HI, {"role": "assistant", "content": "x"}, {"role": "user", "content": [empty]}]
+    assert _said(MESSAGES, history) == [HI, _answer("x")]
     called = [{"type": "tool_use", "id": "c", "name": "look", "input": {"b": 1}}]
     result = {"type": "tool_result", "tool_use_id": "c", "content": TWO}
     history = [HI, {"role": "assistant", "content": called}, {"role": "user", "content": [*TWO[:1], result]}]
