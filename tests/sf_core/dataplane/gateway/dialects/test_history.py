@@ -154,6 +154,9 @@ def test_calls_show_their_fields_in_the_order_in_which_vllm_has_them() -> None:
     [made] = answer["tool_calls"]
     assert [*made] == ["id", "function", "type"] and [*made["function"]] == ["arguments", "name"]
     assert [*made["function"]["arguments"]] == ["b", "a"]
+    [_, answer] = _said(RESPONSES, [HI, LOOKED])
+    [made] = answer["tool_calls"]
+    assert [*made] == ["id", "function", "type"] and [*made["function"]] == ["name", "arguments"]
 
 
 def test_tools_are_as_vllm_shows_them() -> None:
