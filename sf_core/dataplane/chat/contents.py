@@ -30,7 +30,6 @@ KINDS = {
 OTHER = "part"
 """What a part of an unknown type is."""
 
-
 CHARACTERS = "characters"
 """What the halves of characters are that a client cut."""
 

@@ -24,7 +24,6 @@ Body = dict[str, Any]
 TEMPLATE_INPUTS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 """Variables of a chat template that the request has elsewhere."""
 
-
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """How much a client may ask a model to reason."""
 
