@@ -96,4 +96,5 @@ def in_words(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     called = [f"calls {call.get('name')}({call.get('arguments')})" for call in calls]
-    return "\n".join(filter(None, [content if isinstance(content, str) else str(content), *called]))
+    texts = [content] if isinstance(content, str) else [str(part) for part in content]
+    return "\n".join(filter(None, [*texts, *called]))

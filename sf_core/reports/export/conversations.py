@@ -101,7 +101,7 @@ def read_conversations(uri: str) -> Iterator[list[Conversation]]:
 def _conversation(
     row: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
 ) -> Conversation:
-    messages, turns = json.loads(row["messages"]), row["turns"]
+    messages, turns = [_in_one_text(message) for message in json.loads(row["messages"])], row["turns"]
     return Conversation(
         messages,
         _sampled(messages, turns, row["shared_prefix"]),
@@ -114,6 +114,12 @@ def _conversation(
         row["parent_branch_id"],
         {name: row[name] for name in FACTS} | {"as_seen": None},
     )
+
+
+def _in_one_text(message: Message) -> Message:
+    """The message with its texts joined as chat templates that take one text show them."""
+    content = message["content"]
+    return message | {"content": "\n".join(content)} if isinstance(content, list) else message
 
 
 def _sampled(
