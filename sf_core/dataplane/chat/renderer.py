@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from tokenizers import Tokenizer
 
 from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
+from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
 from sf_core.dataplane.chat.template_probes import (
@@ -94,7 +94,7 @@ class Renderer:
         options = {name: value for name, value in options.items() if name in self.templates.variables}
         if not options:
             return self
-        key = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+        key = encode_sorted(options)
         if key not in self._variants:
             variant = copy(self)
             variant.options = options
@@ -204,7 +204,8 @@ class Renderer:
 
 def shows(text: str, answer: Message) -> bool:
     """Whether a rendered answer holds, in whatever spelling, every character that the answer says but white
-    space. A template that drops something, such as old reasoning, has rewritten the answer."""
+    space and control characters, which JSON escapes. A template that drops something, such as old reasoning,
+    has rewritten the answer."""
     said = Counter[str](text_of(answer))
     said.update(answer.get("reasoning_content") or "")
     values = [call["function"] for call in answer.get("tool_calls", ())]
@@ -216,7 +217,7 @@ def shows(text: str, answer: Message) -> bool:
             values += value
         else:
             said.update(value if isinstance(value, str) else json.dumps(value))
-    return all(character.isspace() for character in said - Counter(text))
+    return all(unseen.isspace() or not unseen.isprintable() for unseen in said - Counter(text))
 
 
 class TextStream:

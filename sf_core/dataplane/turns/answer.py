@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.messages import Message
@@ -72,4 +72,4 @@ class Answer:
 
 
 def encode_arguments(arguments: dict[str, object]) -> str:
-    return orjson.dumps(arguments).decode()
+    return msgspec.json.encode(arguments).decode()
