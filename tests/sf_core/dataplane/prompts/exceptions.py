@@ -37,11 +37,19 @@ class Case:
         return request
 
 
+Matches = Callable[[Case], bool]
+
+
 class Row(NamedTuple):
-    differs: frozenset[str]
-    """References from which the example differs."""
-    matches: Callable[[Case], bool]
+    """Which requests differ from each reference, and one that does."""
+
     example: Case
+    vllm: Matches | None = None
+    """None: none differs from vLLM's."""
+    transformers: Matches | None = None
+
+    def differs_from(self, reference: str) -> Matches | None:
+        return self.vllm if reference == VLLM else self.transformers
 
 
 def read_table() -> dict[str, dict[str, str]]:
@@ -53,12 +61,13 @@ def read_table() -> dict[str, dict[str, str]]:
 
 
 def explained(case: Case, reference: str) -> list[str]:
-    """First cells of the rows that are about this case and the reference."""
-    return [name for name, row in ROWS.items() if reference in row.differs and row.matches(case)]
+    """First cells of the rows that say that this case differs from the reference."""
+    found = [(name, row.differs_from(reference)) for name, row in ROWS.items()]
+    return [name for name, matches in found if matches is not None and matches(case)]
 
 
-def _has_role(case: Case, role: str) -> bool:
-    return any(said.role == role for said in case.shape.messages)
+def _has_developer(case: Case) -> bool:
+    return any(said.role == "developer" for said in case.shape.messages)
 
 
 def _is_late_developer(case: Case) -> bool:
@@ -88,7 +97,16 @@ def _has_bare_tool(case: Case) -> bool:
 
 def _writes_whole_function(case: Case) -> bool:
     called = any(said.calls for said in case.shape.messages)
-    return called and case.kind in ("mistral", "smollm3") and case.dialect != "responses"
+    return called and case.kind in ("mistral", "smollm3")
+
+
+def _has_answer_in_parts(case: Case) -> bool:
+    answers = [said for said in case.shape.messages if said.role == "assistant"]
+    return case.dialect == "responses" and any(len(said.parts) > 1 for said in answers)
+
+
+def _must_call(case: Case) -> bool:
+    return case.shape.must_call
 
 
 def _has_billing_line(case: Case) -> bool:
@@ -103,54 +121,46 @@ _FOUND = Said("tool", ("found",), answers="c12345678")
 _FIND: JSON = {"name": "find", "description": "Finds.", "parameters": {"type": "object", "properties": {}}}
 
 
-def _chat(kind: str, *messages: Said, tools: tuple[JSON, ...] = (), effort: str = "") -> Case:
-    return Case(kind, "byte_level", "chat", Shape(messages, tools, {}, effort))
+def _chat(kind: str, *messages: Said, tools: tuple[JSON, ...] = ()) -> Case:
+    return Case(kind, "byte_level", "chat", Shape(messages, tools))
 
 
-_BOTH = frozenset({VLLM, TRANSFORMERS})
-_OF_VLLM, _OF_TRANSFORMERS = frozenset({VLLM}), frozenset({TRANSFORMERS})
+_SAID = Said("assistant", ("said",))
+_LATE = Shape((_USER, _SAID, Said("developer", ("do",)), _USER))
+_LATE_SYSTEM = Shape((_USER, _SAID, Said("system", ("do",)), _USER))
+_IN_PARTS = Shape((_USER, Said("assistant", ("one", "two")), _USER))
 
 ROWS = {
     "a `developer` message after a recorded answer": Row(
-        _BOTH,
-        _is_late_developer,
-        Case(
-            *("qwen3", "byte_level", "chat"),
-            Shape((_USER, Said("assistant", ("said",)), Said("developer", ("do",)), _USER)),
-            recorded=True,
-        ),
+        Case("qwen3", "byte_level", "chat", _LATE, recorded=True), _is_late_developer, _is_late_developer
     ),
     "another `developer` message": Row(
-        _OF_TRANSFORMERS,
-        lambda case: _has_role(case, "developer"),
-        _chat("qwen3", Said("developer", ("be",)), _USER),
+        _chat("qwen3", Said("developer", ("be",)), _USER), transformers=_has_developer
     ),
     "several parts of text in one message": Row(
-        _OF_TRANSFORMERS, _has_parts, _chat("qwen3", Said("user", ("one", "two")))
+        _chat("qwen3", Said("user", ("one", "two"))), transformers=_has_parts
     ),
     "a call whose arguments are no JSON object": Row(
-        _OF_TRANSFORMERS, _has_other_arguments, _chat("qwen3", _USER, _WRONG, _FOUND, tools=(_FIND,))
+        _chat("qwen3", _USER, _WRONG, _FOUND, tools=(_FIND,)), transformers=_has_other_arguments
     ),
     "a tool without a description or parameters": Row(
-        _OF_TRANSFORMERS, _has_bare_tool, _chat("qwen3", _USER, tools=({"name": "find"},))
+        _chat("qwen3", _USER, tools=({"name": "find"},)), transformers=_has_bare_tool
     ),
     "a system message after the first, in Messages": Row(
-        _OF_TRANSFORMERS,
-        _has_late_system,
-        Case(
-            *("qwen36", "byte_level", "messages"),
-            Shape((_USER, Said("assistant", ("said",)), Said("system", ("do",)), _USER)),
-        ),
+        Case("qwen36", "byte_level", "messages", _LATE_SYSTEM), transformers=_has_late_system
+    ),
+    "an answer of several parts, in Responses": Row(
+        Case("qwen3", "byte_level", "responses", _IN_PARTS), _has_answer_in_parts, _has_answer_in_parts
     ),
     "a call, where the template writes the whole function as JSON": Row(
-        _OF_VLLM, _writes_whole_function, _chat("mistral", _USER, _CALL, _FOUND, tools=(_FIND,))
+        Case("mistral", "byte_level", "responses", Shape((_USER, _CALL, _FOUND), (_FIND,))),
+        lambda case: case.dialect == "responses" and _writes_whole_function(case),
+        _writes_whole_function,
     ),
-    "an effort of thinking": Row(
-        _OF_VLLM, lambda case: bool(case.shape.effort), _chat("qwen3", _USER, effort="none")
+    "a call that must be made (`tool_choice`)": Row(
+        Case("qwen3", "byte_level", "chat", Shape((_USER,), (_FIND,), must_call=True)), _must_call, _must_call
     ),
     "a line `x-anthropic-billing-header: ...`": Row(
-        _OF_VLLM,
-        _has_billing_line,
-        _chat("qwen3", Said("system", ("x-anthropic-billing-header: 1\nbe",)), _USER),
+        _chat("qwen3", Said("system", ("x-anthropic-billing-header: 1\nbe",)), _USER), _has_billing_line
     ),
 }

@@ -1,5 +1,5 @@
-"""Model folders whose prompts are compared: chat templates written after published ones (templates/, the first
-line of each names its source and licence), each with small made tokenizers."""
+"""Model folders whose prompts are compared: chat templates written after published ones (templates/; the
+first line of each names its source and licence), each with small made tokenizers."""
 
 from __future__ import annotations
 

@@ -32,13 +32,15 @@ class Continued(NamedTuple):
 
 
 def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iterator[Continued]:
-    """Hold the conversation turn by turn. `fresh` is the server's prompt of a request. It ends where that does
-    not begin with the prompt before it, or the answer is not rendered as it was sampled."""
+    """Hold the conversation turn by turn. `fresh` is the server's prompt of a request. It ends where that
+    does not begin with the prompt before it, or the answer is not rendered as it was sampled."""
     made, rng, session = renderer(case.kind, case.tokenizer), random.Random(seed), Session("s")
     for at, said in enumerate(case.shape.messages):
         if said.role != "assistant":
             continue
         before, after = _up_to(case, at), _up_to(case, _next_answer(case, at))
+        if _moves_system(after):
+            return
         prompt_ids, whole = fresh(before), fresh(after)
         if prompt_ids is None or whole is None or whole[: len(prompt_ids)] != prompt_ids:
             return
@@ -52,6 +54,19 @@ def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iter
         answer(session, prompt, ids, said)
         asked = open_prompt(case.kind, case.tokenizer, after.request, session)
         yield Continued(asked.full_ids().tolist(), recorded, whole[end + 1 :])
+
+
+def continue_recorded(case: Case) -> tuple[Ids, Ids]:
+    """The prompt of the whole conversation in a session that recorded its answers as their texts are, and the
+    ids of the last answer with its prompt."""
+    made, session, recorded = renderer(case.kind, case.tokenizer), Session("s"), []
+    for at, said in enumerate(case.shape.messages):
+        if said.role == "assistant":
+            prompt = open_prompt(case.kind, case.tokenizer, _up_to(case, at).request, session)
+            ids = [*made.encode("".join(said.parts)).tolist(), made.stop_token_ids[0]]
+            recorded = [*prompt.full_ids().tolist(), *ids]
+            answer(session, prompt, ids, said)
+    return open_prompt(case.kind, case.tokenizer, case.request, session).full_ids().tolist(), recorded
 
 
 def answer(session: Session, prompt: Prompt, ids: Ids, said: Said) -> None:
@@ -75,9 +90,16 @@ def _next_answer(case: Case, at: int) -> int:
     return next((i for i in range(at + 1, len(roles)) if roles[i] == "assistant"), len(roles))
 
 
+def _moves_system(case: Case) -> bool:
+    """Whether a late system message becomes part of the first: another conversation begins."""
+    is_late = any(said.role == "system" for said in case.shape.messages[1:])
+    made = renderer(case.kind, case.tokenizer)
+    return is_late and case.dialect == "messages" and made.templates.refuses_late_system
+
+
 def _is_said(said: Said, text: str) -> bool:
     """Whether a rendered answer has all that it says, and is what a parser could have read."""
-    calls = all(is_object(call.arguments) for call in said.calls)
-    return (
-        calls and len(said.parts) <= 1 and all(part.strip() in text for part in (*said.parts, said.reasoning))
-    )
+    if len(said.parts) > 1 or not all(is_object(call.arguments) for call in said.calls):
+        return False
+    saying = (*said.parts, said.reasoning, *(call.name for call in said.calls))
+    return all(part.strip() in text for part in saying)

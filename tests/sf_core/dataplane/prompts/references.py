@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sf_core.config.rollout_config import RolloutConfig
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.normalised import normalised
 from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.dataplane.turns.turn import _open_prompt
@@ -31,16 +34,20 @@ def open_prompt(kind: str, tokenizer: str, request: Request, session: Session) -
     """The prompt of a request in a session. Raises ApiError."""
     dialect = answering(request.path)
     assert dialect is not None
-    [parsed] = dialect.parse(dialect.read(json.loads(json.dumps(request.body)), request.path), session)
+    body = dialect.read(json.loads(json.dumps(request.body)), request.path)
+    [parsed] = dialect.parse(normalised(body, RolloutConfig().normalised), session)
     # of the run, rendering needs the renderer alone
     host: Any = SimpleNamespace(renderer=renderer(kind, tokenizer))
     return _open_prompt(host, session, parsed)
 
 
 def transformers_ids(kind: str, tokenizer: str, shape: Shape) -> Ids | None:
-    """What the shape means, as users of transformers write it: arguments as objects."""
+    """What the shape means, as users of transformers write it: arguments as objects, and an effort as the
+    variables that templates know."""
     reference = transformers_tokenizer(kind, tokenizer)
-    body = chat(shape).body
+    effort = {"enable_thinking": shape.effort != "none", "reasoning_effort": shape.effort}
+    effort = effort if shape.effort else {}
+    body = chat(replace(shape, reasoning_name="reasoning_content")).body
     for message in body["messages"]:
         for call in message.get("tool_calls", ()):
             if is_object(call["function"]["arguments"]):
@@ -53,7 +60,7 @@ def transformers_ids(kind: str, tokenizer: str, shape: Shape) -> Ids | None:
             tools=body.get("tools"),
             tokenize=False,
             add_generation_prompt=True,
-            **shape.options,
+            **effort | shape.options,
         )
     except Exception:  # a template is a program and may raise anything
         return None

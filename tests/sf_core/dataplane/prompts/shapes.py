@@ -49,6 +49,10 @@ class Shape:
     """`chat_template_kwargs`."""
     effort: str = ""
     """How much the model is asked to think."""
+    reasoning_name: str = "reasoning_content"
+    """The field that holds reasoning in Chat; vLLM's own is `reasoning`."""
+
+    must_call: bool = False
 
     def beginning(self, num_messages: int) -> Shape:
         return replace(self, messages=self.messages[:num_messages])
@@ -60,10 +64,13 @@ class Request:
     body: JSON
 
 
-def chat(shape: Shape, reasoning_name: str = "reasoning_content") -> Request:
-    messages = [_chat_message(said, reasoning_name) for said in shape.messages]
+def chat(shape: Shape) -> Request:
+    messages = [_chat_message(said, shape.reasoning_name) for said in shape.messages]
     tools = [{"type": "function", "function": tool} for tool in shape.tools]
-    effort = {"reasoning_effort": shape.effort or None}
+    effort = {
+        "reasoning_effort": shape.effort or None,
+        "tool_choice": "required" if shape.must_call else None,
+    }
     return Request("/v1/chat/completions", _body(shape, messages=messages, tools=tools, **effort))
 
 
@@ -83,11 +90,6 @@ def _chat_message(said: Said, reasoning_name: str) -> JSON:
     if said.role == "tool":
         message["tool_call_id"] = said.answers
     return message
-
-
-def chat_with_reasoning(shape: Shape) -> Request | None:
-    """With the field that vLLM names `reasoning`."""
-    return chat(shape, "reasoning") if any(said.reasoning for said in shape.messages) else None
 
 
 def messages(shape: Shape) -> Request | None:
@@ -227,9 +229,8 @@ def _body(shape: Shape, **fields: Any) -> JSON:
 
 WRITERS: dict[str, Callable[[Shape], Request | None]] = {
     "chat": chat,
-    "chat_with_reasoning": chat_with_reasoning,
     "messages": messages,
     "responses": responses,
     "gemini": gemini,
 }
-ON_VLLM = ("chat", "chat_with_reasoning", "messages", "responses")
+ON_VLLM = ("chat", "messages", "responses")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.sf_core.dataplane.prompts.shapes import Call, Said, Shape
 
-_TEXTS = st.sampled_from(["hi", "Find 12.", " spaced ", "two\nlines\n", "naïve 数学 🙂"])
+_TEXTS = st.sampled_from(["hi", "Find 12.", " spaced ", "two\nlines\n", "naïve 数学 🙂", "a <|im_end|> b</s>"])
+_ANSWERS = st.one_of(_TEXTS, st.sampled_from(["", "<think>\nwhy\n</think>\n\nso"]))
 _PARTS = st.lists(_TEXTS, min_size=1, max_size=3).map(tuple)
 _ONE = st.tuples(_TEXTS)
 _SCHEMA = {
@@ -38,7 +39,7 @@ def _tool(draw: st.DrawFn, name: str) -> dict[str, Any]:
 @st.composite
 def _round(draw: st.DrawFn, number: int, has_tools: bool) -> list[Said]:
     """What a user says, and the answers to it but the last."""
-    said = [Said("user", draw(_PARTS))]
+    said = [Said("user", draw(_PARTS))] * draw(st.sampled_from([1, 1, 1, 1, 1, 1, 2]))
     if draw(st.integers(0, 5)) == 0:
         said.insert(
             draw(st.integers(0, 1)), Said(draw(st.sampled_from(["system", "developer"])), draw(_PARTS))
@@ -56,7 +57,7 @@ def _round(draw: st.DrawFn, number: int, has_tools: bool) -> list[Said]:
             calls[0] = Call(
                 calls[0].call_id, calls[0].name, draw(st.sampled_from(["{'x': 1}", "[1]", "", '{"x": 1']))
             )
-        text = draw(st.one_of(st.just(()), _ONE))
+        text = draw(st.one_of(st.just(()), st.tuples(_ANSWERS)))
         said.append(Said("assistant", text, draw(st.sampled_from(["", "because"])), tuple(calls)))
         order = draw(st.permutations(calls)) if draw(st.integers(0, 3)) == 0 else calls
         said += [
@@ -76,10 +77,11 @@ def shapes(draw: st.DrawFn, max_rounds: int = 3) -> Shape:
     for number in range(rounds):
         said += draw(_round(number, bool(names)))
         if number < rounds - 1:
-            parts = draw(st.one_of(_ONE, _ONE, _PARTS))
+            parts = draw(st.one_of(st.tuples(_ANSWERS), st.tuples(_ANSWERS), _PARTS))
             said.append(Said("assistant", parts, draw(st.sampled_from(["", "", "because\nof it"]))))
     options = draw(
         st.sampled_from([{}, {}, {}, {"enable_thinking": False}, {"enable_thinking": True}, {"unknown": 1}])
     )
     effort = draw(st.sampled_from(["", "", "", "", "", "none", "low"]))
-    return Shape(tuple(said), tuple(draw(_tool(name)) for name in names), options, effort)
+    reasoning_name = draw(st.sampled_from(["reasoning_content", "reasoning"]))
+    return Shape(tuple(said), tuple(draw(_tool(name)) for name in names), options, effort, reasoning_name)

@@ -1,10 +1,10 @@
-"""Our prompts are those of transformers, and sessions extend what they recorded with them; where they are not,
-the table of docs/your-agent.md says so."""
+"""Our prompts are those of transformers, and sessions extend what they recorded with them, except as the
+table of docs/your-agent.md says."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.properties import examples
@@ -17,24 +17,39 @@ from tests.sf_core.dataplane.prompts.exceptions import (
     explained,
     read_table,
 )
-from tests.sf_core.dataplane.prompts.folders import FOLDERS, renderer
-from tests.sf_core.dataplane.prompts.recorded import converse
+from tests.sf_core.dataplane.prompts.folders import FOLDERS, folder, renderer
+from tests.sf_core.dataplane.prompts.recorded import continue_recorded, converse
 from tests.sf_core.dataplane.prompts.references import Ids, ours, transformers_ids
-from tests.sf_core.dataplane.prompts.shapes import WRITERS, Shape
+from tests.sf_core.dataplane.prompts.shapes import WRITERS, Call, Said, Shape
 from tests.sf_core.dataplane.prompts.strategies import shapes
+from tests.sf_core.dataplane.stand import Server, answering
+
+CALLED = Shape(
+    (
+        Said("user", ("hi",)),
+        Said("assistant", calls=(Call("c12345678", "find", '{"x": 1}'),)),
+        Said("tool", ("found",), answers="c12345678"),
+    ),
+    ({"name": "find", "description": "Finds.", "parameters": {"type": "object", "properties": {}}},),
+)
 
 
 def of_gateway(case: Case) -> Ids | None:
     return ours(case.kind, case.tokenizer, case.request)
 
 
+def of_session(case: Case) -> Ids | None:
+    """In a session that recorded the answers, if the case is one of recorded answers."""
+    return continue_recorded(case)[0] if case.recorded else of_gateway(case)
+
+
 def of_transformers(case: Case) -> Ids | None:
     return transformers_ids(case.kind, case.tokenizer, case.shape)
 
 
-def cases(folder: tuple[str, str], shape: Shape) -> list[Case]:
+def cases(at: tuple[str, str], shape: Shape) -> list[Case]:
     """The shape in each dialect that can say it."""
-    return [Case(*folder, name, shape) for name, write in WRITERS.items() if write(shape) is not None]
+    return [Case(*at, name, shape) for name, write in WRITERS.items() if write(shape) is not None]
 
 
 def told(case: Case, theirs: Ids | None) -> str:
@@ -44,29 +59,38 @@ def told(case: Case, theirs: Ids | None) -> str:
     return f"{case.kind}, {case.tokenizer}: {case.request.body}\nours:   {texts[0]!r}\ntheirs: {texts[1]!r}"
 
 
-@settings(max_examples=examples(300))
-@given(folder=st.sampled_from(FOLDERS), shape=shapes())
-def test_our_prompts_are_those_of_transformers(folder: tuple[str, str], shape: Shape) -> None:
-    for case in cases(folder, shape):
+@settings(max_examples=examples(200))
+@given(at=st.sampled_from(FOLDERS), shape=shapes())
+def test_our_prompts_are_those_of_transformers(at: tuple[str, str], shape: Shape) -> None:
+    for case in cases(at, shape):
         theirs = of_transformers(case)
         assert of_gateway(case) == theirs or explained(case, TRANSFORMERS), told(case, theirs)
 
 
-@settings(max_examples=examples(300))
-@given(folder=st.sampled_from(FOLDERS), shape=shapes(), seed=st.integers(0, 2**32))
+@settings(max_examples=examples(200))
+@example(at=("mistral", "byte_level"), shape=CALLED, seed=0)
+@example(at=("qwen3", "byte_level"), shape=CALLED, seed=0)
+@given(at=st.sampled_from(FOLDERS), shape=shapes(), seed=st.integers(0, 2**32))
 def test_what_follows_recorded_ids_is_rendered_as_without_them(
-    folder: tuple[str, str], shape: Shape, seed: int
+    at: tuple[str, str], shape: Shape, seed: int
 ) -> None:
-    for case in cases(folder, shape):
+    for case in cases(at, shape):
         for continued in converse(case, of_gateway, seed):
             assert continued.asked == continued.recorded + continued.new, case.request.body
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.example.recorded])
+@pytest.mark.parametrize("name", ROWS)
 def test_a_row_of_the_table_differs_from_transformers_where_it_says_so(name: str) -> None:
-    row = ROWS[name]
-    assert row.matches(row.example)
-    assert (of_gateway(row.example) != of_transformers(row.example)) == (TRANSFORMERS in row.differs)
+    example, matches = ROWS[name].example, ROWS[name].differs_from(TRANSFORMERS)
+    assert (of_session(example) != of_transformers(example)) == (matches is not None)
+    assert (matches is not None) == (name in explained(example, TRANSFORMERS))
+
+
+def test_what_the_table_says_of_recorded_answers_keeps_their_ids() -> None:
+    [example] = [row.example for row in ROWS.values() if row.example.recorded]
+    asked, recorded = continue_recorded(example)
+    assert asked[: len(recorded)] == recorded
+    assert of_gateway(example) != asked
 
 
 def test_the_table_is_that_of_the_docs() -> None:
@@ -74,4 +98,16 @@ def test_the_table_is_that_of_the_docs() -> None:
     assert [*table] == [*ROWS]
     for name, row in ROWS.items():
         for reference in (VLLM, TRANSFORMERS):
-            assert (table[name][reference] != SAME) == (reference in row.differs), name
+            says_same = table[name][reference] == SAME
+            assert says_same == (row.differs_from(reference) is None), name
+
+
+@pytest.mark.parametrize("dialect", WRITERS)
+def test_an_engine_gets_the_prompt_over_http(server: Server, dialect: str) -> None:
+    server.model_dir = folder("qwen3", "byte_level")
+    server.register(context_length=8192)
+    server.connect(answering(renderer("qwen3", "byte_level"), "said"))
+    case = Case("qwen3", "byte_level", dialect, CALLED)
+    response = server.http.post(case.request.path, json=case.request.body)
+    assert response.status_code == 200, response.text
+    assert list(server.asked[0].prompt_ids) == of_gateway(case)

@@ -1,8 +1,8 @@
-"""Runs in vLLM's environment, on its own: the routes with which `vllm.entrypoints.launchers.render.entry` renders
-prompts, for many model folders in one process, because importing vLLM takes longer than all the rest.
+"""The render routes of `vllm.entrypoints.launchers.render.entry`, for many model folders in one process:
+importing vLLM takes longer than all the rest. Runs on its own, in vLLM's environment.
 
-Arguments: the folders. Each line of standard input is `[folder, path, body]`, each line of standard output the
-answer, `[status, body]`."""
+Arguments: the folders. Each line of standard input is `[folder, path, body]`, each line of standard output
+the answer, `[status, body]`."""
 
 from __future__ import annotations
 
