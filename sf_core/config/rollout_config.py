@@ -91,6 +91,10 @@ class RolloutConfig(Settings):
     ignored_fields: tuple[UndoneField, ...] = ()
     """Unsupported request fields, such as `presence_penalty`, that are ignored although they would change an
     answer; for clients that always send them. Requests with other unsupported fields are refused."""
+    unseen_parts: Literal["replace", "refuse"] = "replace"
+    """What happens to parts of tool results that are no text, such as images. replace: a sentence stands in
+    their place, such as `[image left out]`, and they are counted. refuse: the request is refused. A user's
+    message with such a part is always refused."""
     normalised: tuple[Normalisation, ...] = ("billing_header",)
     """Text removed from prompts because it changes on every turn and would break prefix matching.
     billing_header: the line `x-anthropic-billing-header: ...` in the system prompt of Claude Code."""

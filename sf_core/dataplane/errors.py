@@ -42,9 +42,8 @@ class ApiError(Exception):
         return cls(404, f"Session {session_id} is unknown or over.", code="session_not_found")
 
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        if self.status == 429:
-            kind = "requests"
+        kinds = {429: "requests"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }

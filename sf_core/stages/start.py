@@ -36,7 +36,7 @@ from sf_core.training.policy_folder import (
     read_model_config,
 )
 from sf_core.training.registry import trainer_kind
-from storage.files import FileRef, copy_folder, describe, join, write_atomic
+from storage.files import FileRef, copy_folder, describe, exists, join, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import PICKLES
 
@@ -55,11 +55,11 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
         parameters = count_parameters(run.start_dir)
         derived = values_of(derive(run.config, parameters, run.start_dir, prompts))
         dtype = run.config.filled(derived).policy.dtype_name
-        named = name_dtype(run.start_dir, dtype)
+        named = {file.uri: file for file in (name_dtype(run.start_dir, dtype), *name_stops(run.start_dir))}
         data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
         data["origin"] = ref.nonce
         return Outcome(
-            outputs=[copy for copy in copies if copy.uri != named.uri] + [named],
+            outputs=[*(copy for copy in copies if copy.uri not in named), *named.values()],
             data=data | ({"derived": derived} if derived else {}),
         )
 
@@ -154,6 +154,18 @@ def name_dtype(folder: str, dtype: str) -> FileRef:
         return describe(join(folder, "config.json"))
     content = json.dumps(shape | dict.fromkeys(sorted(keys), dtype), indent=2)
     return write_atomic(join(folder, "config.json"), content.encode())
+
+
+def name_stops(folder: str) -> list[FileRef]:
+    """Have the model's generation settings name the end of a turn that only its template names, so that the
+    trained policy ends its turns there wherever it is served. Returns the file if it was written."""
+    renderer = open_renderer(folder)
+    if renderer.template_stop is None:
+        return []
+    file = join(folder, "generation_config.json")
+    settings = json.loads(read_bytes(file)) if exists(file) else {}
+    content = json.dumps(settings | {"eos_token_id": list(renderer.stop_token_ids)}, indent=2)
+    return [write_atomic(file, content.encode())]
 
 
 def warm_policy(config: RunConfig) -> Path:

@@ -104,6 +104,8 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
     try:
         if tools and not renderer.shows_tools:
             raise ValueError("shows no tools")
+        if tools and not renderer.tool_format:
+            raise ValueError("writes calls in no known format")
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 extend(added(i), by_assistant=False)

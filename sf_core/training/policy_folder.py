@@ -6,14 +6,26 @@ import json
 import math
 import os
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.models.gguf_file import is_gguf
 from sf_core.models.published import PUBLISHED, named_folder
 from storage.files import join, list_files, read_bytes
 from storage.tensors.weights import open_weights
+
+QUANTISED = ("quantization_config", "compression_config", "quantization")
+QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Where folders say that their weights are quantised; MLX says `quantization`."""
+
+_FULL_ONES = "training needs full ones: name the folder of the model that they were made from"
+
+FULL = {"F64", "F32", "F16", "BF16"}
+
+SAMPLING = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
+"""Ends of the names of architectures that sample text."""
 
 
 def policy_folder(model: str) -> str:
@@ -26,8 +38,15 @@ def check_model_folder(model: str) -> None:
     """Raises ValueError if this is no Hugging Face folder that we can load, or conversations cannot be
     rendered with it."""
     folder = Path(model)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"policy.model: {model} holds an adapter (adapter_config.json), and whole models are trained: "
+            "save the model with its adapter merged into it (PEFT's merge_and_unload), and name that folder"
+        )
     if not (folder / "config.json").is_file():
         raise ValueError(f"policy.model: {model} {_missing(model)}")
+    if fault := _fault_of(model):
+        raise ValueError(f"policy.model: {fault}")
     for weights in folder.glob("*.safetensors"):
         if not weights.exists():
             raise ValueError(f"policy.model: {weights} is a link to a file that is not there")
@@ -37,18 +56,47 @@ def check_model_folder(model: str) -> None:
             f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
             "because reading them may run code: save the model with safe_serialization=True"
         )
-    if quantised := read_model_config(model).get("quantization_config"):
-        method = quantised.get("quant_method", "by an unknown method")
-        raise ValueError(
-            f"policy.model: the weights of {model} are quantised ({method}); training needs full ones"
-        )
     try:
+        if dtypes := _unusual_dtypes(model):
+            raise ValueError(f"the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
         open_renderer(model)
     except (ValueError, OSError) as error:
         raise ValueError(f"policy.model: {error}") from None
 
 
+def _fault_of(model: str) -> str | None:
+    """Why this kind of model cannot be trained, by what its folder says of it; None if it can."""
+    shape = read_model_config(model)
+    if method := _quantised_by(model, shape):
+        return f"the weights of {model} are quantised ({method}); {_FULL_ONES}"
+    kind = next(iter(shape.get("architectures") or ()), None)
+    if shape.get("is_encoder_decoder"):
+        what = f"{kind or 'a model'}, which reads by an encoder and answers by a decoder"
+    elif kind and not kind.endswith(SAMPLING):
+        what = f"{kind}, which samples no text"
+    else:
+        return None
+    return f"{model} is {what}: name a folder of a causal language model (...ForCausalLM in its config.json)"
+
+
+def _quantised_by(model: str, shape: dict[str, Any]) -> str | None:
+    for part, key in product((shape, shape.get("text_config") or {}), QUANTISED):
+        if settings := part.get(key):
+            known = settings.get("quant_method") if isinstance(settings, dict) else None
+            return str(known or "by an unknown method")
+    return next((name for name in QUANTISED_FILES if Path(model, name).is_file()), None)
+
+
+def _unusual_dtypes(model: str) -> str:
+    """Dtypes of weights that hold codes of numbers; integers that are no weights may be there."""
+    header, _ = open_weights(model)
+    dtypes = {entry.dtype for name, entry in header.entries.items() if name.endswith("weight")}
+    return ", ".join(sorted(dtypes - FULL))
+
+
 def _missing(model: str) -> str:
+    if gguf := next(Path(model).glob("*.gguf"), None):
+        return f"holds a GGUF file: `sf model {gguf} DIR` makes a folder of it"
     if is_gguf(model):
         return f"is a GGUF file: `sf model {model} DIR` makes a folder of it"
     if model in PUBLISHED:
@@ -83,8 +131,19 @@ def count_parameters(folder: str) -> int:
 def describe_policy(folder: str) -> str:
     """What a policy is, in one line."""
     shape, renderer = read_model_config(folder), open_renderer(folder)
-    tools = "shows tools" if renderer.shows_tools else "shows no tools, so the policy cannot call any"
-    return (
+    facts = [
         f"{shape.get('model_type')}, {count_parameters(folder) / 1e6:,.0f} million parameters, "
-        f"{shape.get('max_position_embeddings', 'unknown')} positions; its chat template {tools}"
-    )
+        f"{shape.get('max_position_embeddings', 'unknown')} positions",
+        _describe_tools(renderer),
+    ]
+    if renderer.template_stop is not None:
+        facts.append(f"its turns end with {renderer.template_stop}, which only the template says")
+    return "; ".join(facts)
+
+
+def _describe_tools(renderer: Renderer) -> str:
+    shown = f"its chat template shows {'' if renderer.shows_tools else 'no '}tools"
+    if not renderer.tool_format:
+        return f"{shown} and writes calls in no known format, so requests with tools are refused"
+    hidden = "" if renderer.shows_tools else ", so they are in no prompt"
+    return f"{shown}{hidden}, and calls are read as {renderer.tool_format}"

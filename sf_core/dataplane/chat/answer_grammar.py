@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
+import msgspec
 from llguidance import LLMatcher
 
 from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
@@ -30,7 +30,7 @@ _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separat
 
 def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str:
     """`tools` are those that may be called. Raises ApiError if the schema cannot be followed."""
-    text = orjson.dumps(schema)
+    text = msgspec.json.encode(schema)
     if len(text) > MAX_SCHEMA_BYTES:
         raise ApiError(400, f"The schema of the answer has {len(text)} bytes; at most {MAX_SCHEMA_BYTES}.")
     if fault := _fault_of(text):

@@ -33,6 +33,9 @@ KINDS = {
 OTHER = "part"
 """What a part of an unknown type is."""
 
+CHARACTERS = "characters"
+"""What the halves of characters are that a client cut."""
+
 
 @dataclass(slots=True)
 class LeftOut:

@@ -1,7 +1,9 @@
-"""Schemas as Google writes them, in JSON Schema."""
+"""Names of fields and schemas as Google writes them, in the words of others."""
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 FORMATS = ("enum", "int32", "int64", "float", "double")
@@ -9,6 +11,32 @@ FORMATS = ("enum", "int32", "int64", "float", "double")
 
 COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 """Keys of schemas whose numbers Google writes as strings."""
+
+_FREE = {
+    "args",
+    "response",
+    "parameters",
+    "parameters_json_schema",
+    "response_schema",
+    "response_json_schema",
+    "chat_template_kwargs",
+}
+"""Fields whose values have names of the user's own."""
+
+
+def spelled(value: Any) -> Any:
+    """A value with names of fields in one spelling."""
+    if isinstance(value, list):
+        return [spelled(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    named = {_underscored(name): inner for name, inner in value.items()}
+    return {name: inner if name in _FREE else spelled(inner) for name, inner in named.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _underscored(name: str) -> str:
+    return re.sub("[A-Z]", lambda capital: "_" + capital[0].lower(), name)
 
 
 def json_schema(schema: Any) -> Any:

@@ -1,28 +1,101 @@
-"""Reads JSON that must be written again later, in records and answers."""
+"""JSON of requests, records and answers: what is read can be written again, integers of any size exactly."""
 
 from __future__ import annotations
 
+import json
+import re
+from math import isfinite
 from typing import Any
 
-import orjson
+import msgspec
+
+MAX_DEPTH = 250
+"""Levels of nesting that are read. Templates, records and the interpreter's stack have room for as many."""
+
+
+class TooDeepError(ValueError):
+    """A value is nested in more levels than `MAX_DEPTH`."""
 
 
 def read_json(text: bytes | str) -> Any:
-    """A value that orjson can write again. Raises orjson.JSONDecodeError, and orjson.JSONEncodeError if the
-    text is nested too deeply for that."""
-    value = orjson.loads(text)
-    # orjson reads deeper nesting than it writes; counting brackets clears most texts at almost no cost
+    """A value. Raises ValueError with what is wrong, of which TooDeepError is one kind."""
+    try:
+        value = msgspec.json.decode(text)
+    except RecursionError:
+        raise TooDeepError from None
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+    return _checked(value, text)
+
+
+def mend_json(text: bytes | str) -> tuple[Any, bool]:
+    """Read JSON in which strings may hold half a character, as JavaScript writes one that was cut: it becomes
+    U+FFFD. Tells whether one did. Raises ValueError as read_json does."""
+    try:
+        return read_json(text), False
+    except TooDeepError:
+        raise
+    except ValueError as error:
+        try:
+            read = json.loads(text, parse_constant=_refuse, parse_float=_read_float)
+        except RecursionError:
+            raise TooDeepError from None
+        except ValueError:
+            raise error from None
+    value = _without_halves(_checked(read, text))
+    if value == read:
+        raise ValueError("it is not encoded in UTF-8")
+    return value, True
+
+
+def encode_sorted(value: Any) -> bytes:
+    """JSON that is equal for equal values."""
+    return msgspec.json.encode(value, order="sorted")
+
+
+def _checked(value: Any, text: bytes | str) -> Any:
+    # counting brackets clears most texts at almost no cost
     if isinstance(text, str):
         num_brackets = text.count("{") + text.count("[")
     else:
         num_brackets = text.count(b"{") + text.count(b"[")
-    if num_brackets > _SURELY_WRITABLE:
-        orjson.dumps([[[[[[[[value]]]]]]]])
+    if num_brackets > MAX_DEPTH and _is_too_deep(value):
+        raise TooDeepError
     return value
 
 
-_SURELY_WRITABLE = 200
-"""Levels of nesting that need no check; orjson writes 254."""
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for values in inner for one in values if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def _without_halves(value: Any) -> Any:
+    if isinstance(value, str):
+        return _HALF.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, list):
+        return [_without_halves(one) for one in value]
+    if isinstance(value, dict):
+        return {_without_halves(name): _without_halves(one) for name, one in value.items()}
+    return value
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
+
+
+def _read_float(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise ValueError("number out of range")
+    return value
+
 
 KINDS = {
     str: "a string",

@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
-import orjson
-
 from sf_core.dataplane.chat.contents import joined
+from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
 
 Message = dict[str, Any]
@@ -50,14 +49,14 @@ def text_of(message: Message) -> str:
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
     """Chained hashes: of the tools, then one per message. Equal keys: equal tools and messages so far."""
-    keys = [blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()]
+    keys = [blake2b(encode_sorted(tools), digest_size=16).digest()]
     for message in messages:
         keys.append(extend_chain(keys[-1], message))
     return keys
 
 
 def extend_chain(key: bytes, message: Message) -> bytes:
-    return blake2b(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    return blake2b(key + encode_sorted(message), digest_size=16).digest()
 
 
 def as_said(message: Message) -> Message:

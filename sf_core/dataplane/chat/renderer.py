@@ -11,17 +11,23 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from tokenizers import Tokenizer
 
 from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
+from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
-from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition, shows_tools
+from sf_core.dataplane.chat.template_probes import (
+    append_only_roles,
+    end_of_turn,
+    render_addition,
+    shows_tools,
+)
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.token_bytes import TokenBytes, control_tokens
@@ -72,10 +78,11 @@ class Renderer:
         self.num_ids = max(self.vocab_size, _num_rows(folder))
         """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
-        self.stop_texts = self._read_stops(folder)
-        self.stop_token_ids = tuple(self.stop_texts)
         self.options: dict[str, Any] = {}
         """Further variables of the template."""
+        self.stop_texts, self.template_stop = self._read_stops(folder)
+        """Tokens that end a turn, and the one of them that only the template says."""
+        self.stop_token_ids = tuple(self.stop_texts)
         self._variants: dict[bytes, Renderer] = {}
         self._look_at_template()
         self.tool_format = named or format_of(self.render)
@@ -87,7 +94,7 @@ class Renderer:
         options = {name: value for name, value in options.items() if name in self.templates.variables}
         if not options:
             return self
-        key = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+        key = encode_sorted(options)
         if key not in self._variants:
             variant = copy(self)
             variant.options = options
@@ -104,9 +111,16 @@ class Renderer:
         self.shows_tools = shows_tools(self.render)
         """A prompt with a tool differs from one without."""
 
-    def render(self, messages: list[Message], tools: list[Tool], num_first: int | None = None) -> str:
-        """See ChatTemplate.render."""
-        variables = self._special | self.options
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        num_first: int | None = None,
+        *,
+        opens_answer: bool = True,
+    ) -> str:
+        """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins."""
+        variables = self._special | self.options | {"add_generation_prompt": opens_answer}
         return self.templates.of(tools).render(messages, tools, variables, num_first)
 
     def merge_late_system(self, messages: list[Message]) -> list[Message]:
@@ -172,20 +186,26 @@ class Renderer:
         at, token = min(ends)
         return rest[at + len(self.stop_texts[token]) :] if token == last_id else rest[at:]
 
-    def _read_stops(self, folder: Path) -> dict[int, str]:
+    def _read_stops(self, folder: Path) -> tuple[dict[int, str], str | None]:
         generation = _read_json(folder / "generation_config.json").get("eos_token_id")
         ids = set(generation if isinstance(generation, list) else [generation]) - {None}
         if "eos_token" in self._special:
             ids.add(self._tokenizer.token_to_id(self._special["eos_token"]))
-        stops = {token: str(self._tokenizer.id_to_token(token)) for token in sorted(ids - {None})}
+        stops = {token: str(self._tokenizer.id_to_token(token)) for token in ids - {None}}
         if not stops:
             raise ValueError(f"{folder}: the tokenizer names no eos_token, so no turn could end")
-        return stops
+        added = {token.content: at for at, token in self._tokenizer.get_added_tokens_decoder().items()}
+        messages_only = partial(self.render, opens_answer=False)
+        of_template = end_of_turn(self.render, messages_only, tuple(stops.values()), added)
+        if of_template is not None:
+            stops[added[of_template]] = of_template
+        return dict(sorted(stops.items())), of_template
 
 
 def shows(text: str, answer: Message) -> bool:
     """Whether a rendered answer holds, in whatever spelling, every character that the answer says but white
-    space. A template that drops something, such as old reasoning, has rewritten the answer."""
+    space and control characters, which JSON escapes. A template that drops something, such as old reasoning,
+    has rewritten the answer."""
     said = Counter[str](text_of(answer))
     said.update(answer.get("reasoning_content") or "")
     values = [call["function"] for call in answer.get("tool_calls", ())]
@@ -197,7 +217,7 @@ def shows(text: str, answer: Message) -> bool:
             values += value
         else:
             said.update(value if isinstance(value, str) else json.dumps(value))
-    return all(character.isspace() for character in said - Counter(text))
+    return all(unseen.isspace() or not unseen.isprintable() for unseen in said - Counter(text))
 
 
 class TextStream:

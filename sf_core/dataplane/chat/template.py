@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -44,7 +44,7 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Tool], variables: Mapping[str, Any], num_first: int | None
     ) -> str:
-        """The prompt text for the next assistant turn. Raises TemplateError if the template refuses, or fails
+        """The text of these messages. Raises TemplateError if the template refuses, or fails
         on, these messages.
 
         `num_first`: number of messages before the first recorded answer; None if no answer is recorded."""
@@ -63,7 +63,6 @@ class ChatTemplate:
                 messages=[self._given(message) for message in messages],
                 tools=tools or None,
                 documents=None,
-                add_generation_prompt=True,
             )
         except jinja2.TemplateError:
             raise
@@ -203,7 +202,7 @@ def _reads_content(node: nodes.Node) -> bool:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}`, with which templates mark what a model writes: rendered as if it were not there."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012, as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno

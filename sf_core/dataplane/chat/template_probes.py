@@ -8,7 +8,7 @@ message), the whole conversation must be rendered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 
 import jinja2
@@ -50,6 +50,26 @@ def shows_tools(render: Render) -> bool:
         return render([_USER], [_TOOL]) != render([_USER], [])
     except jinja2.TemplateError:
         return False
+
+
+def end_of_turn(
+    render: Render, render_only: Render, known: tuple[str, ...], tokens: Iterable[str]
+) -> str | None:
+    """The token of these with which the template ends an answer, unless one of the `known` ends it.
+    `render_only` leaves the next answer unopened: what follows an answer then cannot begin another turn."""
+    try:
+        last = _after_answer(render_only([_USER, _ANSWERS[0]], []))
+        followed = _after_answer(render([_USER, _ANSWERS[0], _USER], []))
+    except jinja2.TemplateError:
+        return None
+    if last.startswith(known) or followed.startswith(known):
+        return None
+    ends = (token for token in tokens if last.startswith(token) and followed.startswith(token))
+    return max(ends, key=len, default=None)
+
+
+def _after_answer(text: str) -> str:
+    return text.rpartition(_ANSWERS[0]["content"])[2].lstrip() if _ANSWERS[0]["content"] in text else ""
 
 
 _Probe = tuple[list[Message], list[Message], list[Tool]]

@@ -76,8 +76,13 @@ class ControlRoute(Route):
 
 
 def _parse_body(model: type[BaseModel], data: bytes) -> BaseModel:
+    value, _ = parse_json(data or b"{}")
     try:
-        return model.model_validate(parse_json(data or b"{}"))
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:  # the journal could not hold it either
+        raise ApiError(400, "The request body has an integer of more than 64 bits.") from None
+    try:
+        return model.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"

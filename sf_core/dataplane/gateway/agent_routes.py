@@ -70,10 +70,9 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
 async def _fail(request: Request, error: Exception) -> Response:
     if isinstance(error, OSError) and error.errno in _OF_A_DISK:
         message = f"The data plane cannot use its disk: {error}. Make room there or mend it, then ask again."
-        told = ApiError(503, message, retry_after_s=RETRY_AFTER_S)
+        response = await _refuse(request, ApiError(503, message, retry_after_s=RETRY_AFTER_S))
     else:
-        told = ApiError(500, f"The data plane failed: {type(error).__name__}.")
-    response = await _refuse(request, told)
+        response = await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))
     # of an exception that no route expects no middleware sees the response
     for name in ID_HEADERS:
         response.headers[name.decode()] = request.scope["request_id"]

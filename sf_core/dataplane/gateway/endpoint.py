@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from sf_core.dataplane.chat.contents import CHARACTERS
 from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.gateway.dialects.checks import Body, asks_strictness, get, parse_object, refuse_undone
 from sf_core.dataplane.gateway.dialects.normalised import normalised
@@ -41,11 +42,13 @@ class Turns:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(receive)
-        body = self._dialect.read(parse_object(data), scope["path"])
+        given, is_mended = parse_object(data)
+        body = self._dialect.read(given, scope["path"])
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
         body = _as_served(body, self._dialect, run)
-        requests = self._dialect.parse(body, session)
-        for kind in (*requests[0].left_out.kinds, *["strict"] * asks_strictness(body)):
+        requests = _parse(body, self._dialect, run, session)
+        told = {CHARACTERS: is_mended, "strict": asks_strictness(body)}
+        for kind in (*requests[0].left_out.kinds, *(kind for kind, is_so in told.items() if is_so)):
             run.count(f"left_out.{kind}")
         try:
             turns = _join(run, session, requests, RequestIdentity.of(scope["headers"], data))
@@ -75,12 +78,13 @@ class TokenCount:
         self._dialect, self._field, self._find_session = dialect, field, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = self._dialect.read(parse_object(await read_body(receive)), scope["path"])
+        given, _ = parse_object(await read_body(receive))
+        body = self._dialect.read(given, scope["path"])
         # a dialect may require max_tokens, which a count does not have
         body = {"max_tokens": 1} | body
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
         body = _as_served(body, self._dialect, run)
-        [request] = self._dialect.parse(body, session)
+        [request] = _parse(body, self._dialect, run, session)
         await send_body(send, 200, orjson.dumps({self._field: count_tokens(run, request)}))
 
 
@@ -89,6 +93,18 @@ def _as_served(body: Body, dialect: Dialect, run: TurnHost) -> Body:
     rules = run.spec.rollout
     done = dialect.schema_fields if run.spec.follows_grammars else ()
     return normalised(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
+
+
+def _parse(body: Body, dialect: Dialect, run: TurnHost, session: Session) -> list[TurnRequest]:
+    """The requests of a body. Raises ApiError also for parts that the run does not have replaced."""
+    requests = dialect.parse(body, session)
+    unseen = requests[0].left_out.unseen
+    if unseen and run.spec.rollout.unseen_parts == "refuse":
+        told = f"{unseen[0]} has a part that is not text; only text is supported"
+        raise ApiError(
+            400, f"{told} (rollout.unseen_parts: replace puts a sentence in its place)", param=unseen[0]
+        )
+    return requests
 
 
 async def read_body(receive: Receive) -> bytes:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
-import orjson
 
 from sf_core.config.failures import Status
 from sf_core.dataplane.chat.messages import Message
@@ -73,7 +73,7 @@ def export_session(
                 logprobs=logprobs,
                 policy_versions=versions,
                 turns=_spans(path, stop_ids, rewards),
-                messages=orjson.dumps(_conversation(leaf)).decode(),
+                messages=msgspec.json.encode(_conversation(leaf)).decode(),
                 reward=reward,
                 reward_parts=dict(reward_parts),
                 status=status,

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import orjson
-
+from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, as_said, chain_keys, extend_chain, size_of, without_ids
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.sessions.tree import Turn
@@ -147,7 +146,7 @@ class Conversations:
 
 
 def _calls(message: Message) -> bytes:
-    return orjson.dumps(message["tool_calls"], option=orjson.OPT_SORT_KEYS)
+    return encode_sorted(message["tool_calls"])
 
 
 _NUMBER = re.compile(rb"[:,\[](?:[-0-9]|true|false)")

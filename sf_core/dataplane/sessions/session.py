@@ -15,8 +15,8 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 
 from sf_core.dataplane.bodies import RewardBody
 from sf_core.dataplane.chat.messages import Message, as_said, extend_chain, size_of, without_ids
@@ -121,7 +121,7 @@ class Session:
             begins = () if matched else keys[:2]
             prompt = self._add_prompt(
                 *(encoded, matched, added, len(messages), keys[-1], reason, forced, begins),
-                tools=orjson.dumps(tools) if begins and tools else b"",
+                tools=msgspec.json.encode(tools) if begins and tools else b"",
             )
         return prompt
 

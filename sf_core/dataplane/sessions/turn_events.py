@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.routing.generation import Generation
@@ -88,14 +87,14 @@ class NewPrompt(msgspec.Struct, array_like=True):
         values = {name: getattr(prompt, name) for name in cls.__struct_fields__} | {
             "parent": None if parent is None else (isinstance(parent, Turn), parent.index),
             "continues": None if continues is None else continues.index,
-            "messages": orjson.dumps(prompt.messages),
+            "messages": msgspec.json.encode(prompt.messages),
             "tools": prompt.tools if continues is None else b"",
         }
         return cls(**values)
 
     def prompt_in(self, session: Session) -> Prompt:
         """The prompt in its session, which has all nodes that it refers to."""
-        values = msgspec.structs.asdict(self) | {"messages": orjson.loads(self.messages)}
+        values = msgspec.structs.asdict(self) | {"messages": msgspec.json.decode(self.messages)}
         if self.parent is not None:
             is_turn, index = self.parent
             values["parent"] = session.turns[index] if is_turn else session.prompts[index]
@@ -151,13 +150,13 @@ class Ended(OfTurn):
         """The end of a turn whose first `num_recorded` tokens are recorded already."""
         tail = Tokens(turn.ids, turn.logprobs, turn.versions).since(num_recorded)
         facts = (getattr(turn, name) for name in _TURN_FACTS)
-        return cls(key, tail, orjson.dumps(turn.message), *facts)
+        return cls(key, tail, msgspec.json.encode(turn.message), *facts)
 
     def turn_of(self, prompt: Prompt, before: Tokens) -> Turn:
         """The turn; `before` are its tokens in earlier events."""
         tokens = Tokens.joined([before, self.tokens])
         facts = (getattr(self, name) for name in _TURN_FACTS)
-        return Turn(prompt, self.key.sample, *tokens, orjson.loads(self.message), *facts)
+        return Turn(prompt, self.key.sample, *tokens, msgspec.json.decode(self.message), *facts)
 
 
 _TURN_FACTS = Ended.__struct_fields__[3:]

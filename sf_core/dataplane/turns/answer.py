@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.messages import Message
@@ -22,7 +22,7 @@ class MadeCall(NamedTuple):
 
 class TokenLogprob(NamedTuple):
     text: str
-    """The characters that the token completes: none if it ends inside one."""
+    """Its text, with that of those before it that end inside a character; empty if it does too."""
     data: bytes
     """The token's own bytes."""
     logprob: float
@@ -72,4 +72,4 @@ class Answer:
 
 
 def encode_arguments(arguments: dict[str, object]) -> str:
-    return orjson.dumps(arguments).decode()
+    return msgspec.json.encode(arguments).decode()

@@ -5,7 +5,6 @@ Owns what the agent sees of a turn and when the turn is recorded: before its end
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import secrets
 from array import array
@@ -70,8 +69,7 @@ class OpenRequest:
 
 def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenRequest:
     """Put a request's prompt into the session. Raises ApiError if it cannot become a turn."""
-    if request.calls_tools and not run.renderer.tool_format:
-        raise ApiError(400, NO_FORMAT, param="tools")
+    _check_tools(run, request)
     grammar = _grammar(run, request)
     prompt = _open_prompt(run, session, request)
     prompt_ids = prompt.full_ids()
@@ -82,6 +80,7 @@ def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenR
 
 def count_tokens(run: TurnHost, request: TurnRequest) -> int:
     """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError."""
+    _check_tools(run, request)
     return len(_open_prompt(run, Session("count"), request).ids)
 
 
@@ -118,7 +117,8 @@ class TurnService:
         self._num_read = 0
         self._logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
         """Log-probs of the tokens read; None if the request did not ask for them."""
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._inside = b""
+        """Bytes of the last tokens, if they end inside a character."""
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
         """Whether the turn may end before the engine ends it, so that tokens are read one by one."""
         self._generation = Generation(
@@ -265,11 +265,20 @@ class TurnService:
             # the text of an answer has no space where SentencePiece marks that it begins with a word
             pieces[0] = pieces[0][1:]
         new = [
-            TokenLogprob(self._characters.decode(piece), piece, logprob)
+            TokenLogprob(self._complete(piece), piece, logprob)
             for piece, logprob in zip(pieces, logprobs, strict=True)
         ]
         self._logprobs += new
         return new
+
+    def _complete(self, piece: bytes) -> str:
+        """The text of a token, and of those before it that end inside a character; empty if it does too."""
+        self._inside += piece
+        text = self._inside.decode(errors="replace")
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._inside = b""
+        return text
 
     def _put_off(self) -> bool:
         refusal = self._generation.refusal
@@ -305,6 +314,12 @@ class TurnService:
             return Sampling(request.temperature, request.top_p, request.top_k, seed)
         seed = turn_seed(spec.seed, claim.place, self.prompt.index, sample, claim.draw)
         return Sampling(spec.rollout.temperature, spec.rollout.top_p, spec.rollout.top_k, seed)
+
+
+def _check_tools(run: TurnHost, request: TurnRequest) -> None:
+    """Raises ApiError if the request has tools to call and calls cannot be read."""
+    if request.calls_tools and not run.renderer.tool_format:
+        raise ApiError(400, NO_FORMAT, param="tools")
 
 
 def _grammar(run: TurnHost, request: TurnRequest) -> str:

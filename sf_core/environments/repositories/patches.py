@@ -26,8 +26,7 @@ VARIABLES = {"GIT_DIR": "/dev/null"}
 
 _PART = re.compile(r"^(?=diff --git |--- .*\n\+\+\+ .*\n@@ )", re.MULTILINE)
 _FACT = re.compile(r"^(rename to|copy to|\+\+\+|---) (?!/dev/null)([^\n]+)", re.MULTILINE)
-# names without a quote are the same twice
-_HEADER = re.compile(r'^diff --git ("?)[^/\n]*/(.+)\1 \1[^/\n]*/\2\1\r?$', re.MULTILINE)
+_HEADER = re.compile(r"^diff --git ([^\n\r]+)", re.MULTILINE)
 _QUOTED = re.compile(r'"((?:\\.|[^"\\])*)"')
 
 
@@ -76,8 +75,10 @@ def _changed_by(part: str) -> str | None:
             is_whole = what.endswith("to") or "/" not in name
             return normpath(name if is_whole else name.partition("/")[2].lstrip("/"))
     if found := _HEADER.search(header):
-        quote, name = found.groups()
-        return normpath(_unquoted(f"{quote}{name}{quote}"))
+        # the name stands there twice, and may have spaces
+        half = len(found[1]) // 2
+        names = {_unquoted(name).partition("/")[2] for name in (found[1][:half], found[1][half + 1 :])}
+        return normpath(names.pop()) if len(names) == 1 else None
     return None
 
 

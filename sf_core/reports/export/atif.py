@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.messages import Message
 from sf_core.reports.export.conversations import UNTOLD, Conversation, Rendered, Row, Turn, as_stored
@@ -59,7 +59,7 @@ class Atif:
         try:
             for session_id, (first, *others) in itertools.groupby(branches, lambda row: row["session_id"]):
                 document = first | ({"subagent_trajectories": others} if others else {})
-                files.write_atomic(files.join(uri, f"{session_id}.json"), orjson.dumps(document))
+                files.write_atomic(files.join(uri, f"{session_id}.json"), msgspec.json.encode(document))
         except BaseException:
             files.remove_folder(uri)
             raise

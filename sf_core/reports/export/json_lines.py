@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import orjson
+import msgspec
 
 from sf_core.reports.export.conversations import Conversation, Rendered, Row, as_stored
 from storage import files
@@ -22,4 +22,4 @@ class JsonLines:
     def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
         with files.writer(uri) as file:
             for rows in parts:
-                file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+                file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))

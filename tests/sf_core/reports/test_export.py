@@ -319,3 +319,17 @@ def test_a_broken_part_leaves_no_file(run: RunDirectory, tmp_path: Path, to: str
     code, output = sf("export", run.uri, "--to", to, str(tmp_path / out))
     assert code == 2 and "not a complete Parquet file" in output
     assert not (tmp_path / out).exists()
+
+
+def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    called = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"n": 10**30}}}
+    asked = {"role": "user", "content": ["one", "two"]}
+    answer = {"role": "assistant", "content": "", "tool_calls": [called]}
+    sample(run, 0, [conversation([SYSTEM, asked, answer])])
+    for to, name in (("trl", "out.jsonl"), ("atif", "out")):
+        out = tmp_path / name
+        assert written(run.uri, to, str(out))[0] == 1
+        [path] = [out] if out.is_file() else out.rglob("*.json")
+        assert "one\\ntwo" in path.read_text() and str(10**30) in path.read_text()

@@ -83,7 +83,7 @@ def _render_named(between: str) -> Callable[[ToolCall], str]:
 
 
 def _open_named(between: str) -> Callable[[Tool | None], str]:
-    return lambda tool: _START if tool is None else f"{_START}{name_of(tool)}{between}{{"
+    return lambda tool: _START if tool is None else f"{_START}{name_of(tool)}{between}"
 
 
 MISTRAL_LIST = ToolFormat(

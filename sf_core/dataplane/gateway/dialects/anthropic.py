@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.contents import LeftOut, canonical, result_text, texts
@@ -71,7 +71,7 @@ class Anthropic:
             raise ApiError(400, "messages must hold at least one message", param="messages")
         for i, message in enumerate(given):
             messages += _parse_message(message, f"messages[{i}]", left_out)
-        if messages and messages[-1]["role"] == "assistant":
+        if given[-1]["role"] == "assistant":
             raise ApiError(
                 400, "The last message must be the user's: an answer cannot be begun for the model"
             )
@@ -130,9 +130,9 @@ class AnthropicReply:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": self._signature})
         if answer.content:
             content.append({"type": "text", "text": answer.content})
-        content += [_tool_use(call, orjson.loads(call.arguments)) for call in answer.calls]
+        content += [_tool_use(call, msgspec.json.decode(call.arguments)) for call in answer.calls]
         usage = _usage(answer.num_prompt_tokens, answer.num_sampled_tokens)
-        return orjson.dumps(self._head | {"content": content, "usage": usage} | _stopped(answer))
+        return msgspec.json.encode(self._head | {"content": content, "usage": usage} | _stopped(answer))
 
     def started(self, num_prompt_tokens: int) -> bytes:
         unstopped: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -178,9 +178,8 @@ class AnthropicReply:
     def _end(self) -> bytes:
         if self._open is None:
             return b""
-        signed = b""
-        if self._open == "thinking":
-            signed = self._delta({"type": "signature_delta", "signature": self._signature})
+        signature = {"type": "signature_delta", "signature": self._signature}
+        signed = self._delta(signature) if self._open == "thinking" else b""
         self._open = None
         self._num_blocks += 1
         return signed + named_event({"type": "content_block_stop", "index": self._num_blocks - 1})

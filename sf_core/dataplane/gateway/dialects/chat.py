@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.contents import LeftOut, canonical, result_text, texts
@@ -95,7 +95,7 @@ class ChatReply:
             for i, answer in enumerate(answers)
         ]
         body = {"object": "chat.completion", "choices": choices, "usage": _usage(answers)}
-        return orjson.dumps(self._head | body)
+        return msgspec.json.encode(self._head | body)
 
     def started(self, num_prompt_tokens: int) -> bytes:
         first = {"role": "assistant", "content": ""}

@@ -5,15 +5,14 @@ Knows nothing of sessions, engines or sockets. Every check raises ApiError with 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
-import orjson
-
 from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.answer_grammar import Schema
-from sf_core.dataplane.chat.contents import LeftOut
-from sf_core.dataplane.chat.json_text import KINDS, kind_of, read_json
+from sf_core.dataplane.chat.contents import CHARACTERS, LeftOut
+from sf_core.dataplane.chat.json_text import KINDS, MAX_DEPTH, TooDeepError, kind_of, mend_json
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
@@ -25,26 +24,26 @@ Body = dict[str, Any]
 TEMPLATE_INPUTS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 """Variables of a chat template that the request has elsewhere."""
 
-
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """How much a client may ask a model to reason."""
 
 
-def parse_json(data: bytes) -> Any:
-    """The value of a body, which can be written again (chat/json_text.py)."""
+def parse_json(data: bytes) -> tuple[Any, bool]:
+    """The value of a body, and whether characters in it were mended (chat/json_text.py)."""
     try:
-        return read_json(data)
-    except orjson.JSONDecodeError as error:
+        return mend_json(data)
+    except TooDeepError:
+        limit = f"at most {MAX_DEPTH} levels of JSON are read"
+        raise ApiError(400, f"The request body is nested too deeply: {limit}.") from None
+    except ValueError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}") from None
-    except orjson.JSONEncodeError:
-        raise ApiError(400, "The request body is nested too deeply.") from None
 
 
-def parse_object(data: bytes) -> Body:
-    body = parse_json(data)
+def parse_object(data: bytes) -> tuple[Body, bool]:
+    body, is_mended = parse_json(data)
     if not isinstance(body, dict):
         raise ApiError(400, f"The request body must be a JSON object, got {kind_of(body)}")
-    return body
+    return body, is_mended
 
 
 def check_conversation(messages: list[Message], where: str) -> list[Message]:
@@ -114,10 +113,12 @@ def parse_arguments(arguments: Any, left_out: LeftOut) -> dict[str, Any]:
     Others are in the history for good, so they are left out instead of refused, as vLLM does."""
     if not arguments:
         return {}
-    try:
-        arguments = read_json(arguments) if isinstance(arguments, str) else arguments
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-        arguments = None
+    if isinstance(arguments, str):
+        try:
+            arguments, is_mended = mend_json(arguments)
+            left_out.kinds += [CHARACTERS] * is_mended
+        except ValueError:
+            arguments = None
     if isinstance(arguments, dict):
         return arguments
     left_out.kinds.append("arguments")
@@ -165,6 +166,8 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
         raise ApiError(
             400, f"{name} must be {' or '.join(KINDS[k] for k in kinds)}, got {kind_of(value)}", param=name
         )
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ApiError(400, f"{name} must be an integer of at most 64 bits", param=name)
     return value
 
 
@@ -174,7 +177,7 @@ def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[st
     given = ((name, _field(body, name)) for name in sorted(UNDONE.keys() - {*ignored, *done}))
     refused = (name for name, value in given if value is not None and value not in UNDONE[name])
     if (name := next(refused, None)) is not None:
-        instead = "".join(f", or make it {orjson.dumps(value).decode()}" for value in UNDONE[name])
+        instead = "".join(f", or make it {json.dumps(value)}" for value in UNDONE[name])
         raise ApiError(
             400,
             f"{name} is not supported and would change the answer: leave it out{instead}, or name it in the "

@@ -6,7 +6,7 @@ import itertools
 import time
 from typing import Any
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import Body, get, number, parse_stop, positive, refuse, top_k
@@ -74,7 +74,7 @@ class CompletionsReply:
             self._choice(i, answer.content, answer.finish_reason, answer.logprobs)
             for i, answer in enumerate(answers)
         ]
-        return orjson.dumps(self._head | {"choices": choices, "usage": self._usage(answers)})
+        return msgspec.json.encode(self._head | {"choices": choices, "usage": self._usage(answers)})
 
     def started(self, num_prompt_tokens: int) -> bytes:
         return b""

@@ -6,16 +6,14 @@ package google-genai does. That package sends calls back as they came, but their
 
 from __future__ import annotations
 
-import functools
-import re
 from typing import Any
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import LeftOut, canonical
-from sf_core.dataplane.chat.google_schemas import exact, json_schema
+from sf_core.dataplane.chat.contents import OTHER, LeftOut, canonical
+from sf_core.dataplane.chat.google_schemas import exact, json_schema, spelled
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -66,19 +64,16 @@ MODES = {
 LEFT_OUT = ("google_search", "google_search_retrieval", "url_context", "code_execution")
 """Tools that a provider would run itself: the model is not told of them, and they are counted."""
 
-_FREE = {
-    "args",
-    "response",
-    "parameters",
-    "parameters_json_schema",
-    "response_schema",
-    "response_json_schema",
-    "chat_template_kwargs",
-}
-"""Fields whose values have names of the user's own."""
-
 _BESIDE_TEXT = {"model": "function_call", "user": "function_response"}
 """What a content may have besides text, by who says it."""
+
+MEDIA = {"inline_data", "file_data"}
+"""Parts that are no text."""
+
+_MEDIA_KINDS = {name: name for name in ("image", "audio", "video")} | dict.fromkeys(
+    ("application", "text"), "document"
+)
+"""What such a part is, by the beginning of its MIME type."""
 
 _ABOUT = {"thought", "thought_signature", "part_metadata"}
 """Fields that tell something about a part."""
@@ -103,7 +98,7 @@ class Google:
 
     def read(self, body: Body, path: str) -> Body:
         model, _, method = path.partition("/models/")[2].rpartition(":")
-        body = _spelled(body)
+        body = spelled(body)
         # a count may have a whole request in it
         body = get(body, "generate_content_request", (dict,), body)
         config = get(body, "generation_config", (dict,), {})
@@ -166,7 +161,7 @@ class GoogleReply:
             _candidate(i, _said(answer), answer.logprobs) | _finished(answer)
             for i, answer in enumerate(answers)
         ]
-        return orjson.dumps(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
+        return msgspec.json.encode(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
 
     def started(self, num_prompt_tokens: int) -> bytes:
         return self._event([_candidate(i, []) for i in range(self._num_candidates)])
@@ -188,21 +183,6 @@ class GoogleReply:
 
     def _event(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
         return data_event({"candidates": candidates} | more | self._head)
-
-
-def _spelled(value: Any) -> Any:
-    """The value with names of fields in one spelling."""
-    if isinstance(value, list):
-        return [_spelled(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    named = {_underscored(name): inner for name, inner in value.items()}
-    return {name: inner if name in _FREE else _spelled(inner) for name, inner in named.items()}
-
-
-@functools.lru_cache(maxsize=1024)
-def _underscored(name: str) -> str:
-    return re.sub("[A-Z]", lambda capital: "_" + capital[0].lower(), name)
 
 
 def _top_k(body: Body) -> int:
@@ -279,7 +259,7 @@ def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
             messages.append(_answer(parts, len(messages), left_out))
             calls = list(messages[-1].get("tool_calls", ()))
         else:
-            messages += [_result(part, where, calls) for part, where in parts if "function_response" in part]
+            messages += _results(parts, calls, left_out)
             if found := _texts(parts):
                 messages.append({"role": "user", "content": canonical(found)})
     if messages and messages[-1]["role"] == "assistant":
@@ -310,8 +290,11 @@ def _parts(content: Any, role: str, where: str) -> list[Placed]:
     if not isinstance(content, dict):
         raise ApiError(400, f"{where} must be an object with parts, got {kind_of(content)}", param=where)
     known = {"text", _BESIDE_TEXT.get(role)}
+    given_parts = get(content, "parts", (list,), [])
+    if any(isinstance(part, dict) and "function_response" in part for part in given_parts):
+        known |= MEDIA  # Gemini CLI has the images of a result beside it
     placed: list[Placed] = []
-    for i, part in enumerate(get(content, "parts", (list,), [])):
+    for i, part in enumerate(given_parts):
         at = f"{where}.parts[{i}]"
         if not isinstance(part, dict):
             raise ApiError(400, f"{at} must be an object, got {kind_of(part)}", param=at)
@@ -348,13 +331,30 @@ def _answer(parts: list[Placed], num_before: int, left_out: LeftOut) -> Message:
     return answer | ({"tool_calls": calls} if calls else {})
 
 
-def _result(part: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Message:
+def _results(parts: list[Placed], calls: list[dict[str, Any]], left_out: LeftOut) -> list[Message]:
+    """The messages of the results in a content, the last of which has what stands beside them."""
+    results: list[Message] = []
+    for part, where in parts:
+        if (given := part.get("function_response")) is not None:
+            results.append(_result(given, where, calls))
+            media = get(given, "parts", (list,), [])
+        else:
+            media = [part] * bool(MEDIA & part.keys())
+        sentences = [left_out.sentence(_media_kind(one), where) for one in media]
+        if results:
+            results[-1]["content"] = "\n".join([results[-1]["content"], *sentences])
+    return results
+
+
+def _media_kind(part: Any) -> str:
+    given = [part[name] for name in MEDIA if isinstance(part, dict) and isinstance(part.get(name), dict)]
+    return _MEDIA_KINDS.get(str(given[0].get("mime_type")).partition("/")[0], OTHER) if given else OTHER
+
+
+def _result(given: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Message:
     """The message of a result. `calls` are those without one so far; without an id, a result is that of the
     first of its name."""
-    given = part["function_response"]
     name, call_id = given.get("name"), get(given, "id", (str,), "")
-    if get(given, "parts", (list,), []):
-        raise ApiError(400, f"{where}: function_response.parts are not supported", param=where)
     found = [call for call in calls if call_id in ("", call["id"])]
     found = [call for call in found if call_id or call["function"]["name"] == name]
     if not found:
@@ -363,7 +363,7 @@ def _result(part: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Me
     calls.remove(found[0])
     response = get(given, "response", (dict,), {})
     [output] = response.values() if response.keys() in ({"output"}, {"result"}) else [response]
-    content = output if isinstance(output, str) else orjson.dumps(output).decode()
+    content = output if isinstance(output, str) else msgspec.json.encode(output).decode()
     return {"role": "tool", "content": content, "tool_call_id": found[0]["id"]}
 
 
@@ -383,7 +383,7 @@ def _candidate(index: int, events: list[Event], logprobs: list[TokenLogprob] | N
 
 def _part(event: Event) -> dict[str, Any]:
     if isinstance(event, MadeCall):
-        args = orjson.loads(event.arguments)
+        args = msgspec.json.decode(event.arguments)
         return {"functionCall": {"id": event.call_id, "name": event.name, "args": args}}
     if isinstance(event, Reasoning):
         return {"text": event.text, "thought": True}

@@ -10,7 +10,8 @@ from sf_core.config.undone import Normalisation
 from sf_core.dataplane.gateway.dialects.checks import Body
 
 BILLING_HEADER = "x-anthropic-billing-header:"
-"""Beginning of a line that Claude Code puts first into `system`, with a hash of the conversation so far."""
+"""Beginning of a line that Claude Code puts first into its system prompt, with a hash of the conversation so
+far. Gateways that speak other APIs pass it on."""
 
 
 def normalised(body: Body, names: Collection[Normalisation]) -> Body:
@@ -21,13 +22,28 @@ def normalised(body: Body, names: Collection[Normalisation]) -> Body:
 
 
 def _without_billing_header(body: Body) -> Body:
-    system = body.get("system")
-    if isinstance(system, str):
-        return body | {"system": _rest(system)}
-    if isinstance(system, list):
-        parts = [part | {"text": _rest(part["text"])} if _is_text(part) else part for part in system]
-        return body | {"system": [part for part in parts if not _is_text(part) or part["text"]]}
-    return body
+    prompts = {name: _cleaned(body[name]) for name in ("system", "instructions") if name in body}
+    histories = {
+        name: [_cleaned_message(message) for message in body[name]]
+        for name in ("messages", "input")
+        if isinstance(body.get(name), list)
+    }
+    return body | prompts | histories
+
+
+def _cleaned_message(message: Any) -> Any:
+    if isinstance(message, dict) and message.get("role") == "system":
+        return message | {"content": _cleaned(message.get("content"))}
+    return message
+
+
+def _cleaned(content: Any) -> Any:
+    if isinstance(content, str):
+        return _rest(content)
+    if isinstance(content, list):
+        parts = [part | {"text": _rest(part["text"])} if _is_text(part) else part for part in content]
+        return [part for part in parts if not _is_text(part) or part["text"]]
+    return content
 
 
 def _is_text(part: Any) -> bool:

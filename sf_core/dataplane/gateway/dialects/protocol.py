@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import Body
@@ -88,7 +88,7 @@ class Dialect(Protocol):
 
 
 def data_event(body: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def named_event(body: dict[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sf_core.dataplane.chat.contents import LeftOut, canonical, joined, result_text, texts
 from sf_core.dataplane.chat.json_text import kind_of
-from sf_core.dataplane.chat.messages import Message, tool_call
+from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import (
@@ -185,8 +185,10 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_ou
             if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
                 raise ApiError(400, f"{where} must have a name and a call_id", param=where)
             arguments = parse_arguments(item.get("arguments"), left_out)
-            answer = _open_answer(messages)
-            answer.setdefault("tool_calls", []).append(tool_call(item["call_id"], item["name"], arguments))
+            # in vLLM's order, which is another one in Chat (chat/messages.py)
+            function = {"name": item["name"], "arguments": arguments}
+            call = {"id": item["call_id"], "function": function, "type": "function"}
+            _open_answer(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
             content = result_text(item.get("output"), f"{where}.output", left_out)
             messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.errors import ApiError
@@ -66,7 +66,7 @@ class ResponsesReply:
             self._add_item(self._text_item("message", answer.content, status, answer.logprobs))
         for call in answer.calls:
             self._add_item(self._call_item(call))
-        return orjson.dumps(self._finished(answer))
+        return msgspec.json.encode(self._finished(answer))
 
     def started(self, num_prompt_tokens: int) -> bytes:
         response = self._head | {"status": "in_progress", "output": [], "usage": None}

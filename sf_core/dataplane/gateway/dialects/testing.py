@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-import orjson
+import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.messages import Message, as_said, assistant_message, chain_keys
@@ -113,7 +113,7 @@ class DialectTests:
         for answer in self._answers():
             [whole] = self.hear(self._reply({}).whole([answer]))
             assert (whole.text, whole.reasoning) == (answer.content, answer.reasoning)
-            called = [(call.call_id, call.name, orjson.loads(call.arguments)) for call in answer.calls]
+            called = [(call.call_id, call.name, msgspec.json.decode(call.arguments)) for call in answer.calls]
             assert [tuple(call) for call in whole.calls] == called
             assert whole.end == self.ends[answer.finish_reason]
             assert whole.usage == (NUM_PROMPT_TOKENS, NUM_SAMPLED_TOKENS)
@@ -145,7 +145,7 @@ class DialectTests:
             return
         [asked], [plain] = self._parse(self.with_logprobs), self._parse({})
         assert asked.logprobs and not plain.logprobs
-        # the last token, the end of the turn, comes without text
+        # the last token, which ends inside a character, comes without text
         sampled = [TokenLogprob(text, text.encode(), -0.5 * i) for i, text in enumerate(("to", "be", ""))]
         answer = replace(_answer("tobe"), logprobs=sampled)
         [whole] = self.hear(self._reply(self.with_logprobs).whole([answer]))
@@ -163,7 +163,7 @@ class DialectTests:
     def test_errors_are_told_before_a_stream_and_in_it(self) -> None:
         for status in (400, 401, 404, 409, 413, 429, 500, 503):
             error = ApiError(status, f"It is {status} and so.", code="some_code", param="x")
-            body = orjson.loads(orjson.dumps(self.dialect.error_body(error, "req_1")))
+            body = msgspec.json.decode(msgspec.json.encode(self.dialect.error_body(error, "req_1")))
             assert body["error"]["message"] == error.message and body["error"][self.kind_of_error]
             reply = self._reply({"stream": True})
             started, failed = reply.started(NUM_PROMPT_TOKENS), reply.failed(error, "req_1")
@@ -178,7 +178,7 @@ class DialectTests:
 
     def test_models_are_listed(self) -> None:
         for names in ([], ["policy"], ["a", "b/c"]):
-            listed = orjson.loads(orjson.dumps(self.dialect.model_list(names)))
+            listed = msgspec.json.decode(msgspec.json.encode(self.dialect.model_list(names)))
             assert self.models(listed) == names
 
     def check_sent_back(self, answer: Answer) -> None:
@@ -243,7 +243,7 @@ def read_events(stream: bytes) -> list[dict[str, Any]]:
         fields = dict(line.split(b": ", 1) for line in block.split(b"\n"))
         assert fields.keys() <= {b"event", b"data"}
         if fields[b"data"] != b"[DONE]":
-            event = orjson.loads(fields[b"data"])
+            event = msgspec.json.decode(fields[b"data"])
             assert isinstance(event, dict) and fields.get(b"event", b"").decode() in ("", event.get("type"))
             events.append(event)
     return events

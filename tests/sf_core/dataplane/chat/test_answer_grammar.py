@@ -13,6 +13,7 @@ from sf_core.dataplane.chat.answer_grammar import MAX_SCHEMA_BYTES, answer_gramm
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.engines.grammar import Following, Vocabulary, forbidden
+from tests.sf_core.dataplane.gateway.dialects.test_tool_formats import make_special
 from tests.sf_core.dataplane.stand import CALC
 
 SCHEMA: dict[str, Any] = {
@@ -26,6 +27,11 @@ CALLS = {
     "hermes": '<tool_call>\n{"name": "calc", "arguments": {"expression": "1+1"}}\n</tool_call>',
     "llama3_json": '{"name": "calc", "parameters": {"expression": "1+1"}}',
     "plain": "<tool_call>calc 1+1</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=calc>\n<parameter=expression>\n1+1\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "glm45": "<tool_call>calc\n<arg_key>expression</arg_key>\n<arg_value>1+1</arg_value>\n</tool_call>",
+    "mistral": '[TOOL_CALLS]calc[ARGS]{"expression": "1+1"}',
+    "mistral_list": '[TOOL_CALLS][{"name": "calc", "arguments": {"expression": "1+1"}}]',
 }
 THINKS = "{{ '</think>' if false }}"
 OPENS = "{{ '<think>\n' if add_generation_prompt }}"
@@ -85,9 +91,15 @@ def test_any_json_follows_an_empty_schema(made: Any) -> None:
     assert not follows(renderer, "[1]", schema={"type": "object"})
 
 
+@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("tool_format", CALLS)
-def test_a_tool_may_be_called_instead_if_the_request_has_it(made: Any, tool_format: str) -> None:
+def test_a_tool_may_be_called_instead_if_the_request_has_it(
+    made: Any, tool_format: str, special: bool
+) -> None:
     renderer = made(tool_format)
+    if special:
+        make_special(Path(renderer.model_dir, "tokenizer.json"))
+        renderer = Renderer(renderer.model_dir)
     call = CALLS[tool_format]
     assert follows(renderer, call, tools=[CALC]) and follows(renderer, CONTENT, tools=[CALC])
     assert not follows(renderer, call)

@@ -19,7 +19,8 @@ TOOLS = [CALC, ADD]
 def answer(*texts: str, tools: list[Any] = TOOLS, is_open: bool | None = None) -> AnswerStream:
     """Parse an answer given in pieces; `is_open` is None for a model that does not reason."""
     splitter = FORMATS["plain"].splitter(tools) if tools else None
-    stream = AnswerStream(splitter, None if is_open is None else ReasoningSplitter(is_open))
+    others = [CALL_START] if tools else []
+    stream = AnswerStream(splitter, None if is_open is None else ReasoningSplitter(is_open, others))
     events = [event for text in texts for event in stream.push(text)] + stream.finish()
     assert "".join(event for event in events if isinstance(event, str)) == stream.content
     assert "".join(event.text for event in events if isinstance(event, Reasoning)) == stream.reasoning
@@ -50,6 +51,8 @@ def test_without_tools_everything_is_content() -> None:
         ("<think>never closed", False, "never closed", ""),
         ("Yes. <think>no</think>", False, "", "Yes. <think>no</think>"),
         ("<thing>", False, "", "<thing>"),
+        ("<think>x\n" + CALL_START + "add 1" + CALL_END, False, "x", ""),
+        ("x" + CALL_START + "add 1" + CALL_END + "Yes.", True, "x", "Yes."),
         ("<think>x</think>\n" + CALL_START + "add 1" + CALL_END, False, "x", ""),
     ],
 )

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from openai import AsyncOpenAI
 from sf_core.agents.command import agent_of
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.gateway.dialects.registry import answering as dialect_of
 from sf_core.types import Endpoint, Task
 from tests.patience import patience
-from tests.sf_core.dataplane.stand import Server, answering, say
+from tests.sf_core.dataplane.gateway.dialects.clients import CLIENTS
+from tests.sf_core.dataplane.gateway.test_errors import failed_stream, overflow_of
+from tests.sf_core.dataplane.stand import Server, answering, running_app, say
 
 # its litellm imports mcp without asking for it
 MINI_SWE_AGENT = ["mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp==2.3.0"]
@@ -138,13 +143,13 @@ def test_mini_swe_agent_solves_its_task(
 ASK_LITELLM = """
 import json, sys, litellm
 
-url, key = sys.argv[1:]
+url, key, ways = sys.argv[1:]
 litellm.suppress_debug_info = True
 long = "the " * 3000
 bases = {"openai": url + "/v1", "anthropic": url, "gemini": url + "/v1beta"}
 for model in ("policy", "nobody"):
     for provider in (*bases, "responses"):
-        for stream in (False, True):
+        for stream in json.loads(ways):
             options = {"api_key": key, "stream": stream, "num_retries": 0}
             try:
                 if provider == "responses":
@@ -161,23 +166,58 @@ for model in ("policy", "nobody"):
 """
 
 
-@pytest.mark.nightly
-def test_litellm_knows_what_is_wrong_with_a_request(server: Server, mini: Path) -> None:
-    server.register()
-    opened = server.post("/sessions", {"run_id": "run"})
-    key = f"session:{opened['session_id']}"
-    command = [str(mini.with_name("python")), "-c", ASK_LITELLM, server.url, key]
+def ask_litellm(mini: Path, url: str, key: str, ways: tuple[bool, ...]) -> list[list[Any]]:
+    command = [str(mini.with_name("python")), "-c", ASK_LITELLM, url, key, json.dumps(ways)]
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    providers = ("openai", "anthropic", "gemini", "responses")
-    assert told == [
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def all_raise(policy: str, nobody: str, ways: tuple[bool, ...]) -> list[list[Any]]:
+    return [
         [model, provider, streamed, raised]
-        for model, raised in (("policy", "ContextWindowExceededError"), ("nobody", "NotFoundError"))
-        for provider in providers
-        for streamed in (False, True)
+        for model, raised in (("policy", policy), ("nobody", nobody))
+        for provider in ("openai", "anthropic", "gemini", "responses")
+        for streamed in ways
     ]
+
+
+@pytest.mark.nightly
+def test_litellm_knows_what_is_wrong_with_a_request(server: Server, mini: Path) -> None:
+    ways = (False, True)
+    server.register()
+    opened = server.post("/sessions", {"run_id": "run"})
+    told = ask_litellm(mini, server.url, f"session:{opened['session_id']}", ways)
+    assert told == all_raise("ContextWindowExceededError", "NotFoundError", ways)
+    with running_app(key="secret") as url:
+        told = ask_litellm(mini, url, "wrong", ways)
+    assert told == all_raise("AuthenticationError", "AuthenticationError", ways)
+
+
+class FailingStreams(BaseHTTPRequestHandler):
+    """Answers every request with a stream that fails after it began."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        dialect = dialect_of(self.path.partition("?")[0])
+        assert dialect is not None
+        [client] = [client for client in CLIENTS if client.dialect.name == dialect.name]
+        data = failed_stream(client, overflow_of(client))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.mark.nightly
+def test_litellm_knows_an_overflow_inside_a_stream(mini: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), FailingStreams) as failing:
+        threading.Thread(target=failing.serve_forever, daemon=True).start()
+        told = ask_litellm(mini, f"http://127.0.0.1:{failing.server_port}", "none", (True,))
+        failing.shutdown()
+    assert told == all_raise("ContextWindowExceededError", "ContextWindowExceededError", (True,))
 
 
 def from_npm(package: str) -> str:

@@ -83,11 +83,11 @@ MATCHED: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
     # github.com/openai/codex codex-rs/codex-api/src/sse/responses.rs
     "codex": [(r'"code":"context_length_exceeded"', ("responses",))],
-    # github.com/langchain-ai/langchain libs/partners/anthropic/langchain_anthropic/chat_models.py, and of
-    # langchainjs the file errors.ts of its OpenAI package
+    # github.com/langchain-ai/langchain libs/partners/anthropic/langchain_anthropic/chat_models.py and
+    # github.com/langchain-ai/langchainjs libs/providers/langchain-openai/src/utils/client.ts
     "langchain": [
         (r"prompt is too long", ("messages",)),
-        (r"context_length_exceeded", ("chat", "completions", "responses")),
+        (r"exceeds the context window", ("responses",)),
     ],
 }
 """By harness, the patterns by which it knows that it must shorten its history, and the dialects in which it

@@ -146,7 +146,8 @@ def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
             assert shown.startswith(answer.content + STOP)
     # the characters of the entries are the text up to one that is not complete
     texts = "".join(entry.text for entry in entries)
-    assert shown.removesuffix("\ufffd") == texts.removesuffix("\ufffd")
+    assert shown.startswith(texts)
+    assert shown == texts or shown.endswith("\ufffd")
 
 
 def test_a_token_inside_a_character_has_its_bytes_and_no_text(run: ServedRun) -> None:

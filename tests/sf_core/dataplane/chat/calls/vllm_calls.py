@@ -1,7 +1,7 @@
 """Reads the calls of texts with vLLM's own parsers. Runs in vLLM's environment.
 
-Tools and a list of (format, text) come as JSON on stdin. Per text its calls go to stdout, each as a name and its
-arguments as vLLM writes them.
+Tools and a list of (format, text) come as JSON on stdin. Per text its calls go to stdout, each as a name and
+its arguments as vLLM writes them.
 """
 
 from __future__ import annotations

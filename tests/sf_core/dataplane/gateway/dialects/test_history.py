@@ -8,6 +8,7 @@ import pytest
 
 from sf_core.dataplane.chat.contents import Content
 from sf_core.dataplane.chat.messages import Message, text_of
+from sf_core.dataplane.gateway.dialects.normalised import normalised
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.registry import DIALECTS
 from sf_core.dataplane.sessions.session import Session
@@ -15,7 +16,6 @@ from sf_core.dataplane.turns.request import TurnRequest
 
 CHAT, _, RESPONSES, MESSAGES, GOOGLE = DIALECTS
 HI: Message = {"role": "user", "content": "hi"}
-ASKED: dict[str, Any] = {"type": "text", "text": "hi"}
 TWO = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 FIELDS = {"chat": "messages", "messages": "messages", "responses": "input", "generate_content": "contents"}
 
@@ -86,6 +86,8 @@ def test_blocks_of_messages_are_read_as_vllm_reads_them() -> None:
         {"role": "user", "content": parts("one", "two")},
         {"role": "system", "content": "onetwo"},
     ]
+    history = [HI, {"role": "assistant", "content": "x"}, {"role": "user", "content": [empty]}]
+    assert _said(MESSAGES, history) == [HI, _answer("x")]
     called = [{"type": "tool_use", "id": "c", "name": "look", "input": {"b": 1}}]
     result = {"type": "tool_result", "tool_use_id": "c", "content": TWO}
     history = [HI, {"role": "assistant", "content": called}, {"role": "user", "content": [*TWO[:1], result]}]
@@ -157,6 +159,9 @@ def test_calls_show_their_fields_in_the_order_in_which_vllm_has_them() -> None:
     [made] = answer["tool_calls"]
     assert [*made] == ["id", "function", "type"] and [*made["function"]] == ["arguments", "name"]
     assert [*made["function"]["arguments"]] == ["b", "a"]
+    [_, answer] = _said(RESPONSES, [HI, LOOKED])
+    [made] = answer["tool_calls"]
+    assert [*made] == ["id", "function", "type"] and [*made["function"]] == ["name", "arguments"]
 
 
 def test_tools_are_as_vllm_shows_them() -> None:
@@ -210,3 +215,22 @@ def test_an_effort_of_reasoning_is_given_to_the_template(
     dialect: Dialect, fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     assert _parse(dialect, [HI], **fields).template_options == options
+
+
+def test_the_header_of_claude_code_is_taken_out_wherever_a_gateway_puts_it() -> None:
+    header = "x-anthropic-billing-header: cch=1;"
+    parts = [{"type": "text", "text": header}, {"type": "text", "text": f"{header}\nbe brief"}]
+    brief = {"role": "system", "content": "be brief"}
+    cases: list[tuple[Dialect, dict[str, Any], list[Any]]] = [
+        (CHAT, {}, [{"role": "system", "content": f"{header}\nbe brief"}, HI]),
+        (CHAT, {}, [{"role": "system", "content": parts}, HI]),
+        (RESPONSES, {"instructions": f"{header}\nbe brief"}, [HI]),
+        (MESSAGES, {"system": parts}, [HI]),
+        (MESSAGES, {}, [{"role": "system", "content": parts}, HI]),
+    ]
+    for dialect, fields, history in cases:
+        cleaned = normalised({FIELDS[dialect.name]: history, **fields}, ["billing_header"])
+        given = cleaned.pop(FIELDS[dialect.name])
+        assert _said(dialect, given, **cleaned) == [brief, HI]
+    said = {"messages": [{"role": "user", "content": header}]}
+    assert normalised(said, ["billing_header"]) == said

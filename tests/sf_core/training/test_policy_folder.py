@@ -1,0 +1,150 @@
+"""Folders that cannot be trained are refused before anything starts, and others say what they can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from sf_core.cli.explain import explain_plan
+from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.stages.start import check_start
+from sf_core.training.policy_folder import SAMPLING, describe_policy
+from storage.run_directory import RunDirectory
+from tests.bad_input.refusals import check_sentence
+from tests.sf_core.stages.test_start import from_model, model, started
+
+__all__ = ["model"]
+
+
+def rewrite(file: Path, **facts: Any) -> None:
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | facts))
+
+
+def be(**facts: Any) -> Callable[[Path], None]:
+    return lambda model: rewrite(model / "config.json", **facts)
+
+
+def also(name: str) -> Callable[[Path], None]:
+    return lambda model: rewrite(model / name)
+
+
+def only(name: str) -> Callable[[Path], None]:
+    def leave(model: Path) -> None:
+        for file in model.iterdir():
+            file.unlink()
+        (model / name).write_bytes(b"{}")
+
+    return leave
+
+
+def as_codes(dtype: torch.dtype) -> Callable[[Path], None]:
+    def store(model: Path) -> None:
+        weights = load_file(model / "model.safetensors")
+        save_file({name: tensor.to(dtype) for name, tensor in weights.items()}, model / "model.safetensors")
+
+    return store
+
+
+MERGE = (
+    "holds an adapter (adapter_config.json), and whole models are trained: save the model with its adapter"
+)
+FULL = "; training needs full ones: name the folder of the model that they were made from"
+CAUSAL = ": name a folder of a causal language model (...ForCausalLM in its config.json)"
+
+UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "GPTQ": (be(quantization_config={"quant_method": "gptq", "bits": 4}), f"quantised (gptq){FULL}"),
+    "AWQ": (be(quantization_config={"quant_method": "awq"}), f"quantised (awq){FULL}"),
+    "bitsandbytes": (
+        be(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        f"quantised (bitsandbytes){FULL}",
+    ),
+    "FP8": (be(quantization_config={"quant_method": "fp8"}), f"quantised (fp8){FULL}"),
+    "within": (be(text_config={"quantization_config": {"quant_method": "fp8"}}), f"quantised (fp8){FULL}"),
+    "old compressed-tensors": (be(compression_config={"format": "x"}), "quantised (by an unknown method)"),
+    "MLX": (be(quantization={"bits": 4}), "quantised (by an unknown method)"),
+    "old GPTQ": (also("quantize_config.json"), f"quantised (quantize_config.json){FULL}"),
+    "ModelOpt": (also("hf_quant_config.json"), "quantised (hf_quant_config.json)"),
+    "FP8 that is not named": (as_codes(torch.float8_e4m3fn), f"quantised (F8_E4M3){FULL}"),
+    "codes that are not named": (as_codes(torch.uint8), f"quantised (U8){FULL}"),
+    "a GGUF file": (only("small.gguf"), "holds a GGUF file: `sf model "),
+    "adapter": (only("adapter_config.json"), MERGE),
+    "adapter beside a model": (also("adapter_config.json"), MERGE),
+    "encoder": (be(architectures=["BertModel"]), f" is BertModel, which samples no text{CAUSAL}"),
+    "masked": (be(architectures=["BertForMaskedLM"]), " is BertForMaskedLM, which samples no text"),
+    "embedding": (be(architectures=["Qwen3Model"]), " is Qwen3Model, which samples no text"),
+    "reward": (
+        be(architectures=["LlamaForSequenceClassification"]),
+        " is LlamaForSequenceClassification, which samples no text",
+    ),
+    "encoder and decoder": (
+        be(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
+        f" is T5ForConditionalGeneration, which reads by an encoder and answers by a decoder{CAUSAL}",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["plan", "check", "start"])
+@pytest.mark.parametrize("kind", UNTRAINABLE)
+def test_a_folder_that_cannot_be_trained_is_refused_in_one_sentence(
+    tmp_path: Path, model: Path, kind: str, place: str
+) -> None:
+    make, sentence = UNTRAINABLE[kind]
+    make(model)
+    run = RunDirectory(str(tmp_path / "r"))
+    config = from_model(run, model)
+    refuse = {"plan": lambda: explain_plan(config), "check": lambda: check_start(config)}
+    with pytest.raises(ValueError) as refused:
+        refuse.get(place, lambda: started(run))()
+    check_sentence(str(refused.value), "policy.model: ", str(model), sentence)
+    assert not Path(run.start_dir).exists()
+
+
+def test_every_causal_language_model_of_transformers_may_be_trained() -> None:
+    known = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if not name.endswith(SAMPLING)}
+    assert known <= {"BertGenerationDecoder"}
+    for others in (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    ):
+        assert not any(name.endswith(SAMPLING) for name in others.values())
+
+
+@pytest.fixture
+def base_model(model: Path) -> Path:
+    """One whose folder names another end of turns than its template."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    rewrite(model / "tokenizer_config.json", eos_token="<|endoftext|>")
+    rewrite(model / "generation_config.json", eos_token_id=tokenizer.token_to_id("<|endoftext|>"), top_k=20)
+    return model
+
+
+def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_folder(
+    tmp_path: Path, base_model: Path
+) -> None:
+    sentence = "its turns end with <|im_end|>, which only the template says"
+    assert sentence in describe_policy(str(base_model))
+    run = RunDirectory(str(tmp_path / "r"))
+    from_model(run, base_model)
+    started(run)
+    named = json.loads(Path(run.start_dir, "generation_config.json").read_text())
+    renderer = open_renderer(run.start_dir)
+    # a server of the trained policy takes its ends from there
+    assert (tuple(named["eos_token_id"]), named["top_k"]) == (renderer.stop_token_ids, 20)
+    assert renderer.stop_token_ids == open_renderer(str(base_model)).stop_token_ids
+    assert len(renderer.stop_token_ids) == 2 and sentence not in describe_policy(run.start_dir)
+    # its files are those of the manifest
+    started(run)
