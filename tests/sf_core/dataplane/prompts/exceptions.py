@@ -153,14 +153,13 @@ ROWS = {
         Case("qwen3", "byte_level", "responses", _IN_PARTS), _has_answer_in_parts, _has_answer_in_parts
     ),
     "a call, where the template writes the whole function as JSON": Row(
-        Case("mistral", "byte_level", "responses", Shape((_USER, _CALL, _FOUND), (_FIND,))),
-        lambda case: case.dialect == "responses" and _writes_whole_function(case),
-        _writes_whole_function,
+        _chat("mistral", _USER, _CALL, _FOUND, tools=(_FIND,)), transformers=_writes_whole_function
     ),
     "a call that must be made (`tool_choice`)": Row(
         Case("qwen3", "byte_level", "chat", Shape((_USER,), (_FIND,), must_call=True)), _must_call, _must_call
     ),
     "a line `x-anthropic-billing-header: ...`": Row(
-        _chat("qwen3", Said("system", ("x-anthropic-billing-header: 1\nbe",)), _USER), _has_billing_line
+        _chat("qwen3", Said("system", ("x-anthropic-billing-header: 1\nbe",)), _USER),
+        transformers=_has_billing_line,
     ),
 }
