@@ -38,9 +38,11 @@ def format_of(render: Callable[[list[Message], list[Tool]], str]) -> str:
         for name, form in FORMATS.items()
         if 1 in texts and all(_reads(form, text, _CALLS[:num]) for num, text in texts.items())
     ]
-    # several read alike and begin a call differently
-    return next(
-        (name for name in fitting if FORMATS[name].opening(_TOOL) in texts[1]), next(iter(fitting), "")
+    # several read alike, and write differently
+    return max(
+        fitting,
+        key=lambda name: _num_alike(FORMATS[name].render(_CALLS[0]), texts[1].lstrip()),
+        default="",
     )
 
 
