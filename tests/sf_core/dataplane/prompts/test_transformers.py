@@ -24,6 +24,14 @@ from tests.sf_core.dataplane.prompts.shapes import WRITERS, Call, Said, Shape
 from tests.sf_core.dataplane.prompts.strategies import shapes
 from tests.sf_core.dataplane.stand import Server, answering
 
+SPOKEN = Shape(
+    (
+        Said("system", ("be",)),
+        Said("user", ("hi",)),
+        Said("assistant", ("said",), "because"),
+        Said("user", ("and?",)),
+    )
+)
 CALLED = Shape(
     (
         Said("user", ("hi",)),
@@ -59,6 +67,14 @@ def told(case: Case, theirs: Ids | None) -> str:
     return f"{case.kind}, {case.tokenizer}: {case.request.body}\nours:   {texts[0]!r}\ntheirs: {texts[1]!r}"
 
 
+@pytest.mark.parametrize("at", FOLDERS, ids="-".join)
+def test_an_ordinary_session_is_rendered_as_by_transformers(at: tuple[str, str]) -> None:
+    for case in [*cases(at, SPOKEN), *cases(at, CALLED)]:
+        theirs = of_transformers(case)
+        assert theirs is not None or case.shape is CALLED  # Gemma knows no tools
+        assert of_gateway(case) == theirs or explained(case, TRANSFORMERS), told(case, theirs)
+
+
 @settings(max_examples=examples(200))
 @given(at=st.sampled_from(FOLDERS), shape=shapes())
 def test_our_prompts_are_those_of_transformers(at: tuple[str, str], shape: Shape) -> None:
@@ -70,6 +86,7 @@ def test_our_prompts_are_those_of_transformers(at: tuple[str, str], shape: Shape
 @settings(max_examples=examples(200))
 @example(at=("mistral", "byte_level"), shape=CALLED, seed=0)
 @example(at=("qwen3", "byte_level"), shape=CALLED, seed=0)
+@example(at=("llama3", "first"), shape=SPOKEN, seed=0)
 @given(at=st.sampled_from(FOLDERS), shape=shapes(), seed=st.integers(0, 2**32))
 def test_what_follows_recorded_ids_is_rendered_as_without_them(
     at: tuple[str, str], shape: Shape, seed: int
