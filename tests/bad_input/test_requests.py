@@ -240,6 +240,7 @@ CONTROL: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/sessions", {"run_id": "run", "policy": "x" * 100_000}, 404, "model"),
     ("POST", "/sessions", {"run_id": "run", "typo": 1}, 400, "typo"),
     ("POST", "/sessions", {"run_id": "run", "metadata": []}, 400, "metadata"),
+    ("POST", "/sessions", {"run_id": "run", "metadata": {"x": 10**30}}, 400, "64 bits"),
     ("POST", "/sessions/nobody/reward", {"reward": 1}, 404, "nobody"),
     ("POST", "/sessions/nobody/finish", {"status": "finished"}, 404, "nobody"),
     ("POST", "/sessions/nobody/finish", {"status": "done"}, 400, "status"),

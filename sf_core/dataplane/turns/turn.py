@@ -261,9 +261,11 @@ class TurnService:
         generation, end, renderer = self._generation, self._num_read, self._run.renderer
         ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
         pieces = renderer.token_bytes(ids)
-        if start == 0 and pieces[:1] == [b" " + renderer.shown(ids[:1]).encode()]:
-            # the text of an answer has no space where SentencePiece marks that it begins with a word
-            pieces[0] = pieces[0][1:]
+        if start == 0 and pieces:
+            # the text of an answer has no spaces where SentencePiece marks that it begins with a word
+            shown = renderer.shown(ids[:1]).encode()
+            if pieces[0].lstrip(b" ") == shown.lstrip(b" "):
+                pieces[0] = shown
         new = [
             TokenLogprob(self._complete(piece), piece, logprob)
             for piece, logprob in zip(pieces, logprobs, strict=True)

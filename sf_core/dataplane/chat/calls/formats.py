@@ -38,26 +38,34 @@ def format_of(render: Callable[[list[Message], list[Tool]], str]) -> str:
         for name, form in FORMATS.items()
         if 1 in texts and all(_reads(form, text, _CALLS[:num]) for num, text in texts.items())
     ]
-    # several read alike and begin a call differently
-    return next(
-        (name for name in fitting if FORMATS[name].opening(_TOOL) in texts[1]), next(iter(fitting), "")
+    # several read alike, and write differently
+    return max(
+        fitting,
+        key=lambda name: _num_alike(FORMATS[name].render(_CALLS[0]), texts[1].lstrip()),
+        default="",
     )
 
 
 def _written(render: Callable[[list[Message], list[Tool]], str], calls: list[ToolCall]) -> str | None:
-    """What a template shows of calls: where the rendering of an answer differs from that of another one. None
-    if it refuses them."""
+    """What a template shows of calls, and what it shows behind them: where the rendering of an answer differs
+    from that of another one. None if it refuses them."""
     made = [tool_call(f"abcdefgh{n}", call.name, call.arguments) for n, call in enumerate(calls)]
-    answers: list[Message] = [
-        {"role": "assistant", "content": "", "tool_calls": made},
-        {"role": "assistant", "content": _OTHER},
+    results: list[Message] = [
+        {"role": "tool", "content": "found", "tool_call_id": call["id"]} for call in made
     ]
-    try:
-        with_calls, without = (render([_USER, answer], [_TOOL]) for answer in answers)
-    except jinja2.TemplateError:
-        return None
-    start = _num_alike(with_calls, without)
-    return with_calls[start : len(with_calls) - _num_alike(with_calls[start:][::-1], without[start:][::-1])]
+    for is_last in (True, False):  # some templates refuse an answer at the end
+        with_calls = [_USER, {"role": "assistant", "content": "", "tool_calls": made}]
+        without = [_USER, {"role": "assistant", "content": _OTHER}]
+        if not is_last:
+            with_calls += results
+            without.append(_USER)
+        try:
+            text, other = render(with_calls, [_TOOL]), render(without, [_TOOL])
+        except jinja2.TemplateError:
+            continue
+        start = _num_alike(text, other)
+        return text[start : len(text) - _num_alike(text[start:][::-1], other[start:][::-1])]
+    return None
 
 
 def _num_alike(text: str, other: str) -> int:
@@ -69,8 +77,10 @@ def _reads(form: ToolFormat, text: str, calls: list[ToolCall]) -> bool:
     splitter = form.splitter([_TOOL])
     parts: Parts = [*splitter.push(text), *splitter.finish()]
     said = [part for part in parts if isinstance(part, ToolCall) or part.strip()]
+    while said and isinstance(said[-1], str):
+        said.pop()
     # numbers that are equal may be of two types
-    return repr(said) == repr(calls)
+    return splitter.num_unparsed == 0 and repr(said) == repr(calls)
 
 
 _OTHER = "\N{SNOWMAN}"

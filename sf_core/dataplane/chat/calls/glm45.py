@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, between_tags
-from sf_core.dataplane.chat.calls.values import text_of, value_of
+from sf_core.dataplane.chat.calls.values import as_text, value_of
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,
@@ -37,7 +37,7 @@ def _split(tools: list[Tool]) -> CallSplitter:
 
 def _render(call: ToolCall) -> str:
     arguments = (
-        f"<arg_key>{key}</arg_key>\n<arg_value>{text_of(value)}</arg_value>\n"
+        f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n"
         for key, value in call.arguments.items()
     )
     return f"{CALL_START}{call.name}\n{''.join(arguments)}{CALL_END}"

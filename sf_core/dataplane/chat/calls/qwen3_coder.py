@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, Found, MarkedCalls
-from sf_core.dataplane.chat.calls.values import text_of, value_of
+from sf_core.dataplane.chat.calls.values import as_text, value_of
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,
@@ -67,7 +67,7 @@ def _read(text: str, tools: list[Tool]) -> ToolCall | None:
 
 def _render(call: ToolCall) -> str:
     arguments = (
-        f"<parameter={key}>\n{text_of(value)}\n</parameter>\n" for key, value in call.arguments.items()
+        f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in call.arguments.items()
     )
     return f"{CALL_START}\n{_START}{call.name}>\n{''.join(arguments)}{_END}\n{CALL_END}"
 

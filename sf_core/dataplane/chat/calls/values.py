@@ -30,7 +30,7 @@ def value_of(text: str, schema: Any) -> Any:
         return text
 
 
-def text_of(value: Any) -> str:
+def as_text(value: Any) -> str:
     """The text that stands for a value in a call."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import orjson
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,4 +160,4 @@ def test_however_the_text_arrives_the_split_is_the_same_and_can_be_answered(
     assert (parts, num_unparsed) == split(name, text)
     calls = [part for part in parts if isinstance(part, ToolCall)]
     message = assistant_message("", calls, "s.0.0")
-    assert orjson.loads(orjson.dumps(message)) == message
+    assert msgspec.json.decode(msgspec.json.encode(message)) == message

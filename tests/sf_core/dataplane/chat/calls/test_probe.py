@@ -57,6 +57,11 @@ SOURCES = {
         written('<tool_call>{"name": "{{ call.function.name }}", "arguments": "x"}</tool_call>'),
         "",
     ),
+    "that refuses an answer at the end": (
+        "{{ raise_exception('whose turn?') if messages[-1].role == 'assistant' }}" + TEMPLATE,
+        "hermes",
+    ),
+    "with a list around tags": (written(f"<calls><tool_call>{CALL}</tool_call>"), ""),
     "that refuses calls": (written("{{ raise_exception('no') }}"), ""),
 }
 
