@@ -19,17 +19,9 @@ def json_end(text: str, start: int) -> int | None:
         return None
 
 
-def read_value(text: str) -> Any:
-    """A value that an answer can hold. Raises ValueError if the text is none."""
-    try:
-        return read_json(text)
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"nested too deeply: {error}") from None
-
-
 def read_object(text: str) -> dict[str, Any] | None:
     try:
-        value = read_value(text)
+        value = read_json(text)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, between_tags
+from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,
@@ -49,8 +48,8 @@ def _convert(text: str, kind: str | None) -> Any:
     """The argument as a number if the schema wants one and the text is one in JSON, else as text."""
     if kind in ("integer", "number"):
         try:
-            value = orjson.loads(text)
-        except orjson.JSONDecodeError:
+            value = read_json(text)
+        except ValueError:
             return text
         if isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool):
             return value
