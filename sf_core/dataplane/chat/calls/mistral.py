@@ -16,10 +16,10 @@ from sf_core.dataplane.chat.calls.json_calls import (
     json_end,
     open_call,
     read_object,
-    read_value,
     render_call,
 )
 from sf_core.dataplane.chat.calls.splitter import Found, MarkedCalls
+from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
     Tool,
@@ -60,7 +60,7 @@ def _read_named(name: str, written: str, tools: list[Tool]) -> list[ToolCall] | 
 
 def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
     try:
-        value = read_value(written)
+        value = read_json(written)
     except ValueError:
         return None
     calls = [

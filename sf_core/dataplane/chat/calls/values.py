@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sf_core.dataplane.chat.calls.json_calls import read_value
+from sf_core.dataplane.chat.json_text import read_json
 
 
 def value_of(text: str, schema: Any) -> Any:
@@ -25,7 +25,7 @@ def value_of(text: str, schema: Any) -> Any:
     if "string" in kinds:
         return text
     try:
-        return read_value(text)
+        return read_json(text)
     except ValueError:
         return text
 
@@ -66,7 +66,7 @@ _ALIASES = (
 
 
 def _integer(text: str) -> Any:
-    return read_value(str(int(text)))
+    return read_json(str(int(text)))
 
 
 def _number(text: str) -> int | float:
@@ -85,7 +85,7 @@ _CONVERSIONS: dict[str, Callable[[str], Any]] = {
     "integer": _integer,
     "number": _number,
     "boolean": lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower().strip()],
-    "object": read_value,
-    "array": read_value,
+    "object": read_json,
+    "array": read_json,
 }
 """In the order in which they are tried."""
