@@ -115,6 +115,7 @@ def _has_billing_line(case: Case) -> bool:
 
 
 _USER = Said("user", ("hi",))
+_BILLED = Said("system", ("x-anthropic-billing-header: 1\nbe",))
 _CALL = Said("assistant", calls=(Call("c12345678", "find", '{"x": 1}'),))
 _WRONG = Said("assistant", calls=(Call("c12345678", "find", "{'x': 1}"),))
 _FOUND = Said("tool", ("found",), answers="c12345678")
@@ -159,7 +160,8 @@ ROWS = {
         Case("qwen3", "byte_level", "chat", Shape((_USER,), (_FIND,), must_call=True)), _must_call, _must_call
     ),
     "a line `x-anthropic-billing-header: ...`": Row(
-        _chat("qwen3", Said("system", ("x-anthropic-billing-header: 1\nbe",)), _USER),
-        transformers=_has_billing_line,
+        Case("qwen3", "byte_level", "messages", Shape((_USER, _BILLED, _USER))),
+        lambda case: case.dialect in ("messages", "responses") and _has_billing_line(case),
+        _has_billing_line,
     ),
 }
