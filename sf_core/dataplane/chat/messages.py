@@ -10,6 +10,7 @@ assistant messages keep theirs.
 from __future__ import annotations
 
 import sys
+from base64 import b32encode
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
@@ -34,7 +35,8 @@ def assistant_message(content: str, calls: list[ToolCall], turn_id: str, reasoni
 
 
 def call_id(turn_id: str, index: int) -> str:
-    return "call_" + blake2b(f"{turn_id}.{index}".encode(), digest_size=12).hexdigest()
+    """Nine letters and digits: Mistral's templates take no others."""
+    return b32encode(blake2b(f"{turn_id}.{index}".encode(), digest_size=8).digest())[:9].decode().lower()
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from sf_core.dataplane.chat.messages import assistant_message
+from sf_core.dataplane.chat.messages import assistant_message, call_id
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session
@@ -35,20 +35,24 @@ def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iter
     """Hold the conversation turn by turn. `fresh` is the server's prompt of a request. It ends where that
     does not begin with the prompt before it, or the answer is not rendered as it was sampled."""
     made, rng, session = renderer(case.kind, case.tokenizer), random.Random(seed), Session("s")
-    for at, said in enumerate(case.shape.messages):
-        if said.role != "assistant":
+    for at in range(len(case.shape.messages)):
+        if case.shape.messages[at].role != "assistant":
             continue
-        before, after = _up_to(case, at), _up_to(case, _next_answer(case, at))
+        before = _up_to(case, at)
+        if (prompt_ids := fresh(before)) is None:
+            return
+        prompt = open_prompt(case.kind, case.tokenizer, before.request, session)
+        case = _with_our_ids(case, at, session.turn_id(prompt, prompt.num_samples))
+        said, after = case.shape.messages[at], _up_to(case, _next_answer(case, at))
         if _moves_system(after):
             return
-        prompt_ids, whole = fresh(before), fresh(after)
-        if prompt_ids is None or whole is None or whole[: len(prompt_ids)] != prompt_ids:
+        whole = fresh(after)
+        if whole is None or whole[: len(prompt_ids)] != prompt_ids:
             return
         start = len(prompt_ids)
         end = next((i for i in range(start, len(whole)) if whole[i] in made.stop_texts), None)
         if end is None or not _is_said(said, text := made.shown(whole[start:end])):
             return
-        prompt = open_prompt(case.kind, case.tokenizer, before.request, session)
         ids = [*odd_ids(made, text, rng), whole[end]]
         recorded = [*prompt.full_ids().tolist(), *ids]
         answer(session, prompt, ids, said)
@@ -79,6 +83,18 @@ def answer(session: Session, prompt: Prompt, ids: Ids, said: Said) -> None:
     turn_id = session.turn_id(prompt, number)
     message = assistant_message("".join(said.parts), calls, turn_id, said.reasoning)
     session.commit(generation, prompt, number, message, 0)
+
+
+def _with_our_ids(case: Case, at: int, turn_id: str) -> Case:
+    """The conversation with the ids that the calls of an answer get when it is sampled."""
+    messages = list(case.shape.messages)
+    ids = {call.call_id: call_id(turn_id, i) for i, call in enumerate(messages[at].calls)}
+    calls = tuple(replace(call, call_id=ids[call.call_id]) for call in messages[at].calls)
+    messages[at] = replace(messages[at], calls=calls)
+    for i in range(at + 1, _next_answer(case, at)):
+        answered = messages[i].answers
+        messages[i] = replace(messages[i], answers=ids.get(answered, answered))
+    return replace(case, shape=replace(case.shape, messages=tuple(messages)))
 
 
 def _up_to(case: Case, num_messages: int) -> Case:

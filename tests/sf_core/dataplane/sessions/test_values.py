@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.chat.tool_formats import FORMATS, ToolCall
+from sf_core.dataplane.chat.calls.formats import FORMATS
+from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.gateway.dialects.checks import parse_object
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.turns.answer import Answer
