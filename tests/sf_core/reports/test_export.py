@@ -325,7 +325,7 @@ def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path)
     run = RunDirectory(str(tmp_path / "run-2"))
     configure(run)
     called = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"n": 10**30}}}
-    asked = {"role": "user", "content": ["one", "two"]}
+    asked = {"role": "user", "content": [{"type": "text", "text": text} for text in ("one", "two")]}
     answer = {"role": "assistant", "content": "", "tool_calls": [called]}
     sample(run, 0, [conversation([SYSTEM, asked, answer])])
     for to, name in (("trl", "out.jsonl"), ("atif", "out")):

@@ -20,11 +20,9 @@ class CountingRenderer(Renderer):
     num_rendered = 0
     num_encoded = 0
 
-    def render(
-        self, messages: list[Message], tools: list[dict[str, Any]], num_first: int | None = None
-    ) -> str:
+    def render(self, messages: list[Message], *rest: Any, **options: Any) -> str:
         self.num_rendered += len(messages)
-        return super().render(messages, tools, num_first)
+        return super().render(messages, *rest, **options)
 
     def encode(self, text: str, after: str = "") -> Ids:
         self.num_encoded += len(text)
