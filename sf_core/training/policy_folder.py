@@ -83,7 +83,7 @@ def _quantised_by(model: str, shape: dict[str, Any]) -> str | None:
     for part, key in product((shape, shape.get("text_config") or {}), QUANTISED):
         if settings := part.get(key):
             known = settings.get("quant_method") if isinstance(settings, dict) else None
-            return str(known or "by an unknown method")
+            return str(known or f"`{key}` in config.json")
     return next((name for name in QUANTISED_FILES if Path(model, name).is_file()), None)
 
 
@@ -137,7 +137,7 @@ def describe_policy(folder: str) -> str:
         _describe_tools(renderer),
     ]
     if renderer.template_stop is not None:
-        facts.append(f"its turns end with {renderer.template_stop}, which only the template says")
+        facts.append(f"its chat template ends turns with {renderer.template_stop}, so answers end there too")
     return "; ".join(facts)
 
 

@@ -72,8 +72,11 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "FP8": (be(quantization_config={"quant_method": "fp8"}), f"quantised (fp8){FULL}"),
     "within": (be(text_config={"quantization_config": {"quant_method": "fp8"}}), f"quantised (fp8){FULL}"),
-    "old compressed-tensors": (be(compression_config={"format": "x"}), "quantised (by an unknown method)"),
-    "MLX": (be(quantization={"bits": 4}), "quantised (by an unknown method)"),
+    "old compressed-tensors": (
+        be(compression_config={"format": "x"}),
+        "quantised (`compression_config` in config.json)",
+    ),
+    "MLX": (be(quantization={"bits": 4}), "quantised (`quantization` in config.json)"),
     "old GPTQ": (also("quantize_config.json"), f"quantised (quantize_config.json){FULL}"),
     "ModelOpt": (also("hf_quant_config.json"), "quantised (hf_quant_config.json)"),
     "FP8 that is not named": (as_codes(torch.float8_e4m3fn), f"quantised (F8_E4M3){FULL}"),
@@ -135,7 +138,7 @@ def base_model(model: Path) -> Path:
 def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_folder(
     tmp_path: Path, base_model: Path
 ) -> None:
-    sentence = "its turns end with <|im_end|>, which only the template says"
+    sentence = "its chat template ends turns with <|im_end|>, so answers end there too"
     assert sentence in describe_policy(str(base_model))
     run = RunDirectory(str(tmp_path / "r"))
     from_model(run, base_model)
