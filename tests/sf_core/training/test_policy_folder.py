@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 from sf_core.cli.explain import explain_plan
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.stages.start import check_start
-from sf_core.training.policy_folder import SAMPLING, describe_policy
+from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy
 from storage.run_directory import RunDirectory
 from tests.bad_input.refusals import check_sentence
 from tests.sf_core.stages.test_start import from_model, model, started
@@ -91,6 +91,10 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
         be(architectures=["LlamaForSequenceClassification"]),
         " is LlamaForSequenceClassification, which samples no text",
     ),
+    "for images too": (
+        be(architectures=["Qwen3VLForConditionalGeneration"], model_type="qwen3_vl"),
+        " is Qwen3VLForConditionalGeneration, of which transformers has no causal language model" + CAUSAL,
+    ),
     "encoder and decoder": (
         be(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
         f" is T5ForConditionalGeneration, which reads by an encoder and answers by a decoder{CAUSAL}",
@@ -122,6 +126,11 @@ def test_every_causal_language_model_of_transformers_may_be_trained() -> None:
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     ):
         assert not any(name.endswith(SAMPLING) for name in others.values())
+
+
+def test_a_model_for_images_that_transformers_has_as_a_causal_one_may_be_trained(model: Path) -> None:
+    be(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")(model)
+    check_model_folder(str(model))
 
 
 @pytest.fixture
