@@ -1,4 +1,5 @@
-"""Where our prompts differ from those of vLLM or transformers: the table of docs/prompts-and-answers.md, as code.
+"""Where our prompts differ from those of vLLM or transformers: the table of docs/prompts-and-answers.md, as
+code.
 
 A row says which requests it is about, and has one of them, which differs from the references that the table
 says. The tests hold that nothing else differs."""
