@@ -74,16 +74,24 @@ def _fault_of(model: str) -> str | None:
         what = f"{kind or 'a model'}, which reads by an encoder and answers by a decoder"
     elif kind and not kind.endswith(SAMPLING):
         what = f"{kind}, which samples no text"
+    elif kind and kind.endswith("ForConditionalGeneration") and not _is_causal(shape):
+        what = f"{kind}, of which transformers has no causal language model"
     else:
         return None
     return f"{model} is {what}: name a folder of a causal language model (...ForCausalLM in its config.json)"
+
+
+def _is_causal(shape: dict[str, Any]) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return shape.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _quantised_by(model: str, shape: dict[str, Any]) -> str | None:
     for part, key in product((shape, shape.get("text_config") or {}), QUANTISED):
         if settings := part.get(key):
             known = settings.get("quant_method") if isinstance(settings, dict) else None
-            return str(known or "by an unknown method")
+            return str(known or f"`{key}` in config.json")
     return next((name for name in QUANTISED_FILES if Path(model, name).is_file()), None)
 
 
@@ -136,9 +144,8 @@ def describe_policy(folder: str) -> str:
         f"{shape.get('max_position_embeddings', 'unknown')} positions",
         _describe_tools(renderer),
     ]
-    if renderer.template_stop is not None:
-        facts.append(f"its turns end with {renderer.template_stop}, which only the template says")
-    return "; ".join(facts)
+    end = f"its chat template ends turns with {renderer.template_stop}, so answers end there too"
+    return "; ".join([*facts, *[end] * (renderer.template_stop is not None)])
 
 
 def _describe_tools(renderer: Renderer) -> str:

@@ -26,6 +26,9 @@ LOOK_S = 0.5
 
 def find_policy(place: str, engine: str) -> Policy:
     """The policy that RUN or RUN@VERSION names. Raises ValueError, one sentence, if there is none."""
+    if Path(place, "tokenizer.json").is_file():
+        asked = f"`sf try CONFIG --set policy.model={place}` asks the model"
+        raise ValueError(f"{place} is a model folder, and no run: {asked}")
     uri, _, version = place.rpartition("@")
     if uri and not version.isdecimal():
         uri = ""  # the @ is part of the name

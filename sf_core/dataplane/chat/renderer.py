@@ -65,7 +65,10 @@ class Renderer:
             )
         named = str(config.get("tool_format") or "")
         if named and named not in FORMATS:
-            raise ValueError(f"{model_dir}: unknown tool_format {named!r}; known: {[*FORMATS]}")
+            raise ValueError(
+                f"{model_dir}: tool_format in tokenizer_config.json must be one of {', '.join(FORMATS)}, "
+                f"got {named!r}"
+            )
         self.templates = ChatTemplates(sources)
         self.thinks = self.templates.mention("</think>")
         """Answers may begin with reasoning between think tags."""

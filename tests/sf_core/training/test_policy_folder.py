@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 from sf_core.cli.explain import explain_plan
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.stages.start import check_start
-from sf_core.training.policy_folder import SAMPLING, describe_policy
+from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy
 from storage.run_directory import RunDirectory
 from tests.bad_input.refusals import check_sentence
 from tests.sf_core.stages.test_start import from_model, model, started
@@ -72,8 +72,11 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "FP8": (be(quantization_config={"quant_method": "fp8"}), f"quantised (fp8){FULL}"),
     "within": (be(text_config={"quantization_config": {"quant_method": "fp8"}}), f"quantised (fp8){FULL}"),
-    "old compressed-tensors": (be(compression_config={"format": "x"}), "quantised (by an unknown method)"),
-    "MLX": (be(quantization={"bits": 4}), "quantised (by an unknown method)"),
+    "old compressed-tensors": (
+        be(compression_config={"format": "x"}),
+        "quantised (`compression_config` in config.json)",
+    ),
+    "MLX": (be(quantization={"bits": 4}), "quantised (`quantization` in config.json)"),
     "old GPTQ": (also("quantize_config.json"), f"quantised (quantize_config.json){FULL}"),
     "ModelOpt": (also("hf_quant_config.json"), "quantised (hf_quant_config.json)"),
     "FP8 that is not named": (as_codes(torch.float8_e4m3fn), f"quantised (F8_E4M3){FULL}"),
@@ -87,6 +90,10 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "reward": (
         be(architectures=["LlamaForSequenceClassification"]),
         " is LlamaForSequenceClassification, which samples no text",
+    ),
+    "for images too": (
+        be(architectures=["Qwen3VLForConditionalGeneration"], model_type="qwen3_vl"),
+        " is Qwen3VLForConditionalGeneration, of which transformers has no causal language model" + CAUSAL,
     ),
     "encoder and decoder": (
         be(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
@@ -121,6 +128,11 @@ def test_every_causal_language_model_of_transformers_may_be_trained() -> None:
         assert not any(name.endswith(SAMPLING) for name in others.values())
 
 
+def test_a_model_for_images_that_transformers_has_as_a_causal_one_may_be_trained(model: Path) -> None:
+    be(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")(model)
+    check_model_folder(str(model))
+
+
 @pytest.fixture
 def base_model(model: Path) -> Path:
     """One whose folder names another end of turns than its template."""
@@ -135,7 +147,7 @@ def base_model(model: Path) -> Path:
 def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_folder(
     tmp_path: Path, base_model: Path
 ) -> None:
-    sentence = "its turns end with <|im_end|>, which only the template says"
+    sentence = "its chat template ends turns with <|im_end|>, so answers end there too"
     assert sentence in describe_policy(str(base_model))
     run = RunDirectory(str(tmp_path / "r"))
     from_model(run, base_model)

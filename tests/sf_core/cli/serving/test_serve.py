@@ -95,6 +95,11 @@ def test_a_version_that_is_not_kept_is_answered_with_those_that_are(run: RunDire
         assert f"taught: the weights of version {version} are not there; these are: 0, 2, 3" in output
 
 
+def test_a_model_folder_is_told_from_a_run(run: RunDirectory) -> None:
+    code, output = sf("serve", run.start_dir)
+    assert (code, f"{run.start_dir} is a model folder, and no run" in output) == (2, True), output
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -1,4 +1,5 @@
-"""Where our prompts differ from those of vLLM or transformers: the table of docs/your-agent.md, as code.
+"""Where our prompts differ from those of vLLM or transformers: the table of docs/prompts-and-answers.md, as
+code.
 
 A row says which requests it is about, and has one of them, which differs from the references that the table
 says. The tests hold that nothing else differs."""
@@ -16,7 +17,7 @@ VLLM, TRANSFORMERS = "vLLM", "transformers"
 SAME = "as here"
 """What the table says where a reference does not differ."""
 
-_PAGE = Path(__file__).parents[4] / "docs" / "your-agent.md"
+_PAGE = Path(__file__).parents[4] / "docs" / "prompts-and-answers.md"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Our prompts are those of vLLM's own renderer, and sessions extend what they recorded with them, except as
-the table of docs/your-agent.md says."""
+the table of docs/prompts-and-answers.md says."""
 
 from __future__ import annotations
 

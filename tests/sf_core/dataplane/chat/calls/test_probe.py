@@ -83,5 +83,7 @@ def test_the_format_that_a_folder_names_counts(model_dir: str, tmp_path: Path) -
         config.write_text(json.dumps(json.loads(config.read_text()) | {"tool_format": named}))
         assert Renderer(str(tmp_path)).tool_format == named
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tool_format": "xml"}))
-    with pytest.raises(ValueError, match="unknown tool_format 'xml'; known: "):
+    with pytest.raises(
+        ValueError, match=r"tool_format in tokenizer_config\.json must be one of hermes, .*'xml'"
+    ):
         Renderer(str(tmp_path))
