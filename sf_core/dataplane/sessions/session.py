@@ -115,7 +115,9 @@ class Session:
                 _hold_once(conversation, matched)
             encoded = encode_request(conversation, matched, tools, renderer)
             if forced:
-                encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
+                any_stop = next(iter(renderer.stop_texts.values()))  # no text begins here
+                ids = np.concatenate([encoded.ids, renderer.encode(forced, after=any_stop)])
+                encoded = encoded._replace(ids=ids)
             added = conversation.messages[num_matched:]
             reason = self._branch_reason(keys, added, matched, encoded.place)
             begins = () if matched else keys[:2]
