@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
 from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, text_of
@@ -67,7 +68,7 @@ class Renderer:
         if named and named not in FORMATS:
             raise ValueError(f"{model_dir}: unknown tool_format {named!r}; known: {[*FORMATS]}")
         self.templates = ChatTemplates(sources)
-        self.thinks = self.templates.mention("</think>")
+        self.thinks = self.templates.mention(THINK_END)
         """Answers may begin with reasoning between think tags."""
         self.token_bytes = TokenBytes(self._tokenizer)
         self.control_tokens = control_tokens(self._tokenizer)
@@ -173,7 +174,7 @@ class Renderer:
 
     def _opens_thinking(self) -> bool:
         prompt = self.render([{"role": "user", "content": "hi"}], [])
-        return prompt.rstrip().endswith("<think>")
+        return prompt.rstrip().endswith(THINK_START)
 
     def suffix_after_turn(self, rest: str, last_id: int | None) -> str | None:
         """What follows a recorded turn, given the rendering of that turn and everything after it.
