@@ -75,6 +75,7 @@ class Renderer:
         """Ids of tokens that are no text, by what they show."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._skipped = {token.content: int(number) for number, token in added if token.special}
+        """Ids of tokens that texts are without, by what they show."""
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, _num_rows(folder))
         """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
