@@ -193,7 +193,8 @@ class Renderer:
         ids = set(generation if isinstance(generation, list) else [generation]) - {None}
         if "eos_token" in self._special:
             ids.add(self._tokenizer.token_to_id(self._special["eos_token"]))
-        stops = {token: str(self._tokenizer.id_to_token(token)) for token in ids - {None}}
+        # the network may have more ids than the tokenizer
+        stops = {token: text for token in ids - {None} if (text := self._tokenizer.id_to_token(token))}
         if not stops:
             raise ValueError(f"{folder}: the tokenizer names no eos_token, so no turn could end")
         added = {token.content: at for at, token in self._tokenizer.get_added_tokens_decoder().items()}
