@@ -43,8 +43,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        if self.status == 429:
-            kind = "requests"
+        kind = "requests" if self.status == 429 else kind
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }
