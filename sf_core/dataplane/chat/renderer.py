@@ -158,6 +158,9 @@ class Renderer:
         ids = self._tokenizer.encode(after + text, add_special_tokens=False).ids
         return np.array(ids[1:] if after else ids, dtype=np.int32)
 
+    def encode_behind_text(self, text: str) -> Ids:
+        return self.encode(text, after=next(iter(self.stop_texts.values())))
+
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

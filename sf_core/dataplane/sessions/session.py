@@ -115,8 +115,7 @@ class Session:
                 _hold_once(conversation, matched)
             encoded = encode_request(conversation, matched, tools, renderer)
             if forced:
-                any_stop = next(iter(renderer.stop_texts.values()))  # no text begins here
-                ids = np.concatenate([encoded.ids, renderer.encode(forced, after=any_stop)])
+                ids = np.concatenate([encoded.ids, renderer.encode_behind_text(forced)])
                 encoded = encoded._replace(ids=ids)
             added = conversation.messages[num_matched:]
             reason = self._branch_reason(keys, added, matched, encoded.place)
