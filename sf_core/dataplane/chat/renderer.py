@@ -159,6 +159,7 @@ class Renderer:
         return np.array(ids[1:] if after else ids, dtype=np.int32)
 
     def encode_behind_text(self, text: str) -> Ids:
+        """Ids of a text that is not the beginning of one; see `encode`."""
         return self.encode(text, after=next(iter(self.stop_texts.values())))
 
     def decode(self, ids: list[int]) -> str:
