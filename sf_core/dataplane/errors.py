@@ -42,8 +42,8 @@ class ApiError(Exception):
         return cls(404, f"Session {session_id} is unknown or over.", code="session_not_found")
 
     def body(self) -> dict[str, Any]:
-        kinds = {429: "requests"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "requests" if self.status == 429 else kind
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }

@@ -91,7 +91,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
 
     def extend(text: str, by_assistant: bool) -> None:
         nonlocal rendered
-        ids.append(renderer.encode(text))
+        ids.append(renderer.encode_behind_text(text) if rendered else renderer.encode(text))
         said.append(np.full(len(ids[-1]), by_assistant))
         rendered += text
 

@@ -23,6 +23,7 @@ QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config
 _FULL_ONES = "training needs full ones: name the folder of the model that they were made from"
 
 FULL = {"F64", "F32", "F16", "BF16"}
+"""Dtypes of weights that are not quantised."""
 
 SAMPLING = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
 """Ends of the names of architectures that sample text."""

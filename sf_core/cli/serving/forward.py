@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from sf_core.cli.serving.conversation import Printer, in_words
+from sf_core.dataplane.chat.json_text import mend_json
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.sessions.session import Session
@@ -73,7 +74,8 @@ class Forward:
         if (dialect := answering(path)) is None:
             return
         try:
-            asked = dialect.parse(dialect.read(json.loads(body), path), Session("try"))
+            sent, _ = mend_json(body)
+            asked = dialect.parse(dialect.read(sent, path), Session("try"))
             messages = [message for request in asked for message in request.messages]
         except (ValueError, ApiError):  # the endpoint may know what our gateway does not
             return self._printer.say("request", body.decode(errors="replace"))

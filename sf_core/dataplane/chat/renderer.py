@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
 from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, text_of
@@ -70,13 +71,14 @@ class Renderer:
                 f"got {named!r}"
             )
         self.templates = ChatTemplates(sources)
-        self.thinks = self.templates.mention("</think>")
+        self.thinks = self.templates.mention(THINK_END)
         """Answers may begin with reasoning between think tags."""
         self.token_bytes = TokenBytes(self._tokenizer)
         self.control_tokens = control_tokens(self._tokenizer)
         """Ids of tokens that are no text, by what they show."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._skipped = {token.content: int(number) for number, token in added if token.special}
+        """Ids of tokens that texts are without, by what they show."""
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, _num_rows(folder))
         """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
@@ -159,6 +161,10 @@ class Renderer:
         ids = self._tokenizer.encode(after + text, add_special_tokens=False).ids
         return np.array(ids[1:] if after else ids, dtype=np.int32)
 
+    def encode_behind_text(self, text: str) -> Ids:
+        """Ids of a text that is not the beginning of one; see `encode`."""
+        return self.encode(text, after=next(iter(self.stop_texts.values())))
+
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -176,7 +182,7 @@ class Renderer:
 
     def _opens_thinking(self) -> bool:
         prompt = self.render([{"role": "user", "content": "hi"}], [])
-        return prompt.rstrip().endswith("<think>")
+        return prompt.rstrip().endswith(THINK_START)
 
     def suffix_after_turn(self, rest: str, last_id: int | None) -> str | None:
         """What follows a recorded turn, given the rendering of that turn and everything after it.
@@ -194,7 +200,8 @@ class Renderer:
         ids = set(generation if isinstance(generation, list) else [generation]) - {None}
         if "eos_token" in self._special:
             ids.add(self._tokenizer.token_to_id(self._special["eos_token"]))
-        stops = {token: str(self._tokenizer.id_to_token(token)) for token in ids - {None}}
+        # the network may have more ids than the tokenizer
+        stops = {token: text for token in ids - {None} if (text := self._tokenizer.id_to_token(token))}
         if not stops:
             raise ValueError(f"{folder}: the tokenizer names no eos_token, so no turn could end")
         added = {token.content: at for at, token in self._tokenizer.get_added_tokens_decoder().items()}

@@ -37,15 +37,14 @@ class ChatTemplate:
         """Variables that it reads."""
         self._takes_parts = _loops_over_content(tree)
         self._knows_developer = "'developer'" in source or '"developer"' in source
-        self._template = environment.from_string(source)
+        self._template = environment.from_string(tree)
         # jinja copies it for each rendering, and a ChainMap copies slowly
         self._template.globals = dict(self._template.globals)
 
     def render(
         self, messages: list[Message], tools: list[Tool], variables: Mapping[str, Any], num_first: int | None
     ) -> str:
-        """The text of these messages. Raises TemplateError if the template refuses, or fails
-        on, these messages.
+        """The text of these messages. Raises TemplateError if the template refuses or fails on them.
 
         `num_first`: number of messages before the first recorded answer; None if no answer is recorded."""
         if self._knows_developer or all(message["role"] != "developer" for message in messages):
@@ -90,7 +89,7 @@ class ChatTemplates:
         self._default = ChatTemplate(sources[DEFAULT])
         self._with_tools = ChatTemplate(sources[WITH_TOOLS]) if WITH_TOOLS in sources else self._default
         self.variables = self._default.variables | self._with_tools.variables
-        self.refuses_late_system = any(map(_refuses_late_system, (self._default, self._with_tools)))
+        self.refuses_late_system = any(map(_refuses_late_system, {self._default, self._with_tools}))
         """Whether Anthropic's late system messages are merged into the first. The rule is vLLM's."""
 
     def of(self, tools: list[Tool]) -> ChatTemplate:

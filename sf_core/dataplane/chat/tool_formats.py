@@ -39,8 +39,8 @@ class ToolFormat(NamedTuple):
     render: Callable[[ToolCall], str]
     """The text of one call."""
     opening: Callable[[Tool | None], str]
-    """The beginning of an answer that must call this tool (None: any). None ends with a space or a bracket,
-    because in the answers of trained models those are one token with what follows."""
+    """The beginning of an answer that must call this tool (None: any tool). But for `plain`, it ends neither
+    with a space nor with `{`, because pretrained models write these in one token with what follows."""
     marks: tuple[str, ...]
     """What calls are told by. The first one begins a call, also one inside unfinished reasoning."""
     schema: Callable[[Tool], dict[str, Any]] | None = None

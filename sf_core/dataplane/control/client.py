@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import httpx
+import msgspec
 import orjson
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
@@ -209,7 +210,7 @@ class DataplaneClient:
                     raise _UnavailableError(f"{method} {path}: {refusal_of(response)}", 503)
         if response.status_code >= 400:
             raise DataplaneError(f"{method} {path}: {refusal_of(response)}", response.status_code)
-        return orjson.loads(response.content)
+        return msgspec.json.decode(response.content)
 
     def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
         try:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, get_type_hints
 
+import msgspec
 import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -56,7 +57,10 @@ class ControlRoute(Route):
         given = await self._read(request)
         answering = self._handler(**{name: given[name] for name in self.takes})
         answer = await (given["run"].journal.attend(answering) if self.recorded else answering)
-        return answer if isinstance(answer, Response) else Response(orjson.dumps(answer), media_type=JSON)
+        if isinstance(answer, Response):
+            return answer
+        # messages may hold integers of any size
+        return Response(msgspec.json.encode(answer), media_type=JSON)
 
     async def _read(self, request: Request) -> dict[str, Any]:
         """All that a handler may take."""

@@ -96,7 +96,7 @@ def _as_served(body: Body, dialect: Dialect, run: TurnHost) -> Body:
 
 
 def _parse(body: Body, dialect: Dialect, run: TurnHost, session: Session) -> list[TurnRequest]:
-    """The requests of a body. Raises ApiError also for parts that the run does not have replaced."""
+    """The requests of a body. Raises ApiError also for parts that are no text, if the run refuses them."""
     requests = dialect.parse(body, session)
     unseen = requests[0].left_out.unseen
     if unseen and run.spec.rollout.unseen_parts == "refuse":

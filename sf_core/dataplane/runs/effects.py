@@ -191,7 +191,7 @@ def compaction(run: ServedRun) -> Compaction[RunEvent]:
                 is_ours = spec.origin == run.spec.origin
                 return False  # the head has what it led to
             case events.Published():
-                return False  # so it has here
+                return False  # likewise
             case events.Finished(result) if not is_ours:
                 return result.session_id in unstored
             case events.Stored(session_ids) if not is_ours:

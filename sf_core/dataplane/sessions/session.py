@@ -115,7 +115,8 @@ class Session:
                 _hold_once(conversation, matched)
             encoded = encode_request(conversation, matched, tools, renderer)
             if forced:
-                encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
+                ids = np.concatenate([encoded.ids, renderer.encode_behind_text(forced)])
+                encoded = encoded._replace(ids=ids)
             added = conversation.messages[num_matched:]
             reason = self._branch_reason(keys, added, matched, encoded.place)
             begins = () if matched else keys[:2]

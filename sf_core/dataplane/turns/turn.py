@@ -26,7 +26,7 @@ from sf_core.dataplane.chat.answer_parser import (
 from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
 from sf_core.dataplane.chat.renderer import Renderer, TextStream
-from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.chat.tool_formats import ToolCall, name_of
 from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
@@ -360,7 +360,7 @@ def _forced_text(request: TurnRequest, renderer: Renderer) -> str:
     choice = request.tool_choice
     if choice.kind != "required":
         return ""
-    tool = next((tool for tool in request.tools if tool["function"]["name"] == choice.name), None)
+    tool = next((tool for tool in request.tools if name_of(tool) == choice.name), None)
     opening = FORMATS[renderer.tool_format].opening(tool)
     return (_AFTER_THINKING if renderer.opens_thinking else "") + opening
 

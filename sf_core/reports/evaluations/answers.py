@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.reports.view import RunView
 from storage.trajectories import read_trajectories
 
@@ -61,9 +62,9 @@ def side_by_side(view: RunView, before: int, after: int) -> list[Pair]:
     return [(old[task][0], new[task][0]) for task in both[:SHOWN]]
 
 
-def _text(message: dict[str, Any]) -> str:
+def _text(message: Message) -> str:
     calls = [
         f"{call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})"
         for call in message.get("tool_calls") or []
     ]
-    return "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
+    return "\n".join(filter(None, [text_of(message), *calls]))

@@ -16,6 +16,7 @@ from sf_core.environments.quickstart import Quickstart
 from sf_core.models.builtin import make_policy
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from tests.bad_input.refusals import check_sentence
+from tests.sf_core.dataplane.prompts.folders import renderer
 
 
 def warmed(steps: int, size: int, **more: Any) -> RunConfig:
@@ -146,3 +147,23 @@ def test_a_template_that_cannot_show_a_demonstration_is_named(
     with pytest.raises(ValueError) as refused:
         encode(with_template(tmp_path, template), shown)
     check_sentence(str(refused.value), "a demonstration cannot be shown", str(tmp_path), reason)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte_level", "first", "never"])
+def test_what_is_shown_has_the_ids_of_the_whole_text(tokenizer: str) -> None:
+    """No turn begins with a space that a tokenizer puts before a text."""
+    made = renderer("smollm3", tokenizer)
+    messages = [
+        {"role": role, "content": text}
+        for role, text in (
+            ("user", "the dog"),
+            ("assistant", "a fox"),
+            ("user", "more"),
+            ("assistant", "quick"),
+        )
+    ]
+    shown = encode(made, Demonstration(messages))
+    said = made.shown(shown.token_ids[shown.said].tolist())
+    assert said == "a fox<|im_end|>quick<|im_end|>"
+    whole = made.encode(made.render(messages, [])).tolist()
+    assert shown.token_ids.tolist() == whole[: len(shown.token_ids)]

@@ -99,17 +99,6 @@ _TOOL: Tool = {
         },
     },
 }
-_CALLS = [
-    ToolCall(
-        "find",
-        {
-            "text": 'a "b" \\ <c>\nd',
-            "count": 3,
-            "ratio": 0.5,
-            "sure": True,
-            "some": ["x", 2],
-            "more": {"k": {}},
-        },
-    ),
-    ToolCall("find", {"text": "12"}),
-]
+_TEXT = 'a "b" \\ <c>\nd'
+_VALUES = {"text": _TEXT, "count": 3, "ratio": 0.5, "sure": True, "some": ["x", 2], "more": {"k": {}}}
+_CALLS = [ToolCall("find", _VALUES), ToolCall("find", {"text": "12"})]

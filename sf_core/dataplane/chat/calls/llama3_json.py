@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from sf_core.dataplane.chat.calls.json_calls import json_end, open_call, read_call, render_call
@@ -9,6 +10,8 @@ from sf_core.dataplane.chat.tool_formats import Parts, ToolCall, ToolFormat, nam
 
 PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = "; \t\r\n"
+_LATE = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
+"""The beginning of a call behind other text: not read as one, because the text may only speak of it."""
 
 
 class LeadingCalls:
@@ -16,13 +19,14 @@ class LeadingCalls:
         self._parse = parse
         self._text = ""
         self._is_text = False
+        """Whether no call can follow."""
         self._has_calls = False
         self.num_unparsed = 0
 
     def push(self, text: str) -> Parts:
+        self._text += text
         if self._is_text:
             return [text]
-        self._text += text
         parts: Parts = []
         while (at := self._call_start()) is not None:
             if "}" not in text:
@@ -35,12 +39,15 @@ class LeadingCalls:
             parts.append(self._text[:end] if call is None else call)
             self._text = self._text[end:]
         head = self._text.lstrip(_BETWEEN)
-        if not PYTHON_TAG.startswith(head):
+        if not PYTHON_TAG.startswith(head.rstrip()):
             self._is_text = True
-            parts += self.finish()
+            parts.append(self._text)
         return parts
 
     def finish(self) -> Parts:
+        if self._is_text:
+            self.num_unparsed += len(_LATE.findall(self._text))
+            return []
         self.num_unparsed += self._call_start() is not None
         text, self._text = self._text, ""
         return [] if self._has_calls and not text.strip(_BETWEEN) else [text]

@@ -37,11 +37,8 @@ def _render(call: ToolCall) -> str:
 def _open(tool: Tool | None) -> str:
     if tool is None:
         return CALL_START
-    return (
-        f"{CALL_START}{name_of(tool)} "
-        if parameters_of(name_of(tool), [tool])
-        else CALL_START + name_of(tool)
-    )
+    space = " " if parameters_of(name_of(tool), [tool]) else ""
+    return CALL_START + name_of(tool) + space
 
 
 def _convert(text: str, kind: str | None) -> Any:

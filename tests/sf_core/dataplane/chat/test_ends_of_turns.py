@@ -121,6 +121,12 @@ def test_what_is_several_tokens_is_no_end(tmp_path: Path) -> None:
     assert renderer_of(tmp_path, template, ["<|endoftext|>"], TOKENS).template_stop is None
 
 
+def test_an_end_that_the_tokenizer_does_not_know_is_none(tmp_path: Path) -> None:
+    known = renderer_of(tmp_path, CHATML, ["<|im_end|>"], TOKENS).stop_texts
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*known, 10**6]}))
+    assert Renderer(str(tmp_path)).stop_texts == known
+
+
 def test_what_follows_an_answer_that_ended_as_the_template_says_is_cut_behind_it(tmp_path: Path) -> None:
     renderer = renderer_of(tmp_path, CHATML, ["<|endoftext|>"], TOKENS)
     messages = [user("a"), {"role": "assistant", "content": "b"}, user("c")]

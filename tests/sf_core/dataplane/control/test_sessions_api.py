@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_a_session_is_opened_used_looked_at_and_finished(server: Server, rendere
     assert server.http.get(path).status_code == 404
     with pytest.raises(openai.NotFoundError, match="is unknown or over"):
         ask(opened["base_url"])
+
+
+def test_a_session_is_looked_at_whose_messages_hold_integers_of_any_size(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register()
+    server.connect(answering(renderer, "one"))
+    opened = server.post("/sessions", {"run_id": "run"})
+    arguments = {"x": 2**70}
+    made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
+    called = {"role": "assistant", "content": "", "tool_calls": [made]}
+    ask(opened["base_url"], messages=[*HI, called, {"role": "tool", "tool_call_id": "c", "content": "2"}])
+    tree = json.loads(server.http.get(f"/sessions/{opened['session_id']}").content)
+    [call] = tree["prompts"][0]["messages"][1]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
 
 
 def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewards_of_whole_turns(

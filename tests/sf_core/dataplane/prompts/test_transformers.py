@@ -7,6 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sf_core.dataplane.chat.calls.formats import FORMATS
+from sf_core.dataplane.sessions.session import Session
 from tests.properties import examples
 from tests.sf_core.dataplane.prompts.exceptions import (
     ROWS,
@@ -128,3 +130,12 @@ def test_an_engine_gets_the_prompt_over_http(server: Server, dialect: str) -> No
     response = server.http.post(case.request.path, json=case.request.body)
     assert response.status_code == 200, response.text
     assert list(server.asked[0].prompt_ids) == of_gateway(case)
+
+
+@pytest.mark.parametrize(("kind", "tokenizer"), [at for at in FOLDERS if at[0] not in ("gemma3", "smollm2")])
+def test_a_call_that_must_be_made_begins_as_in_the_whole_text(kind: str, tokenizer: str) -> None:
+    made = renderer(kind, tokenizer)
+    tool = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {}}}
+    asked, forced = [{"role": "user", "content": "ask"}], FORMATS[made.tool_format].opening(tool)
+    prompt = Session("s").open_prompt(asked, [tool], made, forced)
+    assert prompt.full_ids().tolist() == made.encode(made.render(asked, [tool]) + forced).tolist()

@@ -115,18 +115,21 @@ def test_answers_of_two_versions_stand_side_by_side(tmp_path: Path) -> None:
     assert side_by_side(view, 0, 3) == [] and answers_of(view, 3) == {}
 
 
-def test_a_call_is_shown_as_it_was_made(tmp_path: Path) -> None:
+def test_a_call_is_shown_as_it_was_made_and_several_texts_by_line(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
     configure(run)
     call = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": {"expression": "1+1"}}}
     row = conversation(
-        [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "", "tool_calls": [call]}],
+        [
+            {"role": "user", "content": [{"type": "text", "text": text} for text in ("what", "is it")]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ],
         group_id=None,
     )
     ref = write_trajectories(run, 0, [row], "evaluation-1", "evaluations")
     commit(run, 0, "evaluate", outputs=[ref], data={"reward_mean": 0.5, "failures": {}})
     [[answer]] = answers_of(open_run(run.uri), 0).values()
-    assert answer.text == 'calc({"expression": "1+1"})'
+    assert (answer.prompt, answer.text) == ("what\nis it", 'calc({"expression": "1+1"})')
 
 
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))

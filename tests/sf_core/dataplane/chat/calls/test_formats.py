@@ -104,7 +104,7 @@ def test_llama_calls_are_the_whole_answer_or_several_with_semicolons() -> None:
     one, two = (FORMATS["llama3_json"].render(call) for call in CALLS[:2])
     assert split("llama3_json", f"{PYTHON_TAG}{one}") == (CALLS[:1], 0)
     assert split("llama3_json", f"\n{one}; {two}\n") == (CALLS[:2], 0)
-    assert split("llama3_json", f"I say {one}") == ([f"I say {one}"], 0)
+    assert split("llama3_json", f"I say {one}") == ([f"I say {one}"], 1)
     assert split("llama3_json", '{"name": "rm", "parameters": {}} ok')[1] == 1
 
 
@@ -143,7 +143,7 @@ PIECES: dict[str, list[str]] = {
     + [f'"arguments": {{"n": {value}}}}}' for value in VALUES],
     "mistral": ["[TOOL_CALLS]", "add", "[ARGS]", "[CALL_ID]x1", "[TOOL", "_CALLS]", "}", "so", "{}"]
     + [f'{{"n": {value}}}' for value in VALUES],
-    "llama3_json": ['{"name": "add", ', "; ", "<|py", "thon_tag|>", "}", "so"]
+    "llama3_json": ['{"name": "add", ', "; ", "<|py", "thon_tag|>", "}", "so", " ", "\n"]
     + [f'"parameters": {{"n": {value}}}}}' for value in VALUES],
 }
 
