@@ -81,6 +81,11 @@ def _text(part: Any, where: str, left_out: LeftOut | None) -> str:
     return text
 
 
+def read_content(content: Any, where: str) -> Content:
+    """The canonical content of a message that is no tool result. Raises ApiError."""
+    return content if isinstance(content, str) else canonical(texts(content, where))
+
+
 def canonical(found: list[str]) -> Content:
     return [{"type": "text", "text": text} for text in found] if len(found) > 1 else "".join(found)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import LeftOut, canonical, result_text, texts
+from sf_core.dataplane.chat.contents import LeftOut, read_content, result_text
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -175,7 +175,7 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
         parsed["content"] = result_text(message.get("content"), f"{where}.content", left_out)
         parsed["tool_call_id"] = message.get("tool_call_id")
     else:
-        parsed["content"] = canonical(texts(message.get("content"), f"{where}.content"))
+        parsed["content"] = read_content(message.get("content"), f"{where}.content")
     if message["role"] == "assistant":
         given = (message.get(name) for name in ("reasoning", "reasoning_content"))
         if (reasoning := next((text for text in given if isinstance(text, str)), None)) is not None:

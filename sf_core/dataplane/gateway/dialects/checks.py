@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from itertools import groupby
 from typing import Any
 
 from sf_core.config.undone import UNDONE
@@ -174,7 +175,8 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
 def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[str] = ()) -> Body:
     """The body without the fields that the run ignores. Refuses others that are not supported and would
     change the answer; `done` are those that are."""
-    given = ((name, _field(body, name)) for name in sorted(UNDONE.keys() - {*ignored, *done}))
+    named = sorted(name for outer in _UNDONE.keys() & body.keys() for name in _UNDONE[outer])
+    given = ((name, _field(body, name)) for name in named if name not in ignored and name not in done)
     refused = (name for name, value in given if value is not None and value not in UNDONE[name])
     if (name := next(refused, None)) is not None:
         instead = "".join(f", or make it {json.dumps(value)}" for value in UNDONE[name])
@@ -187,6 +189,12 @@ def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[st
     for name in ignored:
         body = _without(body, name)
     return body
+
+
+_UNDONE = {
+    outer: [*names] for outer, names in groupby(sorted(UNDONE), key=lambda name: name.partition(".")[0])
+}
+"""Names in `UNDONE` by the field of the body that holds them: a body has few of them."""
 
 
 def _field(body: Body, name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sf_core.dataplane.chat.contents import LeftOut, canonical, joined, result_text, texts
+from sf_core.dataplane.chat.contents import LeftOut, joined, read_content, result_text
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -202,7 +202,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
         raise ApiError(
             400, f"{where}.role must be system, developer, user or assistant, got {role!r}", param=where
         )
-    content = canonical(texts(item.get("content"), f"{where}.content"))
+    content = read_content(item.get("content"), f"{where}.content")
     last = messages[-1] if messages else {}
     if role == "assistant" and last.get("role") == role and not last["content"]:
         last["content"] = content
