@@ -159,7 +159,11 @@ class Renderer:
         """Ids of a text that follows the special token `after`: some tokenizers put a space before text, but
         only at the very beginning."""
         ids = self._tokenizer.encode(after + text, add_special_tokens=False).ids
-        return np.array(ids[1:] if after else ids, dtype=np.int32)
+        if after:
+            # an end of turn that is no added token is encoded together with the text
+            is_apart = ids[0] == self._tokenizer.token_to_id(after)
+            ids = ids[1:] if is_apart else self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.int32)
 
     def encode_behind_text(self, text: str) -> Ids:
         """Ids of a text that is not the beginning of one; see `encode`."""

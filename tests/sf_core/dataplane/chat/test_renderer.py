@@ -140,5 +140,11 @@ def test_every_end_token_of_the_generation_settings_ends_a_turn(model_dir: str, 
     assert Renderer(str(tmp_path)).stop_texts == {0: "<|im_start|>", 1: "<|im_end|>"}
 
 
+def test_text_behind_an_end_of_turn_that_is_an_ordinary_token_is_encoded_alone(renderer: Renderer) -> None:
+    assert len(renderer.encode("the")) == 1  # together they are one token
+    assert renderer.encode("he", after="t").tolist() == renderer.encode("he").tolist()
+    assert renderer.encode("he", after="<|im_end|>").tolist() == renderer.encode("he").tolist()
+
+
 def _set(path: Path, key: str, value: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
