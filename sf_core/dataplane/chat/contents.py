@@ -33,6 +33,9 @@ KINDS = {
 OTHER = "part"
 """What a part of an unknown type is."""
 
+_MEDIA = {"application": "document", "text": "document", "image": "image", "audio": "audio", "video": "video"}
+"""The same for the beginnings of MIME types."""
+
 CHARACTERS = "characters"
 """What the halves of characters are that a client cut."""
 
@@ -51,6 +54,10 @@ class LeftOut:
         self.kinds.append(kind)
         self.unseen.append(where)
         return f"[{kind.replace('_', ' ')} left out]"
+
+
+def kind_of_media(mime_type: str) -> str:
+    return _MEDIA.get(mime_type.partition("/")[0], OTHER)
 
 
 def texts(content: Any, where: str, left_out: LeftOut | None = None) -> list[str]:

@@ -83,7 +83,7 @@ class ChatTemplate:
 
 
 class ChatTemplates:
-    """Those of a folder, by name. Raises jinja2.TemplateSyntaxError."""
+    """The chat templates of one folder. Raises jinja2.TemplateSyntaxError."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._default = ChatTemplate(sources[DEFAULT])

@@ -118,7 +118,7 @@ class TurnService:
         self._logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
         """Log-probs of the tokens read; None if the request did not ask for them."""
         self._inside = b""
-        """Bytes of the last tokens, if they end inside a character."""
+        """The bytes of a character whose last token has not come yet."""
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
         """Whether the turn may end before the engine ends it, so that tokens are read one by one."""
         self._generation = Generation(

@@ -26,7 +26,7 @@ FORMATS = {
     "mistral_named": MISTRAL_NAMED,
     "plain": PLAIN,
 }
-"""By name, which is the `tool_format` in a model folder's tokenizer_config.json."""
+"""Formats by their names. A name is the value of `tool_format` in tokenizer_config.json."""
 
 
 def format_of(render: Callable[[list[Message], list[Tool]], str]) -> str:

@@ -37,7 +37,6 @@ ERROR_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    504: "timeout_error",
 }
 THREAD = "thread_unsupported_request"
 """Code by which Anthropic's packages know that a conversation must be sent whole."""
@@ -118,7 +117,7 @@ class AnthropicReply:
     def __init__(self, turn_id: str, model: str) -> None:
         self._head = {"id": f"msg_{turn_id}", "type": "message", "role": "assistant", "model": model}
         self._signature = f"signed_{turn_id}"
-        """Of its reasoning: not checked when it comes back, but clients drop reasoning without one."""
+        """The signature of its reasoning: clients drop reasoning without one. Nobody checks it."""
         self._num_blocks = 0
         self._open: str | None = None
         """Type of the block that is being streamed; None between blocks."""

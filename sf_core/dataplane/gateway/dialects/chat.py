@@ -29,7 +29,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
     tool_choice,
     top_k,
 )
-from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, usage
+from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, logprob_entries, usage
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, TokenLogprob
@@ -222,10 +222,4 @@ def _call(call: MadeCall) -> dict[str, Any]:
 
 
 def _logprobs(entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
-    if entries is None:
-        return None
-    content = [
-        {"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []}
-        for text, data, logprob in entries
-    ]
-    return {"content": content, "refusal": None}
+    return None if entries is None else {"content": logprob_entries(entries), "refusal": None}

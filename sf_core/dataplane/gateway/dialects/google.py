@@ -12,7 +12,7 @@ import msgspec
 
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import OTHER, LeftOut, canonical
+from sf_core.dataplane.chat.contents import OTHER, LeftOut, canonical, kind_of_media
 from sf_core.dataplane.chat.google_schemas import exact, json_schema, spelled
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
@@ -49,7 +49,6 @@ STATUSES = {
     409: "ABORTED",
     429: "RESOURCE_EXHAUSTED",
     503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
 }
 RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 ROLES = {"user": "user", "model": "model", "tool": "user", "function": "user"}
@@ -69,11 +68,6 @@ _BESIDE_TEXT = {"model": "function_call", "user": "function_response"}
 
 MEDIA = {"inline_data", "file_data"}
 """Parts that are no text."""
-
-_MEDIA_KINDS = {name: name for name in ("image", "audio", "video")} | dict.fromkeys(
-    ("application", "text"), "document"
-)
-"""What such a part is, by the beginning of its MIME type."""
 
 _ABOUT = {"thought", "thought_signature", "part_metadata"}
 """Fields that tell something about a part."""
@@ -348,7 +342,7 @@ def _results(parts: list[Placed], calls: list[dict[str, Any]], left_out: LeftOut
 
 def _media_kind(part: Any) -> str:
     given = [part[name] for name in MEDIA if isinstance(part, dict) and isinstance(part.get(name), dict)]
-    return _MEDIA_KINDS.get(str(given[0].get("mime_type")).partition("/")[0], OTHER) if given else OTHER
+    return kind_of_media(str(given[0].get("mime_type"))) if given else OTHER
 
 
 def _result(given: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Message:

@@ -7,7 +7,7 @@ from typing import Any
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import Body
 from sf_core.dataplane.gateway.dialects.protocol import Count
-from sf_core.dataplane.turns.answer import Answer
+from sf_core.dataplane.turns.answer import Answer, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 OVERFLOW = (
@@ -42,3 +42,10 @@ def usage(answers: list[Answer], num_prompt_tokens: int) -> dict[str, int]:
         "completion_tokens": sampled,
         "total_tokens": num_prompt_tokens + sampled,
     }
+
+
+def logprob_entries(entries: list[TokenLogprob]) -> list[dict[str, Any]]:
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []}
+        for text, data, logprob in entries
+    ]

@@ -10,6 +10,7 @@ import msgspec
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import Body
+from sf_core.dataplane.gateway.dialects.openai import logprob_entries
 from sf_core.dataplane.gateway.dialects.protocol import named_event
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, TokenLogprob
 
@@ -76,7 +77,7 @@ class ResponsesReply:
 
     def piece(self, index: int, pieces: Pieces) -> bytes:
         data = b""
-        self._logprobs += _logprobs(pieces.logprobs)
+        self._logprobs += logprob_entries(pieces.logprobs or [])
         for event in pieces.events:
             if isinstance(event, MadeCall):
                 data += self._end_item() + self._send_call(event)
@@ -141,7 +142,7 @@ class ResponsesReply:
     ) -> dict[str, Any]:
         part = _part(kind, text)
         if logprobs is not None:
-            part["logprobs"] = _logprobs(logprobs)
+            part["logprobs"] = logprob_entries(logprobs)
         if kind == "reasoning":
             return {
                 "id": self._item_id("rs"),
@@ -250,10 +251,3 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _logprobs(entries: list[TokenLogprob] | None) -> list[dict[str, Any]]:
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []}
-        for text, data, logprob in entries or []
-    ]

@@ -90,8 +90,7 @@ MATCHED: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         (r"exceeds the context window", ("responses",)),
     ],
 }
-"""By harness, the patterns by which it knows that it must shorten its history, and the dialects in which it
-looks for them."""
+"""Patterns of overflows and the dialects in which a harness looks for them, by harness."""
 
 
 def overflow_of(client: Client) -> ApiError:

@@ -18,7 +18,7 @@ _HERE = Path(__file__).parent
 _TEMPLATES = (_HERE / "templates", _HERE.parent / "templates")
 
 TOKENIZERS = ("byte_level", "first", "always", "never")
-"""Byte-level BPE, and BPE that puts a space before text by one of SentencePiece's schemes."""
+"""Families of tokenizers: byte-level BPE, and BPE with each of SentencePiece's `prepend_scheme`s."""
 
 SPECIAL = (
     *("<unk>", "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>"),
