@@ -47,6 +47,10 @@ class Manifest(BaseModel):
     def label(self) -> str:
         return self.stage if self.iteration is None else f"{self.stage} of iteration {self.iteration}"
 
+    def files(self, kind: str) -> list[FileRef]:
+        """The outputs in this folder of the run directory, such as `trajectories`."""
+        return [ref for ref in self.outputs if ref.uri.startswith(f"{kind}/")]
+
     def has_outputs_of(self, other: Manifest) -> bool:
         return sorted(map(_identity, self.outputs)) == sorted(map(_identity, other.outputs))
 

@@ -52,7 +52,7 @@ _TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         "is 1: raise it, or take train.advantage whitened",
     ),
     (
-        lambda c: c.rollout.group_size == 1 and c.rollout.gate == "varied",
+        lambda c: c.rollout.group_size == 1 and c.rollout.gate.kind == "varied",
         "rollout.gate varied drops groups of equal rewards, which all are with rollout.group_size 1",
     ),
     (

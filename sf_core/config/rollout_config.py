@@ -11,6 +11,9 @@ from sf_core.config.addresses import expanded_settings
 from sf_core.config.failures import FailureRules
 from sf_core.config.programs import AnyAgent
 from sf_core.config.undone import Normalisation, UndoneField
+from sf_core.recipes.curriculum import Curriculum
+from sf_core.recipes.gates import All, AnyGate
+from sf_core.recipes.outcomes import Success
 from sf_core.settings import Reference, Settings
 
 MAX_TOGETHER = 2**16
@@ -18,9 +21,6 @@ MAX_TOGETHER = 2**16
 
 BUILT_IN_TOKENS, BUILT_IN_CONTEXT = 64, 2048
 """`rollout.max_tokens` of the built-in policy, and its number of positions."""
-
-# the names in the registry of gates, which settings must not import
-GateName = Literal["all", "varied"]
 
 
 def _is_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -68,9 +68,19 @@ class RolloutConfig(Settings):
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
     """Groups of each batch that agents outside declare (docs/a-product-that-learns.md); the others are of
     `environment`. With as many as `groups_per_batch` no worker needs to carry `agent`."""
-    gate: GateName = "all"
-    """all: every complete group counts. varied: groups whose rewards are all equal are dropped and replaced
-    (dynamic sampling, DAPO)."""
+    success: Success | None = None
+    """When a session counts as right, for `gate` and `curriculum`. Empty: with a reward of at least 1; then
+    the gate `varied` compares rewards."""
+    gate: AnyGate = All()
+    """Which complete groups count; others are dropped and replaced."""
+    curriculum: Curriculum | None = None
+    """Which tasks are sampled, by what came of them. Empty: each task once, in order."""
+    spare_sessions: int = Field(0, ge=0, le=MAX_TOGETHER)
+    """Sessions of a group that are begun beyond those that it needs. The first to finish count, and those
+    left are ended. Short sessions are the first to finish. 0: none."""
+    least_sessions: int | None = Field(None, ge=1, le=MAX_TOGETHER)
+    """Sessions with which a group counts although others of it failed at their last attempt. Empty: all that
+    it needs."""
     overlap: bool | None = None
     """Sample for the next batch while this one is trained on. Off: strictly on-policy. Empty: the default of
     the pipeline; on without a pipeline."""
@@ -135,6 +145,12 @@ class RolloutConfig(Settings):
     def turn_tokens(self) -> int:
         """`max_tokens`, that of the built-in policy if none is given."""
         return self.max_tokens or BUILT_IN_TOKENS
+
+    @property
+    def chooses(self) -> bool:
+        """Whether what comes of a group decides what is sampled or kept, so that it is written down."""
+        is_plain = self.gate.kind == "all" and self.curriculum is None
+        return not is_plain or self.spare_sessions > 0 or self.least_sessions is not None
 
     @property
     def is_outside(self) -> bool:

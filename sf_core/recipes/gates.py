@@ -1,42 +1,60 @@
-"""Gates by the names that `rollout.gate` gives them: which complete groups count. Pure.
+"""Gates: which complete groups count. What `rollout.gate` names. Pure.
 
 A group that does not pass is dropped, and another one is sampled in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from sf_core.recipes.rewards import are_equal
+from pydantic import Field
 
+from sf_core.recipes.outcomes import Result, Success
+from sf_core.settings import Settings, or_kind
 
-class Verdict(NamedTuple):
-    keep: bool
-    reason: str = ""
-    """Why the group is dropped, as it is counted."""
-
-
-KEEP = Verdict(True)
-
-Gate = Callable[[Sequence[float]], Verdict]
-"""Judges a group by the rewards of its sessions."""
+SAME = 1e-6
+"""Rewards that differ by no more are equal: float32 rounding makes no difference."""
 
 
-def every(rewards: Sequence[float]) -> Verdict:
-    """Keeps the group, whatever its rewards."""
-    return KEEP
+class All(Settings):
+    """Every complete group counts."""
+
+    kind: Literal["all"] = "all"
+
+    def refusal(self, results: Sequence[Result], success: Success | None) -> str:
+        """Why a group is dropped, in one word as it is counted; empty if it counts."""
+        return ""
 
 
-def varied(rewards: Sequence[float]) -> Verdict:
-    """Drops a group of equal rewards, which teaches nothing (dynamic sampling; DAPO, Yu et al. 2025).
+class Varied(Settings):
+    """Drops groups of equal rewards, which teach nothing (dynamic sampling; DAPO, Yu et al. 2025, eq. 11);
+    with `rollout.success`, groups whose sessions are all right or all wrong."""
 
-    >>> varied([1.0, 1.0])
-    Verdict(keep=False, reason='equal_rewards')
-    >>> varied([1.0, 0.0]).keep
-    True
-    """
-    return Verdict(False, "equal_rewards") if are_equal(min(rewards), max(rewards)) else KEEP
+    kind: Literal["varied"] = "varied"
+
+    def refusal(self, results: Sequence[Result], success: Success | None) -> str:
+        if success is not None:
+            return "" if num_right(results, success) in range(1, len(results)) else "one_outcome"
+        rewards = [result.reward for result in results]
+        return "" if rewards and max(rewards) - min(rewards) > SAME else "equal_rewards"
 
 
-GATES: dict[str, Gate] = {"all": every, "varied": varied}
+class Mixed(Settings):
+    """Drops groups with fewer than `least` right or `least` wrong sessions."""
+
+    kind: Literal["mixed"] = "mixed"
+    least: int = Field(1, ge=1)
+    """Fewest right sessions, and fewest wrong ones. 1 drops groups of one outcome; 2 also those in which one
+    session differs, which a noisy reward may have made."""
+
+    def refusal(self, results: Sequence[Result], success: Success | None) -> str:
+        right = num_right(results, success or Success())
+        return "" if self.least <= right <= len(results) - self.least else "not_mixed"
+
+
+def num_right(results: Sequence[Result], success: Success) -> int:
+    return sum(result.score >= success.at_least for result in results)
+
+
+AnyGate = Annotated[All | Varied | Mixed, Field(discriminator="kind"), or_kind("all")]

@@ -1,0 +1,60 @@
+"""Outcomes as Parquet: one row per group of a run that has ended, in the folder of the iteration whose rollout
+tells of it.
+
+Owns the columns. A curriculum is remembered from these rows; what they mean is in docs/data.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+
+from storage import files, parquet
+from storage.files import FileRef
+from storage.run_directory import RunDirectory
+
+SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("group_id", pa.string()),
+        ("number", pa.int64()),
+        ("source", pa.string()),
+        ("task_index", pa.int64()),
+        ("task_id", pa.string()),
+        ("position", pa.int64()),
+        ("need", pa.int32()),
+        ("size", pa.int32()),
+        ("version", pa.int32()),
+        ("verdict", pa.string()),
+        ("rewards", pa.list_(pa.float64())),
+        ("scores", pa.list_(pa.float64())),
+        ("tokens", pa.list_(pa.int64())),
+        ("statuses", pa.list_(pa.string())),
+    ]
+)
+
+NUM_READERS = 16
+
+
+def write_outcomes(
+    run: RunDirectory, iteration: int, rows: Sequence[Mapping[str, Any]], part: str
+) -> FileRef:
+    table = pa.Table.from_pylist([{"run_id": run.run_id, **row} for row in rows], schema=SCHEMA)
+    uri = f"{run.partition('outcomes', iteration)}/{part}.parquet"
+    return run.relative(parquet.write_table(uri, table))
+
+
+def read_outcomes(run: RunDirectory, before: int) -> Iterator[dict[str, Any]]:
+    """Rows that manifests of iterations before this one name."""
+
+    def rows(iteration: int) -> list[dict[str, Any]]:
+        manifest = run.read_manifest(iteration, "rollout")
+        uris = [ref.uri for ref in manifest.files("outcomes")] if manifest else []
+        return [row for uri in uris for row in parquet.read_table(run.path(uri), None, SCHEMA).to_pylist()]
+
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        for found in readers.map(rows, range(before)):
+            yield from found
