@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage import files, parquet
+from storage import parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 

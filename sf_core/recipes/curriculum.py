@@ -102,7 +102,7 @@ class Tasks:
 
     def pick(self, group: int, batch: int) -> Pick:
         """The task of a new group, which batch number `batch` is expected to take. It is in flight from now
-        on, until `observe` is told of the group."""
+        on, until `release`."""
         rules = self.rules
         if rules is None:
             pick = Pick(TaskRef("", group), 0, self.group_size, self.group_size + self.spare)
@@ -125,17 +125,22 @@ class Tasks:
         self._note_position(pick)
         self.in_flight[pick.task] += 1
 
+    def release(self, task: TaskRef) -> None:
+        """Note that a group with this task has left."""
+        if self.in_flight[task] > 1:
+            self.in_flight[task] -= 1
+        else:
+            del self.in_flight[task]
+
     def observe(self, outcomes: Iterable[Outcome]) -> None:
         """Remember groups that have ended; told again, nothing changes."""
         for outcome in outcomes:
             if outcome.pick is None:
                 continue
             self._note_position(outcome.pick)
+            if self.rules is None:
+                continue
             task = outcome.pick.task
-            if self.in_flight[task] > 1:
-                self.in_flight[task] -= 1
-            else:
-                del self.in_flight[task]
             won = num_right(outcome.results, self.success)
             known = self.past.setdefault(task, [])
             past = Past(outcome.group, outcome.version, won, len(outcome.results))

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sf_core.config.failures import REASONS
 from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory import Memory
+from sf_core.recipes.outcomes import Result, Success
 
 
 class Results:
@@ -45,3 +47,15 @@ class Results:
         for place in list(self.by_place):
             self.drop(place)
         self.drop_opened(list(self.opened))
+
+
+def result_of(finished: FinishedSession, success: Success | None) -> Result:
+    """What a session counts as in its group."""
+    rows = finished.trajectories
+    score = finished.reward
+    if success is not None and success.part is not None:
+        score = rows[0].reward_parts.get(success.part, 0.0) if rows else 0.0
+    tokens = sum(int(row.loss_mask.sum()) for row in rows)
+    has_failed = finished.status in REASONS
+    task_id = rows[0].task_id if rows else ""
+    return Result(finished.reward, 0.0 if has_failed else score, tokens, finished.status, task_id)
