@@ -52,10 +52,11 @@ class Curriculum(Settings):
     pool: int | None = Field(None, ge=1)
     """Number of tasks of each source. Empty: each task comes once, in order."""
     order: Literal["epochs", "draw"] = "epochs"
-    """epochs: each task of the pool once, in an order of chance, then again. draw: the most useful of a few."""
+    """epochs: each task of the pool once, in an order of chance, then again. draw: the most useful of a
+    few."""
     solved: Chance = 1.0
-    """Chance, for each of its last groups in a row that were all right, that a task is taken when its turn comes. 0:
-    none is taken again (history resampling, SRPO)."""
+    """Chance, for each of its last groups in a row that were all right, that a task is taken when its turn
+    comes. 0: none is taken again (history resampling, SRPO)."""
     unsolved: Chance = 1.0
     """Likewise for groups that were all wrong (GRESO)."""
     floor: Chance = 0.0

@@ -46,7 +46,7 @@ class Group:
     """Its task, if the run gave it one."""
     version: int = 0
     """Policy version when it was begun."""
-    is_recorded: bool = False
+    is_recorded: bool = field(default=False, init=False)
     """Whether the journal has its pick."""
     need: int = field(init=False)
     """Sessions with which it is complete."""

@@ -27,9 +27,9 @@ class RestoredManager(RolloutManager):
         if (plain := self.groups[index].pick) is not None:
             self.tasks.release(plain.task)
         self.tasks.note(pick)
-        self._begin(
-            Group("train", index, pick.size, False, self.first_attempt, pick, version, is_recorded=True)
-        )
+        group = Group("train", index, pick.size, False, self.first_attempt, pick, version)
+        group.is_recorded = True
+        self._begin(group)
 
     def restore_attempt(self, claim: Claim) -> None:
         """Note that a session was given out before a restart, so that its attempt number is not reused."""

@@ -69,7 +69,7 @@ def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time()
 
 
 def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
-    resumed = RolloutManager(RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
+    resumed = RestoredManager(RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
     assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
 
 
@@ -165,7 +165,7 @@ def test_a_group_is_as_old_as_its_oldest_session() -> None:
 
 def test_a_group_that_is_too_old_for_the_next_batch_is_rejected() -> None:
     """As a restart may find it, with other rules or versions."""
-    m = RolloutManager(RULES, 1, 100, next_batch=2, version=2)
+    m = RestoredManager(RULES, 1, 100, next_batch=2, version=2)
     claims = m.claim(4)
     for claim, min_version in zip(claims, (0, 2, 1, 2), strict=True):
         m.finish(claim, got(1.0), min_version)
@@ -256,7 +256,7 @@ def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
     assert m.worth(second, "agent_error", can_train=True) == 0.0
     m.fail(second, "agent_error")
     assert m.evaluations[3].is_complete
-    assert m.evaluations[3].rewards == [1.0]
+    assert m.evaluations[3].results == (got(1.0),)
 
 
 RETRY, EXCLUDE = "retry_then_zero", "retry_then_exclude"
