@@ -155,7 +155,8 @@ class Released(Event):
 
 RunEvent = (
     Registered | Published | EvaluationStarted | Admitted | Opened | Rewarded | Named | Answered | Closed
-    | Finished | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed | Released | TurnEvent
+    | Finished | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed | Released
+    | TurnEvent
 )  # fmt: skip
 
 read_event: Callable[[bytes], RunEvent] = reader(RunEvent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import read_renderer
@@ -24,10 +24,11 @@ from sf_core.dataplane.runs.events import (
     RunEvent,
     read_event,
 )
+from sf_core.dataplane.runs.results import outcome_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.runners import Runner
 from sf_core.dataplane.sessions.memory import Memory
-from sf_core.recipes.outcomes import Outcome, Pick, Result, TaskRef
+from sf_core.recipes.outcomes import Outcome
 from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
 
@@ -66,16 +67,7 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
         rows = await asyncio.to_thread(lambda: list(read_outcomes(directory, spec.iteration)))
     except ValueError as error:
         raise ApiError(409, str(error)) from None
-    return [_outcome_of(row) for row in rows]
-
-
-def _outcome_of(row: dict[str, Any]) -> Outcome:
-    pick = None
-    if row["task_index"] is not None:
-        pick = Pick(TaskRef(row["source"], row["task_index"]), row["position"], row["need"], row["size"])
-    told = zip(row["rewards"], row["scores"], row["tokens"], row["statuses"], strict=True)
-    results = tuple(Result(*result, row["task_id"]) for result in told)
-    return Outcome(row["number"], pick, row["size"], row["version"], results, row["verdict"])
+    return [outcome_of(row) for row in rows]
 
 
 async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:

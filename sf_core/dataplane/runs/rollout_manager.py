@@ -126,9 +126,8 @@ class RolloutManager:
 
     def finish(self, claim: Claim, result: Result, min_version: int | None) -> list[int]:
         """Count a finished session; `min_version` is that of its oldest token. Returns rejected groups."""
-        return (
-            [] if (group := self.group_of(claim)) is None else self._finish(group, claim, result, min_version)
-        )
+        group = self.group_of(claim)
+        return [] if group is None else self._finish(group, claim, result, min_version)
 
     def worth(self, claim: Claim, reason: Reason, can_train: bool) -> float | None:
         """The reward with which a failed session ends; None: it is to `fail`, because it is retried or its
