@@ -1,5 +1,5 @@
-"""Outcomes as Parquet: one row per group of a run that has ended, in the folder of the iteration whose rollout
-tells of it.
+"""Outcomes as Parquet: one row per group of a run that has ended, in the folder of the iteration whose
+rollout tells of it.
 
 Owns the columns. A curriculum is remembered from these rows; what they mean is in docs/data.md.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage import files, parquet
+from storage import parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 

@@ -27,6 +27,7 @@ from sf_core.dataplane.bodies import EnginePace
 from sf_core.dataplane.runs.recent import NUM_RECENT
 from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.engines.emulated.device_model import DeviceModel
+from sf_core.recipes.outcomes import Result
 from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
 from sf_core.scheduling.plan import Plan
 from sf_core.scheduling.timeline import Kind, Span
@@ -376,8 +377,8 @@ class _Simulation:
 
     def _finish(self, session: SimulatedSession) -> None:
         group = session.claim.place.group
-        if group not in self._manager.groups:
-            # the group was dropped at the moment this session ended
+        if self._manager.group_of(session.claim) is None:
+            # the group was dropped at the moment this session ended, or is complete without it
             return
         sampled, total = self._sizes.get(group, (0, 0))
         length = sum(turn.num_wanted for turn in session.turns)
@@ -386,7 +387,9 @@ class _Simulation:
         self._oldest[group] = min(self._oldest.get(group, session.min_version), session.min_version)
         self._recent.append(length)
         # rewards differ, so that every group counts
-        self._manager.finish(session.claim, float(session.claim.place.member), session.min_version)
+        reward = float(session.claim.place.member)
+        result = Result(reward, reward, length, "finished")
+        self._manager.finish(session.claim, result, session.min_version)
         if self._manager.groups[group].is_complete:
             self._num_complete += 1
             self._clock.give(self._changed)

@@ -53,7 +53,7 @@ class AgentRunner:
         run_id: str,
         runner_id: str,
         attempt: int | None = None,
-        tasks: Callable[[str, int], Task],
+        tasks: Callable[..., Task],
         agent: Callable[..., Any],
         reward: Callable[[Task, Any], Any],
         prepare: Prepare | None = None,
@@ -226,7 +226,9 @@ class AgentRunner:
 
     async def _report_on(self, claim: dict[str, Any], work: Work, key: str) -> dict[str, Any]:
         """Run the agent, or take what another runner's agent answered; score it, or leave that to others."""
-        task = self._tasks(claim["split"], claim["task_index"] + self._first_index[claim["split"]])
+        named = (claim["source"],) if claim["source"] else ()
+        index = claim["task_index"] + self._first_index[claim["split"]]
+        task = self._tasks(claim["split"], index, *named)
         work.facts |= _named(task)
         if claim["answer"] is not None:
             answer = orjson.loads(claim["answer"])

@@ -23,7 +23,8 @@ class TaskRef(NamedTuple):
 
     source: str
     """Part of the environment that has the task; empty if its parts are dealt in turn, or it has none."""
-    index: int
+    number: int
+    """Its place among the training tasks of the source."""
 
 
 class Pick(NamedTuple):

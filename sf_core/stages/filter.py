@@ -19,7 +19,8 @@ def filter(run: OpenRun, iteration: int) -> Outcome:
     """Write the batch: the advantage and the weight of every token, unless the train step must make them.
     Raises ValueError if nothing of what was sampled trains, which no iteration would change."""
     source = committed(run, iteration, "rollout")
-    rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in source.outputs)
+    files = source.files("trajectories")
+    rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in files)
     settings, samples = run.config.train, samples_of(rows, iteration)
     if pc.any(pc.list_flatten(rows["loss_mask"])).as_py() is False and rows["min_version"].null_count < len(
         rows
@@ -45,7 +46,7 @@ def filter(run: OpenRun, iteration: int) -> Outcome:
         part=f"batch-{run.ref.attempt}",
     )
     return Outcome(
-        inputs={ref.uri: ref.sha256 for ref in source.outputs},
+        inputs={ref.uri: ref.sha256 for ref in files},
         outputs=[batch],
         data={
             "rows": len(rows),

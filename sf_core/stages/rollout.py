@@ -13,4 +13,5 @@ def rollout(run: OpenRun, iteration: int) -> Outcome:
     settings = run.config.rollout
     run.dataplane.wait_for_batch(iteration, settings.batch_timeout_s, settings.absence_timeout_s)
     sealed = run.dataplane.seal_batch(iteration, run.ref.attempt)
-    return Outcome(outputs=[FileRef(**ref) for ref in sealed.pop("files")], data=sealed)
+    files = [*sealed.pop("files"), *sealed.pop("outcomes", ())]
+    return Outcome(outputs=[FileRef(**ref) for ref in files], data=sealed)

@@ -31,7 +31,7 @@ async def batch_files(run: ServedRun, sealer: Sealer, index: int, wait_s: float)
     directory = RunDirectory(run.spec.run_dir)
     committed = await asyncio.to_thread(directory.read_manifest, index, "rollout")
     if committed is not None:
-        return [directory.path(ref.uri) for ref in committed.outputs]
+        return [directory.path(ref.uri) for ref in committed.files("trajectories")]
     await run.changed.until(lambda: run.manager.readiness(index).ready, wait_s)
     sealed = await sealer.seal_batch(index, run.spec.attempt)
     return [directory.path(file["uri"]) for file in sealed["files"]]

@@ -22,7 +22,7 @@ from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.events import Published, Registered, Released
-from sf_core.dataplane.runs.external import ExternalSessions
+from sf_core.dataplane.runs.external import ExternalSessions, declare_group, open_session
 from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
@@ -134,7 +134,7 @@ class DataPlane:
         run = self._open_run(body.run_id, caller)
         if body.policy not in (None, run.spec.served_model):
             raise no_model(str(body.policy))
-        return await run.journal.attend(run.open_for(body))
+        return await run.journal.attend(open_session(run, body))
 
     async def declare(self, run_id: str, body: GroupBody, caller: Caller) -> list[Session]:
         """Open the sessions of a group from outside. Raises ApiError 429 while no batch has a place for it,
@@ -142,7 +142,7 @@ class DataPlane:
         run = self._open_run(run_id, caller)
         if body.split == "train" and not run.spec.rollout.outside_groups:
             raise _takes_no_groups(run_id)
-        if sessions := await run.journal.attend(run.declare(body)):
+        if sessions := await run.journal.attend(declare_group(run, body)):
             return sessions
         raise _no_place(run, body)
 

@@ -23,6 +23,7 @@ from sf_core.dataplane.control.status import batch_status, evaluation_status, ru
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.view import session_tree
 from sf_core.types import WeightsRef
@@ -134,7 +135,7 @@ async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
             {
                 "session_id": session.session_id,
                 "split": claim.place.split,
-                "task_index": claim.place.member if claim.place.split == "holdout" else claim.place.group,
+                **_task(run, claim),
                 "group": claim.place.group,
                 "member": claim.place.member,
                 "attempt": claim.attempt,
@@ -150,6 +151,14 @@ async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
         # the runner's own key may open more; agents get the one that opens their run and nothing else
         "key": run.spec.agents_key,
     }
+
+
+def _task(run: ServedRun, claim: Claim) -> dict[str, Any]:
+    """Which task of the environment a session works on."""
+    if claim.place.split == "holdout":
+        return {"source": "", "task_index": claim.place.member}
+    task = run.manager.task_of(claim)
+    return {"source": task.source, "task_index": task.number}
 
 
 @_get(BATCH, "How far the batch is.")

@@ -16,6 +16,7 @@ from sf_core.dataplane.bodies import RewardBody
 from sf_core.dataplane.journal.journal import Compaction
 from sf_core.dataplane.runs import events
 from sf_core.dataplane.runs.events import RunEvent
+from sf_core.dataplane.runs.results import result_of
 from sf_core.dataplane.runs.rollout_manager import Batch
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -66,10 +67,14 @@ class Effects:
                 run.outcomes.note_failed(error)
                 if claim.place.split == "train":
                     run.outcomes.discarded[reason] += 1
-                return self._drop_groups(run.manager.fail(claim, reason))
+                rejected = run.manager.fail(claim, reason)
+                self._end_surplus(claim)
+                return self._drop_groups(rejected)
             case events.Lost(claim):
                 self._forget(claim)
                 run.manager.lose(claim)
+            case events.Admitted(group, pick, version):
+                run.manager.restore_admitted(group, pick, version)
             case events.Rejected(group, reason):
                 run.manager.restore_rejected(group, reason)
                 self._drop_group(group)
@@ -129,12 +134,24 @@ class Effects:
             run.results.keep_opened(result)
             return []
         self._note_outcome(result)
-        rejected = run.manager.restore_finished(claim, result.reward, result.min_version)
+        told = result_of(result, run.spec.rollout.success)
+        rejected = run.manager.restore_finished(claim, told, result.min_version)
+        self._end_surplus(claim)
         if not rejected and run.manager.is_done(claim):
             run.results.keep(claim.place, result)
         elif claim.is_outside:
             self._keep_untrained(result)
         return rejected
+
+    def _end_surplus(self, claim: Claim) -> None:
+        """End the sessions without which the group of this one is complete."""
+        run = self._run
+        group = run.manager.groups.get(claim.place.group) if claim.place.split == "train" else None
+        if group is None or not group.is_complete or group.num_done == group.size:
+            return
+        for session in [s for s in run.sessions.values() if s.claim and s.claim.place[:2] == claim.place[:2]]:
+            run.drop(session, "the group of this session is complete without it")
+            run.count("surplus_sessions")
 
     def _note_outcome(self, result: FinishedSession) -> None:
         outcomes, rules = self._run.outcomes, self._run.spec.rollout.on_failure
@@ -215,7 +232,7 @@ def compaction(run: ServedRun) -> Compaction[RunEvent]:
                 return counts(result.claim)
             case events.Failed(claim) | events.Lost(claim):
                 return counts(claim) or claim.session_id(run.spec.run_id) in reopened
-            case events.Rejected(group):
+            case events.Rejected(group) | events.Admitted(group):
                 return group in groups
             case events.Sealed(index):
                 return index == last

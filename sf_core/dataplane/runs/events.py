@@ -15,6 +15,7 @@ from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import TurnEvent
+from sf_core.recipes.outcomes import Pick
 from sf_core.types import WeightsRef
 
 
@@ -110,6 +111,14 @@ class Lost(Event):
     claim: Claim
 
 
+class Admitted(Event):
+    """A group of a run that chooses was begun, with this task; told before its first session."""
+
+    group: int
+    pick: Pick
+    version: int
+
+
 class Rejected(Event):
     group: int
     reason: str
@@ -145,8 +154,9 @@ class Released(Event):
 
 
 RunEvent = (
-    Registered | Published | EvaluationStarted | Opened | Rewarded | Named | Answered | Closed | Finished
-    | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed | Released | TurnEvent
+    Registered | Published | EvaluationStarted | Admitted | Opened | Rewarded | Named | Answered | Closed
+    | Finished | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed | Released
+    | TurnEvent
 )  # fmt: skip
 
 read_event: Callable[[bytes], RunEvent] = reader(RunEvent)

@@ -1,4 +1,5 @@
-"""Storage of finished external sessions, which clients opened themselves, as rows of the run directory.
+"""Sessions of agents outside: how they are opened, and how those of no group are stored as rows of the run
+directory when they have finished.
 
 Owns which of them share a file, and that each is stored once. Until then they are in the journal
 (events.py), where a restart finds them.
@@ -8,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 
+from sf_core.dataplane.bodies import GroupBody, SessionBody
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.runs.effects import compaction
-from sf_core.dataplane.runs.events import Stored
+from sf_core.dataplane.runs.events import Opened, Stored
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import write_sessions
 from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,32 @@ RETRY_S = 10.0
 
 SPARE_BYTES = 64 * 2**20
 """The journal is compacted when it has outgrown twice its size after the last compaction by this much."""
+
+
+async def open_session(run: ServedRun, body: SessionBody) -> Session:
+    """Open an external session, which no runner was given."""
+    session_id = f"{run.spec.run_id}.open.{secrets.token_hex(8)}"
+    facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
+    session = Session(session_id, **facts)
+    run.open(session)
+    await run.journal.append(Opened.of([session]))
+    return session
+
+
+async def declare_group(run: ServedRun, body: GroupBody) -> list[Session]:
+    """Open the sessions of a group that agents outside work on; none if there is no place for it now."""
+    if known := [s for s in run.sessions.values() if body.name and s.claim and s.group == body.name]:
+        return known
+    give = run.manager.declare if body.split == "train" else run.manager.claim_held_out
+    claims = give(body.size or run.spec.rollout.group_size)
+    facts = body.model_dump(include={"task_id", "environment", "metadata"})
+    run_id = run.spec.run_id
+    sessions = [Session(claim.session_id(run_id), claim, group=body.name, **facts) for claim in claims]
+    for session in sessions:
+        run.open(session)
+    if sessions:
+        await run.journal.append(Opened.of(sessions))
+    return sessions
 
 
 class ExternalSessions:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split
+from sf_core.recipes.outcomes import Outcome, Pick, Result
 
 
 class Progress(Enum):
     OPEN = auto()
     RUNNING = auto()
     DONE = auto()
+    CUT = auto()
+    """The group goes on without it: it failed for good, or the group was complete before it ended."""
 
 
 @dataclass(slots=True)
@@ -21,7 +24,8 @@ class Member:
     attempt: int = -1
     """The latest attempt given out; only its report counts."""
     num_failures: int = 0
-    reward: float | None = None
+    result: Result | None = None
+    """None until it is done, and of a held-out task that has no result."""
     min_version: int | None = None
     """Oldest policy version of a token of the latest attempt; while it runs, a lower bound."""
 
@@ -38,6 +42,14 @@ class Group:
     """Whether agents outside work on it. Its sessions are not retried: nobody would take them."""
     first_attempt: int = 0
     """Number of the first attempt at each of its sessions."""
+    pick: Pick | None = None
+    """Its task, if the run gave it one."""
+    version: int = 0
+    """Policy version when it was begun."""
+    is_recorded: bool = field(default=False, init=False)
+    """Whether the journal has its pick."""
+    need: int = field(init=False)
+    """Sessions with which it is complete."""
     members: list[Member] = field(init=False)
     num_done: int = field(default=0, init=False)
     """Members that are done; cached, like `min_version`, because a batch may look at 100,000 groups."""
@@ -46,6 +58,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.members = [Member(attempt=self.first_attempt - 1) for _ in range(self.size)]
+        self.need = self.size if self.pick is None else self.pick.need
 
     def claims(self, is_outside: bool = False) -> Iterator[Claim]:
         """Give out open members, to runners or to agents outside, in order, as far as the caller iterates."""
@@ -84,10 +97,10 @@ class Group:
         member.attempt = max(member.attempt, claim.attempt)
         member.num_failures = max(member.num_failures, claim.draw)
 
-    def finish(self, claim: Claim, reward: float | None, min_version: int | None) -> None:
+    def finish(self, claim: Claim, result: Result | None, min_version: int | None) -> None:
         member = self.members[claim.place.member]
         member.progress, member.attempt = Progress.DONE, claim.attempt
-        member.reward, member.min_version = reward, min_version
+        member.result, member.min_version = result, min_version
         self._count()
 
     def fail(self, claim: Claim) -> int:
@@ -97,19 +110,44 @@ class Group:
         member.num_failures += 1
         return member.num_failures
 
+    def leave_out(self, claim: Claim, least: int) -> bool:
+        """Go on without a member, with fewer sessions than planned if need be; False if that leaves fewer
+        than `least`."""
+        left = sum(member.progress is not Progress.CUT for member in self.members) - 1
+        if left < least:
+            return False
+        self.need = min(self.need, left)
+        member = self.members[claim.place.member]
+        member.progress, member.min_version = Progress.CUT, None
+        self._count()
+        return True
+
     @property
     def is_complete(self) -> bool:
-        return self.num_done == self.size
+        return self.num_done >= self.need
+
+    @property
+    def num_left(self) -> int:
+        """Sessions that have to end before it is complete."""
+        return self.need - self.num_done
 
     @property
     def num_open(self) -> int:
         return sum(member.progress is Progress.OPEN for member in self.members)
 
     @property
-    def rewards(self) -> list[float]:
-        return [member.reward for member in self.members if member.reward is not None]
+    def results(self) -> tuple[Result, ...]:
+        """Those of members that count, in order of their places."""
+        return tuple(member.result for member in self.members if member.result is not None)
+
+    def outcome(self, verdict: str) -> Outcome:
+        return Outcome(self.index, self.pick, self.size, self.version, self.results, verdict)
 
     def _count(self) -> None:
         self.num_done = sum([member.progress is Progress.DONE for member in self.members])
+        if self.is_complete:
+            for member in self.members:
+                if member.progress is not Progress.DONE:
+                    member.progress, member.min_version = Progress.CUT, None
         versions = [member.min_version for member in self.members if member.min_version is not None]
         self.min_version = min(versions, default=None)

@@ -7,23 +7,37 @@ one that was open all the time. What other events do to a run is in effects.py.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
+from typing import NamedTuple
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import read_renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.runs.events import Finished, Opened, Registered, Rejected, RunEvent, read_event
+from sf_core.dataplane.runs.events import (
+    Admitted,
+    Finished,
+    Opened,
+    Registered,
+    Rejected,
+    RunEvent,
+    read_event,
+)
+from sf_core.dataplane.runs.results import outcome_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.runners import Runner
 from sf_core.dataplane.sessions.memory import Memory
+from sf_core.recipes.outcomes import Outcome
+from storage.outcomes import read_outcomes
+from storage.run_directory import RunDirectory
 
 
 async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> ServedRun:
     """Open a registered run, restored from its journal if that holds it. Raises ApiError if it cannot."""
     run = await reopen_run(journal, grace_s, memory)
     if run is None:
-        run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+        run = await _new_run(spec, journal, grace_s, memory)
     elif run.spec.origin != spec.origin:
         run = await begin_anew(run, spec)
     else:
@@ -34,6 +48,26 @@ async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memo
         run.leave_memory()
         raise
     return run
+
+
+async def _new_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> ServedRun:
+    """A run with the progress that `spec` states. Raises ApiError 409 if its curriculum has forgotten it."""
+    run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+    run.manager.tasks.observe(await _read_outcomes(spec))
+    return run
+
+
+async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
+    """What came of the groups of the iterations before that of `spec`, if a curriculum goes by it. Raises
+    ApiError 409 if a file is missing or broken."""
+    if spec.rollout.curriculum is None:
+        return []
+    try:
+        directory = RunDirectory(spec.run_dir)
+        rows = await asyncio.to_thread(lambda: list(read_outcomes(directory, spec.iteration)))
+    except ValueError as error:
+        raise ApiError(409, str(error)) from None
+    return [outcome_of(row) for row in rows]
 
 
 async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:
@@ -69,7 +103,7 @@ async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> Served
             if isinstance(event, Registered):
                 spec = event.spec
                 if run is None:
-                    run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+                    run = await _new_run(spec, journal, grace_s, memory)
                 elif run.spec.origin != spec.origin:
                     run = await _replaced(run, spec)
                 else:
@@ -84,12 +118,28 @@ async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> Served
     return run
 
 
-async def read_past(run: ServedRun, spec: RunSpec, num_events: int | None = None) -> list[RunEvent]:
-    """Results, rejections and claims in the first `num_events` events of the journal (None: in all), if this
-    registration makes the run start over; nothing if the run goes on."""
-    past, is_ours = list[RunEvent](), True
-    if run.knows_batch(spec.iteration) or spec.attempt < run.spec.attempt:
+class Past(NamedTuple):
+    """What a registration takes over from earlier."""
+
+    outcomes: list[Outcome]
+    """Groups that have left in iterations before the one that it states."""
+    events: list[RunEvent]
+    """Results, rejections, picks and claims of the journal, if the run starts over."""
+
+
+async def read_past(run: ServedRun, spec: RunSpec, num_events: int | None = None) -> Past:
+    """What this registration takes over, with the first `num_events` events of the journal (None: all)."""
+    past = Past([], [])
+    if spec.attempt < run.spec.attempt:
         return past
+    starts_over = not run.knows_batch(spec.iteration)
+    if starts_over or run.spec.rollout.curriculum is None:
+        past.outcomes.extend(await _read_outcomes(spec))
+    return past._replace(events=await _past_events(run, spec, num_events)) if starts_over else past
+
+
+async def _past_events(run: ServedRun, spec: RunSpec, num_events: int | None) -> list[RunEvent]:
+    past, is_ours = list[RunEvent](), True
     async with aclosing(run.journal.replay(read_event)) as events:
         async for event in events:
             if num_events == 0:
@@ -100,7 +150,7 @@ async def read_past(run: ServedRun, spec: RunSpec, num_events: int | None = None
                     is_ours = registered.origin == spec.origin
                 case _ if not is_ours:
                     pass
-                case Rejected() | Opened():
+                case Rejected() | Opened() | Admitted():
                     past.append(event)
                 case Finished(result) if result.claim is not None and result.claim.place.split == "train":
                     if not result.claim.is_outside:
@@ -108,20 +158,22 @@ async def read_past(run: ServedRun, spec: RunSpec, num_events: int | None = None
     return past
 
 
-def begin_attempt(run: ServedRun, spec: RunSpec, past: list[RunEvent]) -> bool:
+def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
     """Begin an attempt of the flow. True if the run starts over from the progress that `spec` states: then
     only `past` is taken over from the journal."""
     run.begin_attempt(spec.model_copy(update={"first_attempt": run.spec.first_attempt}))
     if run.knows_batch(spec.iteration):
+        run.manager.remember(past.outcomes)
         return False
-    run.forget_progress()
-    for event in past:
+    run.forget_progress(past.outcomes)
+    for event in past.events:
         if not isinstance(event, Opened):
             run.effects.apply(event)
             continue
         for opened in event.facts:
             if opened.claim is not None and not opened.claim.is_outside:
                 run.manager.restore_attempt(opened.claim)
+    run.manager.dropped_in_a_row.clear()
     return True
 
 

@@ -1,11 +1,13 @@
 """Decides which sessions are given out and which groups make a batch. No clock, no IO.
 
 Owns admission under the lag bound, the group rule, the gate and the choice of a batch. A group that cannot
-count is rejected whole, with the reason.
+count is rejected whole, with the reason. Which task a group gets is the curriculum's choice. What restarts
+tell a manager is in restored.py.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -14,7 +16,8 @@ from sf_core.config import RolloutConfig
 from sf_core.config.failures import Reason
 from sf_core.dataplane.runs.groups import Group, Progress
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.recipes.gates import GATES
+from sf_core.recipes.curriculum import Tasks
+from sf_core.recipes.outcomes import SEALED, Outcome, Result, TaskRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,10 @@ class RolloutManager:
         version: int = 0,
         done_groups: Iterable[int] = (),
         first_attempt: int = 0,
+        seed: int = 0,
     ) -> None:
         """Claims whose attempt is lower than `first_attempt` do not count."""
+        self.tasks = Tasks(seed)
         self.set_rules(rules, lag_bound, num_batches)
         self.next_batch = next_batch
         self.version = version
@@ -69,13 +74,20 @@ class RolloutManager:
         self.rejected: dict[int, str] = {}
         self.evaluations: dict[int, Group] = {}
         self.batches: dict[int, Batch] = {}
-        self.largest_group = rules.group_size
+        self.ended: list[Outcome] = []
+        """Groups that have left since the last batch."""
+        self.ended_by: dict[int, list[Outcome]] = {}
+        """The same for each of the last batches, with the groups that it took."""
+        self.dropped_in_a_row: Counter[str] = Counter()
+        """Groups that were dropped since the last one that counts, by reason."""
+        self.largest_group = rules.group_size + rules.spare_sessions
         self._done = set(done_groups)
         self._next_group = 0
 
     def set_rules(self, rules: RolloutConfig, lag_bound: int, num_batches: int) -> None:
         """`num_batches` are those of the whole run: no group is started that none of them needs."""
         self.rules, self.lag_bound, self.num_batches = rules, lag_bound, num_batches
+        self.tasks.set_rules(rules.curriculum, rules.success, rules.group_size, rules.spare_sessions)
 
     # --- sessions
 
@@ -88,7 +100,7 @@ class RolloutManager:
         """The sessions of a new group from outside; none if no batch within the lag bound has a place."""
         if self._num_groups(outside=True) >= self._num_admissible(outside=True):
             return []
-        return list(self._admit(size, is_outside=True).claims(is_outside=True))
+        return list(self._admit(size).claims(is_outside=True))
 
     def claim_held_out(self, limit: int) -> list[Claim]:
         """Held-out sessions for an agent outside."""
@@ -107,9 +119,15 @@ class RolloutManager:
         if (group := self.group_of(claim)) is not None:
             group.note_started(claim, version)
 
-    def finish(self, claim: Claim, reward: float, min_version: int | None) -> list[int]:
+    def task_of(self, claim: Claim) -> TaskRef:
+        """The task of a session that was given out."""
+        group = self._group(claim)
+        return TaskRef("", claim.place.group) if group is None or group.pick is None else group.pick.task
+
+    def finish(self, claim: Claim, result: Result, min_version: int | None) -> list[int]:
         """Count a finished session; `min_version` is that of its oldest token. Returns rejected groups."""
-        return [] if self.group_of(claim) is None else self.restore_finished(claim, reward, min_version)
+        group = self.group_of(claim)
+        return [] if group is None else self._finish(group, claim, result, min_version)
 
     def worth(self, claim: Claim, reason: Reason, can_train: bool) -> float | None:
         """The reward with which a failed session ends; None: it is to `fail`, because it is retried or its
@@ -133,7 +151,10 @@ class RolloutManager:
         if group.split == "holdout":
             group.finish(claim, None, None)
             return []
-        return self._reject([group.index], reason)
+        least = group.need if self.rules.least_sessions is None else self.rules.least_sessions
+        if group.is_outside or not group.leave_out(claim, min(least, group.need)):
+            return self._reject([group.index], reason)
+        return self._gate(group)
 
     def lose(self, claim: Claim) -> None:
         """Open the place of a session whose runner is gone."""
@@ -163,17 +184,18 @@ class RolloutManager:
     def num_sessions_left(self) -> int:
         """Sessions still to run for the next batch, for the batches that the lag bound admits before it is
         trained on, and for evaluations. Counts those groups that have the fewest sessions left."""
-        held_out = sum(group.size - group.num_done for group in self.evaluations.values())
+        held_out = sum(group.num_left for group in self.evaluations.values())
         batches = min(1 + self.lag_bound, self.num_batches - self.next_batch)
         num_groups = self.rules.groups_per_batch * max(0, batches)
-        missing = sorted(group.size - group.num_done for group in self.groups.values())[:num_groups]
+        missing = sorted(group.num_left for group in self.groups.values())[:num_groups]
         return held_out + sum(missing) + self.rules.group_size * (num_groups - len(missing))
 
     def num_open_sessions(self, is_full: bool = False) -> int:
-        """Number of sessions that claims could get now."""
+        """Number of sessions that claims could get now; fewer if the curriculum makes groups smaller."""
         groups = [*self.evaluations.values(), *self.groups.values()]
         to_admit = max(0, self._num_admissible(is_full) - self._num_groups())
-        return sum(group.num_open for group in groups) + self.rules.group_size * to_admit
+        size = self.rules.group_size + self.rules.spare_sessions
+        return sum(group.num_open for group in groups) + size * to_admit
 
     def choose(self, batch: int) -> list[int]:
         """The groups that a batch would be made of now. Raises ValueError if it is not ready."""
@@ -192,49 +214,23 @@ class RolloutManager:
         chosen = self.choose(batch)
         # with `wait` there are none, or the batch would not be ready
         dropped = self._reject(self._late(chosen, batch), "max_lag")
-        for index in chosen:
-            del self.groups[index]
-        self._done.update(chosen)
+        self._consume(chosen)
         self.next_batch = batch + 1
         dropped += self._reject([g.index for g in self.groups.values() if self._is_expired(g)], "max_lag")
-        self.batches[batch] = Batch(chosen, self.rejected, dropped)
-        self.batches.pop(batch - 2, None)
-        self.rejected = {}
+        self._keep(batch, Batch(chosen, self.rejected, dropped), self.ended)
+        self.rejected, self.ended = {}, []
         return self.batches[batch]
 
-    # --- evaluations and recovery
+    def _keep(self, index: int, batch: Batch, ended: list[Outcome]) -> None:
+        self.batches[index], self.ended_by[index] = batch, ended
+        self.batches.pop(index - 2, None)
+        self.ended_by.pop(index - 2, None)
+
+    # --- evaluations
 
     def start_evaluation(self, version: int, num_tasks: int) -> None:
         if version not in self.evaluations:
             self.evaluations[version] = Group("holdout", version, num_tasks, first_attempt=self.first_attempt)
-
-    def restore_attempt(self, claim: Claim) -> None:
-        """Note that a session was given out before a restart, so that its attempt number is not reused."""
-        if (group := self._restored_group(claim)) is not None:
-            group.note_given_out(claim)
-
-    def restore_declared(self, index: int, size: int) -> None:
-        """Note a group from outside that was declared before a restart."""
-        self._admit_up_to(index)
-        if index in self.groups and not self.groups[index].is_outside:
-            self.groups[index] = self._new_group(index, size, is_outside=True)
-
-    def restore_running(self, claim: Claim) -> bool:
-        """Note that a session given out before a restart may still run; False if its group does not count."""
-        if (group := self._restored_group(claim)) is None:
-            return False
-        group.resume(claim)
-        return True
-
-    def restore_sealed(self, index: int, batch: Batch) -> None:
-        """Note a batch that was sealed before a restart."""
-        for group in (*batch.groups, *batch.rejected):
-            self.groups.pop(group, None)
-            self.rejected.pop(group, None)
-            self._done.add(group)
-        self.next_batch = index + 1
-        self.batches[index] = batch
-        self.batches.pop(index - 2, None)
 
     def is_done(self, claim: Claim) -> bool:
         """Whether a batch or an evaluation that is not written yet needs the session's result."""
@@ -249,26 +245,6 @@ class RolloutManager:
         later |= {group for b, sealed in self.batches.items() if b >= batch for group in sealed.rejected}
         return sorted(self._done - later - self.rejected.keys())
 
-    def restore_finished(self, claim: Claim, reward: float | None, min_version: int | None) -> list[int]:
-        """Note a finished session, which before a restart an earlier process gave out. Returns the groups
-        rejected by it."""
-        if (group := self._restored_group(claim)) is None:
-            return []
-        group.finish(claim, reward, min_version)
-        return self._gate(group)
-
-    def restore_rejected(self, index: int, reason: str) -> None:
-        if index not in self._done:
-            self._admit_up_to(index)
-            self._reject([index], reason)
-
-    def _restored_group(self, claim: Claim) -> Group | None:
-        if claim.attempt < self.first_attempt:
-            return None
-        if claim.place.split == "train":
-            self._admit_up_to(claim.place.group)
-        return self._group(claim)
-
     def _group(self, claim: Claim) -> Group | None:
         groups = self.groups if claim.place.split == "train" else self.evaluations
         group = groups.get(claim.place.group)
@@ -282,7 +258,7 @@ class RolloutManager:
         for group in list(self.groups.values()):
             yield from group.claims()
         for _ in range(self._num_admissible(is_full) - self._num_groups()):
-            yield from self._admit(self.rules.group_size).claims()
+            yield from self._admit().claims()
 
     def _places(self, outside: bool) -> int:
         """Groups of one kind in each batch."""
@@ -317,38 +293,60 @@ class RolloutManager:
         in_flight = self._num_groups(outside) - num_accepted
         return f"{needed - num_accepted} of {needed} {kind}; {in_flight} are in flight"
 
-    def _admit(self, size: int, is_outside: bool = False) -> Group:
+    def _admit(self, outside: int | None = None) -> Group:
+        """Begin the next group: with a task, or from outside with so many sessions."""
         while self._next_group in self._done:
             self._next_group += 1
-        group = self.groups[self._next_group] = self._new_group(self._next_group, size, is_outside)
-        self._next_group += 1
+        index = self._next_group
+        if outside is not None:
+            return self._begin(Group("train", index, outside, True, self.first_attempt, version=self.version))
+        # the batch that it would fill, were the groups before it in earlier ones
+        batch = self.next_batch + self._num_groups() // max(1, self._places(outside=False))
+        pick = self.tasks.pick(index, batch)
+        return self._begin(Group("train", index, pick.size, False, self.first_attempt, pick, self.version))
+
+    def _begin(self, group: Group) -> Group:
+        self.groups[group.index] = group
+        self._next_group = max(self._next_group, group.index + 1)
+        self.largest_group = max(self.largest_group, group.size)
         return group
 
-    def _new_group(self, index: int, size: int, is_outside: bool) -> Group:
-        self.largest_group = max(self.largest_group, size)
-        return Group("train", index, size, is_outside, self.first_attempt)
+    def _finish(
+        self, group: Group, claim: Claim, result: Result | None, min_version: int | None
+    ) -> list[int]:
+        group.finish(claim, result, min_version)
+        return self._gate(group)
 
-    def _admit_up_to(self, index: int) -> None:
-        while self._next_group <= index:
-            if self._next_group in self._done:
-                self._next_group += 1
-            else:
-                self._admit(self.rules.group_size)
+    def _consume(self, indices: Iterable[int]) -> None:
+        """Note that a batch has taken these groups."""
+        for index in indices:
+            self._leave(self.groups[index], SEALED)
+
+    def _leave(self, group: Group, verdict: str) -> None:
+        """Have what came of a group count for the tasks to come."""
+        del self.groups[group.index]
+        self._done.add(group.index)
+        if group.pick is not None:
+            self.tasks.release(group.pick.task)
+        outcome = group.outcome(verdict)
+        self.ended.append(outcome)
+        self.tasks.observe([outcome])
 
     def _gate(self, group: Group) -> list[int]:
         if group.split == "train" and group.is_complete:
             if self._is_expired(group):
                 return self._reject([group.index], "max_lag")
-            verdict = GATES[self.rules.gate](group.rewards)
-            if not verdict.keep:
-                return self._reject([group.index], verdict.reason)
+            if reason := self.rules.gate.refusal(group.results, self.rules.success):
+                return self._reject([group.index], reason)
+            self.dropped_in_a_row.clear()
         return []
 
     def _reject(self, indices: list[int], reason: str) -> list[int]:
         for index in indices:
-            if self.groups.pop(index, None) is not None:
+            if (group := self.groups.get(index)) is not None:
+                self._leave(group, reason)
                 self.rejected[index] = reason
-                self._done.add(index)
+                self.dropped_in_a_row[reason] += 1
         return indices
 
     def _deadline(self, group: Group) -> int:

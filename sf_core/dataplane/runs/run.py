@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sf_core.dataplane.bodies import (
     ClaimBody,
     FinishBody,
-    GroupBody,
     PauseMode,
     RewardBody,
     RunSpec,
-    SessionBody,
     TaskName,
 )
 from sf_core.dataplane.chat.renderer import Renderer
@@ -35,8 +32,8 @@ from sf_core.dataplane.runs.endings import Closing, Endings, fault_of, time_of
 from sf_core.dataplane.runs.events import RunEvent, read_event
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.recent import RecentResults, TokenRate
+from sf_core.dataplane.runs.restored import RestoredManager
 from sf_core.dataplane.runs.results import Results
-from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.dataplane.runs.runners import Runner, Runners
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -44,6 +41,7 @@ from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.host import TurnHost
+from sf_core.recipes.outcomes import Outcome
 from sf_core.types import WeightsRef
 
 log = logging.getLogger(__name__)
@@ -101,6 +99,7 @@ class ServedRun(TurnHost):
             for session in [s for s in self.sessions.values() if not s.is_external]:
                 self._lose(session)
             self.outcomes.forget_failures()
+            self.manager.dropped_in_a_row.clear()
             self.fault = ""
         self.spec, self.released = spec, False
         self.router.closed, self.router.limits = None, limits_of(spec)
@@ -110,8 +109,9 @@ class ServedRun(TurnHost):
         self.manager.set_version(spec.version)
         self.changed.notify()
 
-    def forget_progress(self) -> None:
-        """Start over from the progress that the flow has stated in `spec`."""
+    def forget_progress(self, outcomes: Iterable[Outcome]) -> None:
+        """Start over from the progress that the flow has stated in `spec`, with these outcomes of the
+        iterations before."""
         for session in [s for s in self.sessions.values() if not s.is_external]:
             self._take_back(session, "the run starts over")
         rejected = self._reject_outside("started_over")
@@ -119,6 +119,7 @@ class ServedRun(TurnHost):
         self.router.weights = WeightsRef(self.spec.version, self.spec.weights_uri)
         evaluations = self.manager.evaluations
         self.manager = self._new_manager()
+        self.manager.tasks.observe(outcomes)
         self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
         for event in rejected:
             self.effects.apply(event)
@@ -131,9 +132,9 @@ class ServedRun(TurnHost):
         manager = self.manager
         return batch == manager.next_batch or (batch == manager.next_batch - 1 and batch in manager.batches)
 
-    def _new_manager(self) -> RolloutManager:
+    def _new_manager(self) -> RestoredManager:
         spec = self.spec
-        return RolloutManager(
+        return RestoredManager(
             spec.rollout,
             spec.lag_bound,
             spec.num_batches,
@@ -141,6 +142,7 @@ class ServedRun(TurnHost):
             version=spec.version,
             done_groups=spec.done_groups,
             first_attempt=spec.first_attempt,
+            seed=spec.seed,
         )
 
     # --- runners and their sessions
@@ -170,9 +172,20 @@ class ServedRun(TurnHost):
             runner.num_polls -= 1
             runner.silent_s = 0.0
         if opened := [session for session in sessions if session.answer is None]:
+            self._note_admitted(session.claim.place.group for session in opened if session.claim is not None)
             # if this is refused, the runner does not name them in its next claim, and they are taken back
             await self.journal.attend(self.journal.append(events.Opened.of(opened)))
         return sessions, self._is_released(body.runner)
+
+    def _note_admitted(self, indices: Iterable[int]) -> None:
+        """Record what the groups are whose first sessions, or whose end, are recorded next."""
+        if not self.spec.rollout.chooses:
+            return
+        for index in indices:
+            group = self.manager.groups.get(index)
+            if group is not None and group.pick is not None and not group.is_recorded:
+                group.is_recorded = True
+                self.journal.note(events.Admitted(index, group.pick, group.version))
 
     async def _note_tasks(self, tasks: Mapping[str, TaskName]) -> None:
         """Record the tasks of sessions: rows of a session that its runner does not end need them too."""
@@ -240,30 +253,6 @@ class ServedRun(TurnHost):
         self.effects.apply(event)
         await self.journal.append(event)
 
-    async def open_for(self, body: SessionBody) -> Session:
-        """Open an external session, which no runner was given."""
-        session_id = f"{self.spec.run_id}.open.{secrets.token_hex(8)}"
-        facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
-        session = Session(session_id, **facts)
-        self.open(session)
-        await self.journal.append(events.Opened.of([session]))
-        return session
-
-    async def declare(self, body: GroupBody) -> list[Session]:
-        """Open the sessions of a group that agents outside work on; none if there is no place for it now."""
-        if known := [s for s in self.sessions.values() if body.name and s.claim and s.group == body.name]:
-            return known
-        give = self.manager.declare if body.split == "train" else self.manager.claim_held_out
-        claims = give(body.size or self.spec.rollout.group_size)
-        facts = body.model_dump(include={"task_id", "environment", "metadata"})
-        run_id = self.spec.run_id
-        sessions = [Session(claim.session_id(run_id), claim, group=body.name, **facts) for claim in claims]
-        for session in sessions:
-            self.open(session)
-        if sessions:
-            await self.journal.append(events.Opened.of(sessions))
-        return sessions
-
     async def reward(self, session: Session, body: RewardBody) -> None:
         if refusal := fault_of(body, session):
             raise refusal
@@ -301,6 +290,7 @@ class ServedRun(TurnHost):
     def reject_all(self, groups: list[Group], reason: str) -> list[events.Rejected]:
         """Reject groups, as the events that are returned say."""
         rejected = [events.Rejected(group.index, reason) for group in groups]
+        self._note_admitted(group.index for group in groups)
         for event in rejected:
             self.journal.note(event)
             self.effects.apply(event)

@@ -19,9 +19,11 @@ from sf_core.config.failures import REASONS, count_failures, failures_text
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.runs import events
 from sf_core.dataplane.runs.effects import compaction
+from sf_core.dataplane.runs.results import row_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
+from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
 from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
 
@@ -79,6 +81,8 @@ class Sealer:
         run.changed.notify()
         sessions = run.results_of(batch.groups)
         answer = await write_sessions(run, "trajectories", index, f"rollout-{attempt}", sessions)
+        if run.spec.rollout.chooses:
+            answer |= await self._write_outcomes(index, f"rollout-{attempt}")
         for group in batch.groups:
             run.effects.drop_results(group)
         min_versions = [s.min_version for s in sessions if s.min_version is not None]
@@ -98,6 +102,15 @@ class Sealer:
         for dropped in batch.dropped:
             run.count(f"rejected_groups.{batch.rejected[dropped]}")
         return answer
+
+    async def _write_outcomes(self, index: int, part: str) -> Sealed:
+        """Write what came of the groups that have left since the last batch, and count them."""
+        run = self._run
+        outcomes = run.manager.ended_by[index]
+        directory = RunDirectory(run.spec.run_dir)
+        rows = [row_of(outcome, run.spec.run_id) for outcome in outcomes]
+        ref = await asyncio.to_thread(write_outcomes, directory, index, rows, part)
+        return {"outcomes": [asdict(ref)]}
 
     def _refuse_failed(self, index: int) -> None:
         """Raises ValueError if every session of the batch failed by its agent or its reward."""

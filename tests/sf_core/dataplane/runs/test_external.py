@@ -20,7 +20,7 @@ from sf_core.dataplane.bodies import FinishBody, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import external
 from sf_core.dataplane.runs.effects import compaction
-from sf_core.dataplane.runs.external import ExternalSessions
+from sf_core.dataplane.runs.external import ExternalSessions, open_session
 from sf_core.dataplane.sessions.session import Session
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
@@ -60,7 +60,7 @@ class OpeningDriver(Driver):
         return [session for session in self.run.sessions.values() if session.claim is None]
 
     async def open(self) -> None:
-        await self.run.open_for(SessionBody(run_id="run", group=f"g{len(self.opened) % 2}", task_id="t"))
+        await open_session(self.run, SessionBody(run_id="run", group=f"g{len(self.opened) % 2}", task_id="t"))
 
     async def finish_opened(self) -> None:
         for session in self.opened[:1]:

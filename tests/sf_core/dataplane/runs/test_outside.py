@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.bodies import FinishBody, GroupBody
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.runs.external import declare_group
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from storage.run_directory import RunDirectory
@@ -46,7 +47,7 @@ class OutsideDriver(Driver):
         return [session for session in self.run.sessions.values() if session.is_external]
 
     async def declare(self) -> None:
-        await self.run.declare(GroupBody(size=1 + next(self.numbers) % 3, task_id="t"))
+        await declare_group(self.run, GroupBody(size=1 + next(self.numbers) % 3, task_id="t"))
 
     async def finish_outside(self) -> None:
         for session in self.outside[next(self.numbers) % 3 :][:1]:
@@ -131,10 +132,12 @@ def test_a_declared_group_is_trained_as_one_with_its_name_and_task(
 ) -> None:
     async def scenario() -> None:
         driver = await begun(tmp_path, model_dir, renderer, groups_per_batch=1)
-        first = await driver.run.declare(GroupBody(size=3, name="ticket 7", task_id="t7", environment="desk"))
-        again = await driver.run.declare(GroupBody(size=3, name="ticket 7"))
+        first = await declare_group(
+            driver.run, GroupBody(size=3, name="ticket 7", task_id="t7", environment="desk")
+        )
+        again = await declare_group(driver.run, GroupBody(size=3, name="ticket 7"))
         assert again == first and len(first) == 3
-        other = await driver.run.declare(GroupBody(size=3, name="ticket 8"))
+        other = await declare_group(driver.run, GroupBody(size=3, name="ticket 8"))
         assert {s.session_id for s in other}.isdisjoint(s.session_id for s in first)
         for number, session in enumerate(first):
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
@@ -161,7 +164,7 @@ def test_a_reward_may_come_as_late_as_its_patience_allows(
     async def scenario() -> None:
         rules = {"groups_per_batch": 1, "session_timeout_s": 10.0, "reward_patience_s": 100.0}
         driver = await begun(tmp_path, model_dir, renderer, **rules)
-        for session in await driver.run.declare(GroupBody(size=2)):
+        for session in await declare_group(driver.run, GroupBody(size=2)):
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
             await driver.run.finish(session, FinishBody(status="answered"))
         if restarts:
@@ -190,7 +193,7 @@ def test_a_reward_that_comes_after_the_lag_bound_is_kept_and_does_not_train(
         driver = await begun(
             tmp_path, model_dir, renderer, groups_per_batch=1, on_max_lag="drop", lag_bound=0
         )
-        late = await driver.run.declare(GroupBody(size=2))
+        late = await declare_group(driver.run, GroupBody(size=2))
         for session in late:
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
             assert session.claim is not None

@@ -21,6 +21,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.effects import compaction
 from sf_core.dataplane.runs.events import Finished
+from sf_core.dataplane.runs.external import open_session
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -156,7 +157,7 @@ class Driver:
 
 
 def members(group: Group) -> list[Any]:
-    return [(m.progress, m.attempt, m.num_failures, m.reward, m.min_version) for m in group.members]
+    return [(m.progress, m.attempt, m.num_failures, m.result, m.min_version) for m in group.members]
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -230,7 +231,7 @@ def test_nothing_that_a_run_did_before_it_began_anew_counts(
         [held_out, done, open_one], _ = await earlier.claim(ClaimBody(runner="a", max=3))
         for session in (held_out, done):
             await earlier.finish(session, FinishBody(status="finished", reward=1.0))
-        outside = await earlier.open_for(SessionBody(run_id="run"))
+        outside = await open_session(earlier, SessionBody(run_id="run"))
         sample(outside, renderer, [user("hi")], say(renderer, "x"), version=0)
         await earlier.finish(outside, FinishBody(status="finished", reward=1.0))
         if restarts == "before":

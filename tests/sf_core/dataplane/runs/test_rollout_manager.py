@@ -1,30 +1,39 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, FailureRules, Rule
-from sf_core.dataplane.runs.rollout_manager import RolloutManager
+from sf_core.dataplane.runs.groups import Progress
+from sf_core.dataplane.runs.restored import RestoredManager
 from sf_core.dataplane.sessions.claims import Claim
+from sf_core.recipes.curriculum import Curriculum, Sizes
+from sf_core.recipes.gates import All, Mixed, Varied
+from sf_core.recipes.outcomes import Result
 from tests.properties import examples
 
 RULES = RolloutConfig(group_size=2, groups_per_batch=2, session_attempts=2)
 
 
-def manager(lag_bound: int = 1, num_batches: int = 100, **changes: Any) -> RolloutManager:
-    return RolloutManager(RULES.model_copy(update=changes), lag_bound, num_batches)
+def manager(lag_bound: int = 1, num_batches: int = 100, **changes: Any) -> RestoredManager:
+    return RestoredManager(RULES.model_copy(update=changes), lag_bound, num_batches)
 
 
-def finish_all(manager: RolloutManager, claims: list[Claim], version: int = 0, reward: float = 1.0) -> None:
+def got(reward: float) -> Result:
+    return Result(reward, reward, 1, "finished")
+
+
+def finish_all(manager: RestoredManager, claims: list[Claim], version: int = 0, reward: float = 1.0) -> None:
     for claim in claims:
         manager.note_started(claim, version)
-        manager.finish(claim, reward, version)
+        manager.finish(claim, got(reward), version)
 
 
 def test_whole_groups_are_given_out_in_index_order() -> None:
@@ -60,7 +69,7 @@ def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time()
 
 
 def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
-    resumed = RolloutManager(RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
+    resumed = RestoredManager(RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
     assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
 
 
@@ -107,7 +116,7 @@ def test_a_straggling_session_holds_back_its_group_and_no_batch() -> None:
     claims = m.claim(100)
     finish_all(m, [claim for claim in claims if claim.place != claims[0].place])
     assert m.seal(0).groups == [1, 2]
-    m.finish(claims[0], 1.0, 0)
+    m.finish(claims[0], got(1.0), 0)
     m.set_version(1)
     assert m.seal(1).groups == [0, 3]
 
@@ -131,7 +140,7 @@ def test_a_failed_session_is_given_out_again_and_then_excludes_its_group() -> No
     assert again == Claim(first.place, attempt=1, draw=1)
     assert m.fail(again, "agent_error") == [0]
     assert m.rejected == {0: "agent_error"}
-    assert m.finish(second, 1.0, 0) == []
+    assert m.finish(second, got(1.0), 0) == []
     assert m.claim(1)[0].place.group == 2
 
 
@@ -156,10 +165,10 @@ def test_a_group_is_as_old_as_its_oldest_session() -> None:
 
 def test_a_group_that_is_too_old_for_the_next_batch_is_rejected() -> None:
     """As a restart may find it, with other rules or versions."""
-    m = RolloutManager(RULES, 1, 100, next_batch=2, version=2)
+    m = RestoredManager(RULES, 1, 100, next_batch=2, version=2)
     claims = m.claim(4)
     for claim, min_version in zip(claims, (0, 2, 1, 2), strict=True):
-        m.finish(claim, 1.0, min_version)
+        m.finish(claim, got(1.0), min_version)
     assert m.rejected == {0: "max_lag"}
     assert list(m.groups) == [1]
 
@@ -169,26 +178,26 @@ def test_a_report_of_an_older_attempt_changes_nothing() -> None:
     [old] = m.claim(1)
     m.lose(old)
     [new] = m.claim(1)
-    assert m.finish(old, 1.0, 0) == []
+    assert m.finish(old, got(1.0), 0) == []
     assert m.group_of(new) is not None
     assert m.groups[0].num_done == 0
 
 
 def test_the_varied_gate_rejects_groups_whose_rewards_are_equal() -> None:
-    m = manager(gate="varied")
+    m = manager(gate=Varied())
     claims = m.claim(4)
     finish_all(m, claims[:2])
     assert m.rejected == {0: "equal_rewards"}
-    m.finish(claims[2], 1.0, 0)
-    m.finish(claims[3], 0.0, 0)
+    m.finish(claims[2], got(1.0), 0)
+    m.finish(claims[3], got(0.0), 0)
     assert list(m.groups) == [1]
 
 
 def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
-    m = manager(gate="varied")
+    m = manager(gate=Varied())
     first, second, *_ = m.claim(2)
-    m.finish(first, 0.1 + 0.2 + 0.3, 0)
-    assert m.finish(second, 0.3 + 0.2 + 0.1, 0) == [0]
+    m.finish(first, got(0.1 + 0.2 + 0.3), 0)
+    assert m.finish(second, got(0.3 + 0.2 + 0.1), 0) == [0]
     assert m.rejected == {0: "equal_rewards"}
 
 
@@ -243,11 +252,11 @@ def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
     m.start_evaluation(version=3, num_tasks=2)
     first, second, train = m.claim(3)
     assert [c.place.split for c in (first, second, train)] == ["holdout", "holdout", "train"]
-    m.finish(first, 1.0, 3)
+    m.finish(first, got(1.0), 3)
     assert m.worth(second, "agent_error", can_train=True) == 0.0
     m.fail(second, "agent_error")
     assert m.evaluations[3].is_complete
-    assert m.evaluations[3].rewards == [1.0]
+    assert m.evaluations[3].results == (got(1.0),)
 
 
 RETRY, EXCLUDE = "retry_then_zero", "retry_then_exclude"
@@ -306,7 +315,7 @@ def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> N
             if worth is None:
                 m.fail(claim, "context_overflow")
             else:
-                m.finish(claim, worth, 0)
+                m.finish(claim, got(worth), 0)
     batch, hit = m.seal(0), {group for group, _ in overlong}
     assert len(hit) > 50
     assert batch.rejected == ({} if rule == "zero" else dict.fromkeys(sorted(hit), "context_overflow"))
@@ -320,7 +329,7 @@ def test_restored_sessions_are_not_given_out_again() -> None:
     restored = manager()
     restored.restore_attempt(lost)
     restored.restore_attempt(kept)
-    restored.restore_finished(kept, 1.0, 0)
+    restored.restore_finished(kept, got(1.0), 0)
     restored.restore_rejected(1, "agent_error")
     assert restored.claim(3) == [Claim(lost.place, 1), *manager().claim(6)[4:]]
 
@@ -363,6 +372,13 @@ def test_held_out_tasks_are_given_to_agents_outside_and_again_after_a_failure() 
     assert (again.place, again.is_outside) == (first.place, False)
 
 
+CURRICULA = [
+    Curriculum(pool=5, solved=0.0),
+    Curriculum(pool=30, order="draw", sizes=Sizes(fewer=1, above=0.4)),
+    Curriculum(pool=1, order="draw"),
+]
+
+
 class AnyRun(RuleBasedStateMachine):
     """Sessions, failures, updates and batches in any order (invariant 8)."""
 
@@ -371,8 +387,11 @@ class AnyRun(RuleBasedStateMachine):
         outside_groups=st.integers(0, 3),
         lag_bound=st.integers(0, 3),
         on_max_lag=st.sampled_from(["wait", "drop"]),
-        gate=st.sampled_from(["all", "varied"]),
+        gate=st.sampled_from([All(), Varied(), Mixed()]),
         is_full=st.booleans(),
+        spare_sessions=st.integers(0, 2),
+        least_sessions=st.sampled_from([None, 1]),
+        curriculum=st.sampled_from([None, *CURRICULA]),
     )
     def begin(self, is_full: bool, outside_groups: int, groups_per_batch: int, **rules: Any) -> None:
         self.stays_full = is_full
@@ -384,12 +403,20 @@ class AnyRun(RuleBasedStateMachine):
         self.min_versions: dict[int, dict[int, int]] = {}
         self.consumed: set[int] = set()
 
+    @property
+    def has_sizes(self) -> bool:
+        curriculum = self.manager.rules.curriculum
+        return curriculum is not None and curriculum.sizes is not None
+
     @rule(count=st.integers(1, 4), is_full=st.booleans())
     def claim(self, count: int, is_full: bool) -> None:
         before = self.begun()
         num_open = self.manager.num_open_sessions(is_full)
         claimed = self.manager.claim(count, is_full)
-        assert len(claimed) == min(count, num_open)
+        if self.has_sizes:
+            assert len(claimed) <= min(count, num_open)
+        else:
+            assert len(claimed) == min(count, num_open)
         if is_full:
             assert self.begun() == before or (not before and len(self.begun()) == 1)
         self.running += claimed
@@ -440,6 +467,7 @@ class AnyRun(RuleBasedStateMachine):
     @rule()
     def seal(self) -> None:
         k, rules = self.manager.next_batch, self.manager.rules
+        before = dict(self.manager.groups)
         batch = self.manager.seal(k)
         assert len(set(batch.groups)) == rules.groups_per_batch
         assert self.consumed.isdisjoint(batch.groups)
@@ -447,11 +475,30 @@ class AnyRun(RuleBasedStateMachine):
         self.consumed.update(batch.groups)
         assert sum(group in self.declared for group in batch.groups) == rules.outside_groups
         for group in batch.groups:
-            size = self.declared.get(group, rules.group_size)
-            assert sorted(self.min_versions[group]) == list(range(size))
-            assert k - min(self.min_versions[group].values()) <= self.manager.lag_bound
+            members = before[group].members
+            counted = {i for i, member in enumerate(members) if member.result is not None}
+            assert len(counted) in self.sizes_of(group)
+            assert {member.progress for member in members} <= {Progress.DONE, Progress.CUT}
+            assert k - min(self.min_versions[group][i] for i in counted) <= self.manager.lag_bound
+        told = [outcome.group for outcome in self.manager.ended_by[k]]
+        assert len(told) == len(set(told)), "a group was told twice"
+        assert set(told) == {*batch.groups, *batch.rejected}
         if rules.on_max_lag == "wait":
             assert "max_lag" not in batch.rejected.values()
+
+    def sizes_of(self, group: int) -> range:
+        """How many sessions of a group may count."""
+        rules = self.manager.rules
+        if group in self.declared:
+            return range(self.declared[group], self.declared[group] + 1)
+        is_fixed = rules.least_sessions is None and not self.has_sizes
+        return range(rules.group_size if is_fixed else 1, rules.group_size + 1)
+
+    @invariant()
+    def tasks_in_flight_are_those_of_groups(self) -> None:
+        if hasattr(self, "manager"):
+            groups = self.manager.groups.values()
+            assert self.manager.tasks.in_flight == Counter(g.pick.task for g in groups if g.pick)
 
     def end(self, claim: Claim, reward: float) -> None:
         self.running.remove(claim)
@@ -459,7 +506,7 @@ class AnyRun(RuleBasedStateMachine):
         place = claim.place
         if self.manager.group_of(claim) is not None:
             self.min_versions.setdefault(place.group, {})[place.member] = self.sampled[claim]
-        self.manager.finish(claim, reward, self.sampled[claim])
+        self.manager.finish(claim, got(reward), self.sampled[claim])
 
     def sample_if_needed(self, claim: Claim) -> None:
         self.manager.note_started(claim, self.manager.version)

@@ -1,0 +1,202 @@
+"""What a curriculum remembers is the same after a restart, whatever happened, and without the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sf_core.dataplane.bodies import ClaimBody, FinishBody
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane.runs.results import outcome_of
+from sf_core.dataplane.runs.rollout_manager import RolloutManager
+from sf_core.recipes.curriculum import Tasks
+from sf_core.recipes.outcomes import Pick
+from storage.files import FileRef
+from storage.manifests import Manifest
+from storage.outcomes import read_outcomes
+from storage.run_directory import RunDirectory
+from tests.properties import examples
+from tests.sf_core.dataplane.runs.test_replay import OPERATIONS, Driver
+from tests.sf_core.dataplane.sessions.test_session import sample, user
+from tests.sf_core.dataplane.stand import say
+
+CURRICULA: list[dict[str, Any]] = [
+    {"pool": 30, "solved": 0.0},
+    {"pool": 30, "solved": 0.5, "unsolved": 0.5, "floor": 0.05, "sizes": {"fewer": 2, "above": 0.3}},
+    {"pool": 30, "order": "draw", "utility": "variance"},
+    {
+        "pool": 30,
+        "order": "draw",
+        "stages": [{"shares": {"a": 1.0}, "until": 1}, {"shares": {"a": 1.0, "b": 2.0}}],
+    },
+    {"pool": 2, "order": "draw"},
+]
+
+
+class CurriculumDriver(Driver):
+    """A run whose flow commits every batch that it has sealed, at once or later."""
+
+    def __init__(self, *args: Any, **rules: Any) -> None:
+        super().__init__(*args)
+        self.rules = rules
+
+    async def register(self, **changes: Any) -> None:
+        await super().register(**{**self.rules, **changes})
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.spec["run_dir"])
+
+    async def commit(self) -> None:
+        """Commit the rollout of the last sealed batch."""
+        last = self.run.manager.next_batch - 1
+        if last < 0 or self.directory.read_manifest(last, "rollout") is not None:
+            return
+        answer = dict(await self.plane.sealers["run"].seal_batch(last, self.spec["attempt"]))
+        files = [FileRef(**ref) for ref in (*answer.pop("files"), *answer.pop("outcomes"))]
+        manifest = Manifest(
+            run_id="run", iteration=last, stage="rollout", attempt=1, outputs=files, data=answer
+        )
+        self.directory.commit_manifest(manifest)
+
+    async def seal(self) -> None:
+        await self.commit()
+        await super().seal()
+
+    async def give_out_while_an_end_is_recorded(self) -> None:
+        ending = [self._finish(session) for session in self.given_out]
+        await asyncio.gather(*ending, self.claim(), self.claim())
+
+    async def _finish(self, session: Any) -> None:
+        sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
+        reward = float(next(self.numbers) % 3 == 0)
+        await self.run.finish(session, FinishBody(status="finished", reward=reward))
+
+    async def go_back(self) -> None:
+        """The flow has lost its last two iterations."""
+        await self.commit()
+        iteration = max(0, self.run.manager.next_batch - 2)
+        for lost in range(iteration, self.run.manager.next_batch):
+            (Path(self.spec["run_dir"]) / f"manifests/{lost:05d}/rollout.json").unlink(missing_ok=True)
+        done = []
+        for number in range(iteration):
+            manifest = self.directory.read_manifest(number, "rollout")
+            assert manifest is not None
+            done += [*manifest.data["groups"], *map(int, manifest.data["rejected"])]
+        at = self.spec["attempt"] + 1
+        await self.register(attempt=at, iteration=iteration, version=iteration, done_groups=sorted(done))
+
+    def memory(self) -> dict[str, Any]:
+        manager = self.run.manager
+        return {
+            "past": dict(sorted(manager.tasks.past.items())),
+            "positions": manager.tasks.positions,
+            "in_flight": manager.tasks.in_flight,
+            "picks": {index: (group.pick, group.version) for index, group in manager.groups.items()},
+            "ended": manager.ended,
+            "next": next_picks(manager),
+        }
+
+
+def next_picks(manager: RolloutManager) -> list[Pick]:
+    """The picks of the next ten groups."""
+    tasks = deepcopy(manager.tasks)
+    return [tasks.pick(10**6 + number, manager.next_batch) for number in range(10)]
+
+
+MORE = ["play", "play", "play", "restart", "commit", "begin_attempt", "go_on_after_release", "go_back"]
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(
+    curriculum=st.sampled_from(CURRICULA),
+    spare_sessions=st.integers(0, 2),
+    least_sessions=st.sampled_from([None, 1]),
+    operations=st.lists(
+        st.sampled_from([*OPERATIONS, *MORE, "give_out_while_an_end_is_recorded"]), max_size=50
+    ),
+)
+@example(
+    curriculum=CURRICULA[0],
+    spare_sessions=1,
+    least_sessions=None,
+    operations=["claim", "give_out_while_an_end_is_recorded", "give_out_while_an_end_is_recorded", "play"],
+)
+@example(
+    curriculum=CURRICULA[2],
+    spare_sessions=0,
+    least_sessions=None,
+    operations=[
+        *["play"] * 9,
+        "seal",
+        *["play"] * 9,
+        "seal",
+        "publish",
+        *["play"] * 9,
+        "seal",
+        "go_back",
+        "play",
+    ],
+)
+def test_the_memory_of_a_run_opened_from_its_journal_is_that_of_the_run_that_wrote_it(
+    model_dir: str,
+    renderer: Renderer,
+    curriculum: dict[str, Any],
+    spare_sessions: int,
+    least_sessions: int | None,
+    operations: list[str],
+) -> None:
+    async def scenario(folder: Path) -> None:
+        rules = {"spare_sessions": spare_sessions, "least_sessions": least_sessions}
+        driver = CurriculumDriver(folder, model_dir, renderer, curriculum=curriculum, **rules)
+        await driver.register()
+        for operation in operations:
+            await getattr(driver, operation)()
+        memory, state = driver.memory(), driver.state()
+        await driver.restart()
+        assert driver.memory() == memory
+        assert driver.state() == state
+        await driver.plane.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(scenario(Path(folder)))
+
+
+@pytest.mark.parametrize("curriculum", CURRICULA)
+def test_without_its_journal_a_run_goes_on_with_what_its_directory_tells(
+    tmp_path: Path, model_dir: str, renderer: Renderer, curriculum: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        driver = CurriculumDriver(tmp_path, model_dir, renderer, curriculum=curriculum, gate="all")
+        await driver.register()
+        while driver.run.manager.next_batch < 5:
+            for operation in ("play", "seal", "publish"):
+                await getattr(driver, operation)()
+        await driver.commit()
+        told = [outcome_of(row) for row in read_outcomes(driver.directory, before=5)]
+        assert len({outcome.group for outcome in told}) == len(told) >= 5
+        expected = Tasks(seed=driver.run.spec.seed)
+        rules = driver.run.spec.rollout
+        expected.set_rules(rules.curriculum, rules.success, rules.group_size, rules.spare_sessions)
+        expected.observe(reversed(told))
+        done, version = [outcome.group for outcome in told], driver.version
+        await driver.plane.close()
+        # another disk, where no journal is
+        driver.plane = DataPlane(DataplaneOptions(str(tmp_path / "another")))
+        await driver.register(attempt=5, iteration=5, version=version, done_groups=done)
+        tasks = driver.run.manager.tasks
+        assert (tasks.past, tasks.positions) == (expected.past, expected.positions)
+        sessions, _ = await driver.run.claim(ClaimBody(runner="a5", max=1))
+        assert sessions[0].claim is not None and sessions[0].claim.place.group not in done
+        await driver.plane.close()
+
+    asyncio.run(scenario())
