@@ -175,7 +175,7 @@ class Tasks:
 
     def _update(self, task: TaskRef) -> None:
         if (book := self._books.get(task.source)) is not None:
-            book.enter(task.index, self.past.get(task, ()), self.in_flight.get(task, 0))
+            book.enter(task.number, self.past.get(task, ()), self.in_flight.get(task, 0))
 
     def _index(self, random: np.random.Generator, rules: Curriculum, source: str) -> tuple[int, int]:
         """The next task of this source, and the place from which the pick after it continues."""

@@ -50,7 +50,7 @@ def picked(tasks: Tasks, first: int, num: int, batch: int = 0) -> list[Pick]:
 
 
 def indices(picks: list[Pick]) -> list[int]:
-    return [pick.task.index for pick in picks]
+    return [pick.task.number for pick in picks]
 
 
 @st.composite
@@ -111,7 +111,7 @@ def test_no_task_is_in_flight_twice_unless_it_is_counted(
         busy, repeated = {pick.task for _, pick in live}, tasks.num_repeated
         pick = tasks.pick(group, 0)
         live.append((group, pick))
-        assert 0 <= pick.task.index < pool
+        assert 0 <= pick.task.number < pool
         assert pick.task not in busy or tasks.num_repeated == repeated + 1
         assert pick.task not in busy or len({t for t in busy if t.source == pick.task.source}) == pool
         assert tasks.in_flight == Counter(pick.task for _, pick in live)
@@ -133,7 +133,7 @@ def test_without_a_pool_each_task_of_a_source_comes_once() -> None:
     tasks = tasks_of({"pool": None, "stages": [{"shares": {"a": 1, "b": 1}}]})
     picks = [tasks.pick(group, 0) for group in range(40)]
     for source in ("a", "b"):
-        found = [pick.task.index for pick in picks if pick.task.source == source]
+        found = [pick.task.number for pick in picks if pick.task.source == source]
         assert found == [*range(len(found))] and len(found) > 5
 
 
@@ -203,7 +203,7 @@ def test_the_one_that_is_left_is_found_wherever_it_is() -> None:
 def test_a_pool_of_one_is_taken_again_while_it_is_in_flight() -> None:
     for order in ("epochs", "draw"):
         tasks = tasks_of({"pool": 1, "order": order})
-        assert {tasks.pick(group, 0).task.index for group in range(3)} == {0}
+        assert {tasks.pick(group, 0).task.number for group in range(3)} == {0}
         assert tasks.num_repeated == 2 and tasks.in_flight[TaskRef("", 0)] == 3
 
 
@@ -240,7 +240,7 @@ def test_a_task_whose_groups_end_without_results_is_not_drawn_for_ever() -> None
         for group in range(400):
             pick = tasks.pick(group, 0)
             tasks.release(pick.task)
-            tasks.observe([outcome(group, pick.task, [0.0, 1.0, 0.0, 1.0] if pick.task.index else [])])
+            tasks.observe([outcome(group, pick.task, [0.0, 1.0, 0.0, 1.0] if pick.task.number else [])])
         found = indices(picked(tasks, 1000, 400))
         assert found.count(0) < 200, utility
 
@@ -257,7 +257,7 @@ def test_the_places_of_sources_are_their_own() -> None:
     tasks = tasks_of({"pool": 64, "stages": [{"shares": {"a": 1, "b": 1}}]})
     picks = picked(tasks, 0, 128)
     for source in ("a", "b"):
-        found = [pick.task.index for pick in picks if pick.task.source == source][:64]
+        found = [pick.task.number for pick in picks if pick.task.source == source][:64]
         assert len(set(found)) == len(found) and tasks.positions[source] >= len(found)
 
 
@@ -266,7 +266,7 @@ def test_easy_tasks_get_fewer_sessions() -> None:
     rules = Curriculum.model_validate({"pool": 3, "sizes": {"fewer": 2, "above": 0.6}})
     tasks.set_rules(rules, None, 8, 1)
     tasks.observe([of_index(0, 0, [1.0] * 7 + [0.0] * 3), of_index(1, 1, [1.0] * 6 + [0.0] * 4)])
-    sizes = {pick.task.index: (pick.need, pick.size) for pick in picked(tasks, 10, 3)}
+    sizes = {pick.task.number: (pick.need, pick.size) for pick in picked(tasks, 10, 3)}
     assert sizes == {0: (2, 3), 1: (8, 9), 2: (8, 9)}
 
 
