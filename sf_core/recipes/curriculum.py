@@ -52,7 +52,7 @@ class Sizes(Settings):
 
 
 class Curriculum(Settings):
-    """Which tasks are sampled, by what came of them. The last 8 groups of each task are remembered."""
+    """The last 8 groups of each task are remembered: which of their sessions were right, by `success`."""
 
     pool: int | None = Field(None, ge=1)
     """Number of tasks of each source. Empty: there is no pool, and each task comes once, in order."""
@@ -171,7 +171,8 @@ class Tasks:
 
     def _note_position(self, pick: Pick) -> None:
         source = pick.task.source
-        self.positions[source] = max(self.positions.get(source, 0), pick.position)
+        if pick.position > self.positions.get(source, 0):
+            self.positions[source] = pick.position
 
     def _update(self, task: TaskRef) -> None:
         if (book := self._books.get(task.source)) is not None:
