@@ -6,98 +6,120 @@ told in whatever order, after a restart too, it is the same.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
-from sf_core.recipes.gates import num_right
 from sf_core.recipes.outcomes import Outcome, Pick, Success, TaskRef
 from sf_core.settings import Settings
 
 REMEMBERED = 8
-"""Outcomes of a task that count."""
+"""Outcomes of a task that are remembered."""
 
 CANDIDATES = 64
 """Tasks among which a draw chooses."""
 
+FIRST_LOOK = 64
+"""Places of an order that are looked at together at first; then four times as many, and so on."""
+
 Chance = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[FiniteFloat, Field(gt=0)]
 
 
 class Stage(Settings):
     """Shares of the sources, up to an iteration."""
 
-    shares: dict[str, Annotated[float, Field(gt=0)]] = Field(min_length=1)
-    """Sources of the environment, each with its share of the groups."""
+    shares: dict[str, Weight] = Field(min_length=1)
+    """Sources, each with its share of the groups. Sources are the parts of the environment."""
     until: int | None = Field(None, ge=1)
-    """First iteration of the next stage. Empty: to the end."""
+    """First iteration of the next stage. Empty: the stage lasts to the end."""
 
 
 class Sizes(Settings):
-    """Sessions of a group by what is known of its task."""
+    """Fewer sessions for easy tasks (DART; Li et al. 2025)."""
 
     fewer: int = Field(ge=1)
-    """Number where more than `above` of the sessions so far were right (DART)."""
+    """Sessions of a group whose task is easy; others get `group_size`."""
     above: Chance = 0.6
+    """Share of right sessions, of those remembered of a task, above which it is easy."""
 
 
 class Curriculum(Settings):
-    """Which tasks are sampled, by what came of them."""
+    """Which tasks are sampled, by what came of them. The last 8 groups of each task are remembered."""
 
     pool: int | None = Field(None, ge=1)
-    """Number of tasks of each source. Empty: each task comes once, in order."""
+    """Number of tasks of each source. Empty: there is no pool, and each task comes once, in order."""
     order: Literal["epochs", "draw"] = "epochs"
-    """epochs: each task of the pool once, in an order of chance, then again. draw: the most useful of a
-    few."""
+    """epochs: each task of the pool once, shuffled, then again in another order. draw: the most useful of 64
+    tasks of the pool, by `utility`."""
     solved: Chance = 1.0
-    """Chance, for each of its last groups in a row that were all right, that a task is taken when its turn
-    comes. 0: none is taken again (history resampling, SRPO)."""
+    """Chance that a task is taken when its turn comes, to the power of its last groups in a row that were
+    solved. 0: a solved task is not taken again (history resampling; SRPO, Zhang et al. 2025). 1: it is."""
     unsolved: Chance = 1.0
-    """Likewise for groups that were all wrong (GRESO)."""
+    """The same for groups in which no session was right (GRESO; Zheng et al. 2025)."""
+    solved_share: float = Field(1.0, gt=0, le=1)
+    """Share of right sessions from which a group is solved. 1: all of them; less if rewards are noisy."""
     floor: Chance = 0.0
-    """Least of these chances."""
+    """Lower bound of the chance that `solved` and `unsolved` give. 0: none."""
     utility: Literal["progress", "variance", "hard"] = "progress"
-    """What makes a task useful."""
+    """Usefulness of a task, with `order: draw`; p is drawn from Beta(1 + right, 1 + wrong), the sessions that
+    are remembered (Thompson sampling). progress: |p of the newer half - p of the older half|, what is being
+    learnt or forgotten (Matiisen et al. 2017); variance, before a task has two groups. variance: p (1 - p),
+    that of a reward of 0 or 1, highest at 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, highest at 1/3."""
     explore: Chance = 0.1
-    """Share of draws that take the next of the order instead."""
+    """Share of groups that get the next task of `order: epochs` instead, with `order: draw`."""
     stages: tuple[Stage, ...] = ()
+    """Shares of the environment's parts, by iteration. Empty: the environment deals its parts in turn."""
     sizes: Sizes | None = None
+    """Number of sessions by task. Empty: each group has `group_size`."""
 
 
 class Past(NamedTuple):
-    group: int
-    version: int
-    won: int
-    size: int
+    """What is remembered of a group."""
 
-    @property
-    def share(self) -> float:
-        return self.won / self.size
+    group: int
+    need: int
+    """Sessions that it needed."""
+    scores: tuple[float, ...]
+    """Those of its sessions that ended and count; none if it ended without."""
 
 
 class Tasks:
-    """Picks tasks for the groups of one run, and remembers what came of them."""
+    """Picks tasks for the groups of one run, and remembers what came of them.
+
+    Scores are remembered, not verdicts. Under other rules they are judged anew: after a change of
+    `success.at_least` at once. After a change of `success.part` they are those of the former part, until 8
+    more groups of the task have ended.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.past: dict[TaskRef, list[Past]] = {}
-        """The last outcomes of each task, by group number."""
+        """The last groups of each task, by their numbers."""
         self.positions: dict[str, int] = {}
         """Place of each source in its order from which the next pick continues."""
         self.in_flight: Counter[TaskRef] = Counter()
         """Tasks of groups that have not ended."""
         self.num_repeated = 0
         """Picks of a task that was in flight or not worth it, because there was no other."""
+        self.rules: Curriculum | None = None
+        self.success = Success()
+        self.group_size, self.spare = 1, 0
+        self._books: dict[str, _Book] = {}
 
     def set_rules(
         self, rules: Curriculum | None, success: Success | None, group_size: int, spare: int
     ) -> None:
         """What is remembered stays."""
+        if (rules, success or Success()) != (self.rules, self.success):
+            self._books.clear()
         self.rules, self.success = rules, success or Success()
         self.group_size, self.spare = group_size, spare
 
@@ -107,17 +129,13 @@ class Tasks:
         rules = self.rules
         if rules is None:
             pick = Pick(TaskRef("", group), 0, self.group_size, self.group_size + self.spare)
-            self.note(pick)
-            return pick
-        busy = self.in_flight
-        random = np.random.default_rng((self.seed, group))
-        source = _drawn(random, self._shares(batch))
-        if rules.order == "draw" and random.random() >= rules.explore:
-            task, position = self._useful(random, source, busy), self.positions.get(source, 0)
         else:
-            task, position = self._next(random, source, busy)
-        need = self._need(task)
-        pick = Pick(task, position, need, need + self.spare)
+            random = np.random.default_rng((self.seed, 0, group))
+            source = _drawn(random, rules.stages, batch)
+            index, position = self._index(random, rules, source)
+            task = TaskRef(source, index)
+            need = self._need(rules, task)
+            pick = Pick(task, position, need, need + self.spare)
         self.note(pick)
         return pick
 
@@ -125,6 +143,7 @@ class Tasks:
         """Note that a group with this pick has begun, in this process or in an earlier one."""
         self._note_position(pick)
         self.in_flight[pick.task] += 1
+        self._update(pick.task)
 
     def release(self, task: TaskRef) -> None:
         """Note that a group with this task has left."""
@@ -132,103 +151,205 @@ class Tasks:
             self.in_flight[task] -= 1
         else:
             del self.in_flight[task]
+        self._update(task)
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
-        """Remember groups that have ended; told again, nothing changes."""
+        """Remember groups that have ended; told again, nothing changes. Without a curriculum only the places
+        in its order are."""
         for outcome in outcomes:
             if outcome.pick is None:
                 continue
             self._note_position(outcome.pick)
             if self.rules is None:
                 continue
-            task = outcome.pick.task
-            won = num_right(outcome.results, self.success)
-            known = self.past.setdefault(task, [])
-            past = Past(outcome.group, outcome.version, won, len(outcome.results))
-            if past not in known:
-                insort(known, past)
+            known = self.past.setdefault(outcome.pick.task, [])
+            if all(past.group != outcome.group for past in known):
+                scores = _shared(tuple(result.score for result in outcome.results))
+                insort(known, Past(outcome.group, outcome.pick.need, scores))
                 del known[:-REMEMBERED]
+                self._update(outcome.pick.task)
 
     def _note_position(self, pick: Pick) -> None:
         source = pick.task.source
-        self.positions[source] = max(self.positions.get(source, 0), pick.position)
+        if pick.position > self.positions.get(source, 0):
+            self.positions[source] = pick.position
 
-    def _shares(self, iteration: int) -> Mapping[str, float]:
-        assert self.rules is not None
-        for stage in self.rules.stages:
-            if stage.until is None or iteration < stage.until:
-                return stage.shares
-        return {"": 1.0}
+    def _update(self, task: TaskRef) -> None:
+        if (book := self._books.get(task.source)) is not None:
+            book.enter(task.number, self.past.get(task, ()), self.in_flight.get(task, 0))
 
-    def _next(
-        self, random: np.random.Generator, source: str, busy: Collection[TaskRef]
-    ) -> tuple[TaskRef, int]:
-        """The next task that is worth it, else the first that is free, else any."""
-        rules = self.rules
-        assert rules is not None
+    def _index(self, random: np.random.Generator, rules: Curriculum, source: str) -> tuple[int, int]:
+        """The next task of this source, and the place from which the pick after it continues."""
         position = self.positions.get(source, 0)
         if rules.pool is None:
-            return TaskRef(source, position), position + 1
-        free: tuple[TaskRef, int] | None = None
-        for _ in range(2 * rules.pool):
-            epoch, place = divmod(position, rules.pool)
-            task = TaskRef(source, int(_order(self.seed, source, epoch, rules.pool)[place]))
-            position += 1
-            if task not in busy:
-                free = free or (task, position)
-                if random.random() < self._chance(task):
-                    return task, position
-        return free or (task, position)
+            while TaskRef(source, position) in self.in_flight:
+                position += 1
+            return position, position + 1
+        book = self._books.get(source) or self._open_book(rules, rules.pool, source)
+        if rules.order == "draw" and random.random() >= rules.explore:
+            index, is_free = book.most_useful(random)
+        else:
+            index, position, is_free = book.next_worth_it(random, self.seed, position)
+        self.num_repeated += not is_free
+        return index, position
 
-    def _chance(self, task: TaskRef) -> float:
-        rules, known = self.rules, self.past.get(task, [])
-        assert rules is not None
-        for share, chance in ((1.0, rules.solved), (0.0, rules.unsolved)):
-            streak = 0
-            while streak < len(known) and known[-1 - streak].share == share:
-                streak += 1
+    def _open_book(self, rules: Curriculum, pool: int, source: str) -> _Book:
+        book = self._books[source] = _Book(rules, pool, self.success, source)
+        for task in self.past.keys() | self.in_flight.keys():
+            if task.source == source:
+                self._update(task)
+        return book
+
+    def _need(self, rules: Curriculum, task: TaskRef) -> int:
+        scores = [score for past in self.past.get(task, ()) for score in past.scores]
+        if rules.sizes is None or not scores:
+            return self.group_size
+        is_easy = _num_right(scores, self.success) / len(scores) > rules.sizes.above
+        return rules.sizes.fewer if is_easy else self.group_size
+
+
+class _Book:
+    """What is known of the pool of one source, as arrays, so that many tasks are weighed at once."""
+
+    def __init__(self, rules: Curriculum, pool: int, success: Success, source: str) -> None:
+        self.rules, self.pool, self.success, self.source = rules, pool, success, source
+        self.busy: npt.NDArray[np.bool_] = np.zeros(pool, bool)
+        """Whether a task is in flight [pool]."""
+        self.chance: npt.NDArray[np.float64] = np.ones(pool)
+        """Chance that a task is taken when its turn comes [pool]."""
+        self.counts: npt.NDArray[np.int64] = np.zeros((pool, 2, 2), np.int64)
+        """Sessions of the older and of the newer half of a task's memory, right and wrong [pool, 2, 2]."""
+        self.num_free = self.num_worth_it = pool
+        """Tasks that are not in flight, and those of them that have a chance."""
+
+    def enter(self, index: int, known: Sequence[Past], num_in_flight: int) -> None:
+        if index >= self.pool:
+            # of a pool that was larger
+            return
+        self._count(index, -1)
+        self.busy[index] = num_in_flight > 0
+        if self.rules.solved < 1 or self.rules.unsolved < 1:
+            self.chance[index] = self._chance(known)
+        self._count(index, 1)
+        if self.rules.order == "draw":
+            half = len(known) // 2
+            self.counts[index] = self._counted(known[:half]), self._counted(known[half:])
+
+    def _count(self, index: int, times: int) -> None:
+        if not self.busy[index]:
+            self.num_free += times
+            self.num_worth_it += times * bool(self.chance[index] > 0)
+
+    def _chance(self, known: Sequence[Past]) -> float:
+        rules = self.rules
+        # what ended with few of its sessions says little of the others
+        shares = [self._share(past) for past in known if 2 * len(past.scores) >= max(1, past.need)]
+        for is_so, chance in (
+            (lambda share: share >= rules.solved_share, rules.solved),
+            (lambda share: share == 0, rules.unsolved),
+        ):
+            streak = next((n for n, share in enumerate(reversed(shares)) if not is_so(share)), len(shares))
             if streak:
                 return max(chance**streak, rules.floor)
         return 1.0
 
-    def _useful(self, random: np.random.Generator, source: str, busy: Collection[TaskRef]) -> TaskRef:
-        rules = self.rules
-        assert rules is not None and rules.pool is not None
-        drawn = random.choice(rules.pool, min(CANDIDATES, rules.pool), replace=False)
-        tasks = [TaskRef(source, int(index)) for index in drawn]
-        tasks = [task for task in tasks if task not in busy] or tasks[:1]
-        return tasks[int(np.argmax([self._utility(random, task) for task in tasks]))]
+    def _share(self, past: Past) -> float:
+        return _num_right(past.scores, self.success) / len(past.scores)
 
-    def _utility(self, random: np.random.Generator, task: TaskRef) -> float:
-        known = self.past.get(task, [])
-        rules = self.rules
-        assert rules is not None
-        if rules.utility == "progress" and len(known) > 1:
-            newer, older = known[len(known) // 2 :], known[: len(known) // 2]
-            return abs(_share(random, newer) - _share(random, older))
-        p = _share(random, known)
-        return p * (1 - p) ** (2 if rules.utility == "hard" else 1)
+    def _counted(self, known: Sequence[Past]) -> tuple[int, int]:
+        """Right and wrong sessions. A group that ended without any counts as wrong: a task of which nothing
+        is ever known would be drawn for ever."""
+        right = sum(_num_right(past.scores, self.success) for past in known)
+        return right, sum(len(past.scores) or past.need for past in known) - right
 
-    def _need(self, task: TaskRef) -> int:
-        known, rules = self.past.get(task, []), self.rules
-        assert rules is not None
-        if rules.sizes is None or not known:
-            return self.group_size
-        won, size = sum(p.won for p in known), sum(p.size for p in known)
-        return rules.sizes.fewer if won / size > rules.sizes.above else self.group_size
+    def next_worth_it(self, random: np.random.Generator, seed: int, position: int) -> tuple[int, int, bool]:
+        """The next task that is free and worth it, the place after it, and True; else the next that is free,
+        or just the next, and False. No more than two epochs are looked at."""
+        other = None
+        for start, indices in self._ahead(seed, position):
+            free = ~self.busy[indices]
+            found = free & (random.random(len(indices)) < self.chance[indices])
+            if found.any():
+                at = int(found.argmax())
+                return int(indices[at]), start + at + 1, True
+            if other is None and (free.any() or self.num_free == 0):
+                at = int(free.argmax())
+                other = int(indices[at]), start + at + 1
+            if other is not None and self.num_worth_it == 0:
+                break
+        assert other is not None, "two epochs have every task"
+        return *other, False
+
+    def _ahead(self, seed: int, position: int) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
+        """Places from this one on, and the tasks there, two epochs of them."""
+        end, width = position + 2 * self.pool, FIRST_LOOK
+        while position < end:
+            epoch, place = divmod(position, self.pool)
+            indices = _order(seed, self.source, epoch, self.pool)[place : place + width]
+            yield position, indices
+            position, width = position + len(indices), 4 * width
+
+    def most_useful(self, random: np.random.Generator) -> tuple[int, bool]:
+        """The most useful of some tasks that are free, and True; if none is, any, and False."""
+        some = _some(random, self.pool)
+        free = some[~self.busy[some]]
+        if 2 * len(free) < len(some):
+            free = np.flatnonzero(~self.busy)
+            free = free[_some(random, len(free))]
+        indices = free if len(free) else some
+        return int(indices[self._utilities(random, self.counts[indices]).argmax()]), len(free) > 0
+
+    def _utilities(
+        self, random: np.random.Generator, counts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        """Of tasks with these counts [N, 2, 2]."""
+        if self.rules.utility == "progress":
+            p = random.beta(1 + counts[:, 1, 0], 1 + counts[:, 1, 1])
+            # what has been sampled once has no older half
+            is_known = counts[:, 0, 0] + counts[:, 0, 1] > 0
+            older = counts[is_known, 0]
+            utility = p * (1 - p)
+            utility[is_known] = np.abs(p[is_known] - random.beta(1 + older[:, 0], 1 + older[:, 1]))
+            return utility
+        right, wrong = (1 + counts[:, 0] + counts[:, 1]).T
+        p = random.beta(right, wrong)
+        return p * (1 - p) ** (2 if self.rules.utility == "hard" else 1)
 
 
-def _share(random: np.random.Generator, known: list[Past]) -> float:
-    won, size = sum(p.won for p in known), sum(p.size for p in known)
-    return float(random.beta(1 + won, 1 + size - won))
+def _num_right(scores: Iterable[float], success: Success) -> int:
+    return sum([score >= success.at_least for score in scores])
 
 
-def _drawn(random: np.random.Generator, shares: Mapping[str, float]) -> str:
-    names = sorted(shares)
-    weights = np.array([shares[name] for name in names])
-    return names[int(random.choice(len(names), p=weights / weights.sum()))]
+def _some(random: np.random.Generator, num: int) -> npt.NDArray[np.int64]:
+    """All numbers below this one if they are few, else some, of which one may come twice."""
+    if num <= CANDIDATES:
+        return np.arange(num)
+    return (random.random(CANDIDATES) * num).astype(np.int64)
 
 
-@lru_cache(maxsize=16)
-def _order(seed: int, source: str, epoch: int, pool: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng((seed, epoch, *source.encode())).permutation(pool)
+def _drawn(random: np.random.Generator, stages: Sequence[Stage], batch: int) -> str:
+    """The source of a group of this batch; empty without stages."""
+    stage = next((stage for stage in stages if stage.until is None or batch < stage.until), None)
+    if stage is None:
+        return ""
+    names, bounds = _bounds(tuple(sorted(stage.shares.items())))
+    return names[min(bisect_right(bounds, random.random() * bounds[-1]), len(names) - 1)]
+
+
+@lru_cache(maxsize=64)
+def _bounds(shares: tuple[tuple[str, float], ...]) -> tuple[list[str], list[float]]:
+    """Names, and the sums of their shares so far."""
+    return [name for name, _ in shares], [*accumulate(share for _, share in shares)]
+
+
+@lru_cache(maxsize=64)
+def _order(seed: int, source: str, epoch: int, pool: int) -> npt.NDArray[np.int32]:
+    return np.random.default_rng((seed, 1, epoch, *source.encode())).permutation(
+        np.arange(pool, dtype=np.int32)
+    )
+
+
+@lru_cache(maxsize=2**16)
+def _shared(scores: tuple[float, ...]) -> tuple[float, ...]:
+    """One object for equal scores, of which there are few where rewards are 0 or 1."""
+    return scores
