@@ -116,7 +116,7 @@ def next_picks(manager: RolloutManager) -> list[Pick]:
 MORE = ["play", "play", "play", "restart", "commit", "begin_attempt", "go_on_after_release", "go_back"]
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     curriculum=st.sampled_from(CURRICULA),
     spare_sessions=st.integers(0, 2),
@@ -189,8 +189,9 @@ def test_without_its_journal_a_run_goes_on_with_what_its_directory_tells(
         expected.set_rules(rules.curriculum, rules.success, rules.group_size, rules.spare_sessions)
         expected.observe(reversed(told))
         done, version = [outcome.group for outcome in told], driver.version
+        journal = driver.run.journal.path
         await driver.plane.close()
-        # another disk, where no journal is
+        journal.unlink()
         driver.plane = DataPlane(DataplaneOptions(str(tmp_path / "another")))
         await driver.register(attempt=5, iteration=5, version=version, done_groups=done)
         tasks = driver.run.manager.tasks
