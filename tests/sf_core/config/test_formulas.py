@@ -14,8 +14,11 @@ from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.validation import ConfigError, kinds_of, validate_config
 from sf_core.config.yaml_file import differences, differing, load_config, settings_page
 from sf_core.recipes.advantages import AnyAdvantage, LeaveOneOut
+from sf_core.recipes.gates import AnyGate
 from sf_core.recipes.losses import AnyPolicyLoss, Cispo, Clip
 from sf_core.recipes.weights import AnyWeight, Fresh, Overlong
+from sf_core.scheduling.plan import Worker, local_workers, make_plan
+from sf_core.stages.settling.first_tasks import check_held_out
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
@@ -79,17 +82,28 @@ def test_the_page_of_settings_shows_the_other_kinds_and_loads_as_the_default() -
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_valid_and_has_a_page(path: Path) -> None:
-    found = load_config(path)
-    assert found.train != TrainConfig()
+    check_held_out(load_config(path))
+    both = load_config(["quickstart", path])
+    make_plan([Worker(name, frozenset(w.tags)) for name, w in local_workers(both, 0).items()], both)
+    assert both != load_config("quickstart")
     assert 10 <= len(path.read_text().splitlines()) <= 25
     page = ROOT / "docs" / "recipes" / f"{path.stem}.md"
     for heading in ("**When.**", "**Metrics.**", "**Known failures.**", "https://arxiv.org/abs/"):
         assert heading in page.read_text()
 
 
+@pytest.mark.parametrize("name", ["greso", "bots", "progress", "april"])
+def test_a_recipe_that_only_chooses_tasks_or_devices_goes_with_a_formula(name: str) -> None:
+    formula, chosen, both = load_config("gspo"), load_config(name), load_config(["gspo", name])
+    assert both.train.loss == formula.train.loss and both.rollout.curriculum == chosen.rollout.curriculum
+    assert both.rollout.group_size == formula.rollout.group_size
+
+
 def test_the_page_of_recipes_names_every_recipe_and_every_kind() -> None:
     page = (ROOT / "docs" / "recipes" / "README.md").read_text()
     assert {f"{path.stem}.md" for path in RECIPES} == set(re.findall(r"^\| \[.*\]\((.*)\)", page, re.M))
+    gates = page.split("| `rollout.gate`")[1].split("| `train.")[0]
+    assert set(re.findall(r"^\| `(\w+)`", gates, re.M)) == set(kinds_of(AnyGate))
     tables = page.split("| `train.")[1:]
     for table, union in zip(tables, (AnyAdvantage, AnyWeight, AnyPolicyLoss), strict=True):
         assert set(re.findall(r"^\| `(\w+)`", table, re.M)) == set(kinds_of(union))
