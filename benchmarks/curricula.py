@@ -61,6 +61,7 @@ def main(
         planned = [(cell, number) for cells in chosen(part) for number in seed for cell in cells]
         todo = [(cell, number) for cell, number in planned if (*cell, number) not in found]
         if todo:
+            lines.parent.mkdir(parents=True, exist_ok=True)
             commit = commit_of(ROOT)
             env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
             with local_stack(folder / "logs", env) as stack:

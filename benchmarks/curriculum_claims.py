@@ -1,5 +1,5 @@
-"""Doses and recipes that benchmarks/curricula.py compares, what was predicted of them before the first run, and
-what came of it.
+"""Doses and recipes that benchmarks/curricula.py compares, what was predicted of them before the first run,
+and what came of it.
 """
 
 from __future__ import annotations
