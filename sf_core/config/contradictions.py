@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from sf_core.recipes.advantages import CustomAdvantage, Gae, Pair, Relative, RoleBaseline, Tree, Whitened
+from sf_core.recipes.curriculum import Curriculum, Sizes, Stage
+from sf_core.recipes.gates import Mixed, Varied
 from sf_core.recipes.losses import Clip, M2po, Plain, SequenceClip
 from sf_core.recipes.weights import CustomWeight, EntropyConfidence, Fresh, Gated, Surprising
 
@@ -40,6 +43,51 @@ def _is_fresh_anyway(config: RunConfig) -> bool:
     return bool(bounds) and max(bounds) >= config.lag_bound
 
 
+def _without_pool(config: RunConfig) -> bool:
+    rules = config.rollout.curriculum
+    if rules is None or rules.pool is not None:
+        return False
+    return rules.order == "draw" or rules.solved < 1 or rules.unsolved < 1 or rules.sizes is not None
+
+
+def _is_small(config: RunConfig) -> bool:
+    rules = config.rollout.curriculum
+    most_in_flight = config.rollout.groups_per_batch * (1 + config.lag_bound)
+    return rules is not None and rules.pool is not None and rules.pool <= most_in_flight
+
+
+def _draws_nothing(config: RunConfig) -> bool:
+    rules = config.rollout.curriculum
+    if rules is None or rules.order == "draw":
+        return False
+    return (rules.explore, rules.utility) != (Curriculum().explore, Curriculum().utility)
+
+
+def _stages(config: RunConfig) -> tuple[Stage, ...]:
+    return () if config.rollout.curriculum is None else config.rollout.curriculum.stages
+
+
+def _ends(config: RunConfig) -> list[int | None]:
+    """Iterations at which stages end, without the last."""
+    return [stage.until for stage in _stages(config)[:-1]]
+
+
+def _are_out_of_order(config: RunConfig) -> bool:
+    ends, stages = _ends(config), _stages(config)
+    rise = None not in ends and all(a < b for a, b in pairwise(ends))  # type: ignore[operator]
+    return not rise or (bool(stages) and stages[-1].until is not None)
+
+
+def _sizes(config: RunConfig) -> Sizes | None:
+    return None if config.rollout.curriculum is None else config.rollout.curriculum.sizes
+
+
+def _least_to_pass(config: RunConfig) -> int:
+    """Sessions of the smallest group that can pass the gate."""
+    gate = config.rollout.gate
+    return 2 * gate.least if isinstance(gate, Mixed) else 2 if isinstance(gate, Varied) else 1
+
+
 def _dual(config: RunConfig) -> Clip | None:
     policy = config.train.loss.policy
     return policy if isinstance(policy, Clip) and policy.beyond == "dual" else None
@@ -54,6 +102,69 @@ _TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (
         lambda c: c.rollout.group_size == 1 and c.rollout.gate.kind == "varied",
         "rollout.gate varied drops groups of equal rewards, which all are with rollout.group_size 1",
+    ),
+    (
+        lambda c: isinstance(c.rollout.gate, Mixed) and c.rollout.group_size < _least_to_pass(c),
+        "rollout.gate mixed wants {c.rollout.gate.least} right and {c.rollout.gate.least} wrong sessions, "
+        "which no group of {c.rollout.group_size} has (rollout.group_size): lower `least`",
+    ),
+    (
+        lambda c: (c.rollout.least_sessions or 0) > c.rollout.group_size,
+        "rollout.least_sessions ({c.rollout.least_sessions}) must not exceed rollout.group_size "
+        "({c.rollout.group_size})",
+    ),
+    (
+        _without_pool,
+        "rollout.curriculum with order draw, sizes, or solved or unsolved below 1 goes by what came of a "
+        "task before, and without a pool no task comes twice: give rollout.curriculum.pool",
+    ),
+    (
+        _is_small,
+        "rollout.curriculum.pool ({c.rollout.curriculum.pool}) must exceed the groups in flight, "
+        "rollout.groups_per_batch ({c.rollout.groups_per_batch}) times 1 + lag ({c.lag_bound}), because no "
+        "task is sampled by two groups at once: raise it",
+    ),
+    (
+        _are_out_of_order,
+        "rollout.curriculum.stages: each but the last needs an `until` above that of the stage before, and "
+        "the last has none",
+    ),
+    (
+        lambda c: any((end or 0) >= c.train.iterations for end in _ends(c)),
+        "rollout.curriculum.stages has a stage that begins when train.iterations ({c.train.iterations}) are "
+        "done: lower the `until` of the stage before it, or leave it out",
+    ),
+    (
+        lambda c: bool(_stages(c)) and c.environment.tasks is not None,
+        "rollout.curriculum.stages weigh the parts of an environment, which environment.tasks, a function of "
+        "your own, does not have: leave one of the two out",
+    ),
+    (
+        _draws_nothing,
+        "rollout.curriculum.explore and utility have no effect with order epochs: take order draw, or leave "
+        "them out",
+    ),
+    (
+        lambda c: c.rollout.curriculum is not None and c.rollout.is_outside,
+        "rollout.curriculum chooses tasks of the environment, and all groups are from outside "
+        "(rollout.outside_groups): leave one of the two out",
+    ),
+    (
+        lambda c: (sizes := _sizes(c)) is not None and sizes.fewer >= c.rollout.group_size,
+        "rollout.curriculum.sizes.fewer ({c.rollout.curriculum.sizes.fewer}) must be below "
+        "rollout.group_size ({c.rollout.group_size})",
+    ),
+    (
+        lambda c: (sizes := _sizes(c)) is not None and sizes.fewer == 1 and _compares(c),
+        "train.advantage {c.train.advantage.kind} compares the sessions of a group, and "
+        "rollout.curriculum.sizes.fewer is 1: raise it, or take train.advantage whitened",
+    ),
+    (
+        lambda c: (
+            (sizes := _sizes(c)) is not None and sizes.fewer < _least_to_pass(c) <= c.rollout.group_size
+        ),
+        "rollout.gate {c.rollout.gate.kind} drops every group of {c.rollout.curriculum.sizes.fewer} sessions "
+        "(rollout.curriculum.sizes.fewer): raise it",
     ),
     (
         lambda c: c.rollout.outside_groups > c.rollout.groups_per_batch,

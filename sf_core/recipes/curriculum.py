@@ -52,7 +52,7 @@ class Sizes(Settings):
 
 
 class Curriculum(Settings):
-    """Which tasks are sampled, by what came of them. The last 8 groups of each task are remembered."""
+    """The last 8 groups of each task are remembered: which of their sessions were right, by `success`."""
 
     pool: int | None = Field(None, ge=1)
     """Number of tasks of each source. Empty: there is no pool, and each task comes once, in order."""

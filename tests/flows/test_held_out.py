@@ -96,3 +96,30 @@ def test_what_is_no_task_is_told_as_that() -> None:
         f'environment.tasks: {__name__}:facts ({place_of(facts)}) returned for ("holdout", 0) '
         "{'task_id': 'a'}, which is no task: it must return sf_core.types.Task(task_id, environment, prompt)"
     )
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ("quickstart", "its parts are spell_backward, calculator"),
+        ("instructions", "it has no parts"),
+    ],
+)
+def test_a_stage_of_a_source_that_the_environment_lacks_is_refused(
+    tmp_path: Path, environment: str, told: str
+) -> None:
+    stages = [{"shares": {"code": 1, "mathematics": 2}, "until": 2}, {"shares": {"code": 1}}]
+    given = configured(tmp_path, 4).model_dump(mode="json")
+    given["environment"]["name"] = environment
+    given["rollout"]["curriculum"] = {"stages": stages}
+    with pytest.raises(ValueError) as refused:
+        train.fn(validate_config(given))
+    assert str(refused.value) == (
+        f"rollout.curriculum.stages: {environment} has no code, mathematics; {told}"
+    )
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_stage_of_the_parts_that_there_are_is_taken() -> None:
+    stages = [{"shares": {"calculator": 1}, "until": 2}, {"shares": {"calculator": 1, "spell_backward": 2}}]
+    check_held_out(validate_config({"rollout": {"curriculum": {"stages": stages}}}))

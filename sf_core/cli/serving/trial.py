@@ -26,6 +26,7 @@ from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
+from sf_core.recipes.gates import All
 from sf_core.stages.settling.first_tasks import check_task
 from sf_core.types import Endpoint, Task
 
@@ -186,11 +187,12 @@ def _at(elsewhere: Elsewhere, printer: Printer) -> Iterator[_Served]:
 @contextmanager
 def _with_policy(config: RunConfig, task: Task, printer: Printer) -> Iterator[_Served]:
     # one group of one session, as an agent outside declares it: sampled as in training, without a runner
-    alone = {"group_size": 1, "groups_per_batch": 1, "outside_groups": 1, "gate": "all"}
+    alone = {"group_size": 1, "groups_per_batch": 1, "outside_groups": 1, "gate": All()}
+    chosen = {"curriculum": None, "spare_sessions": 0, "least_sessions": None}
     with tempfile.TemporaryDirectory(prefix="sf-try-") as folder:
         policy = policy_to_try(config, Path(folder))
         printer.say("policy", policy.about)
-        rollout, run_dir = policy.config.rollout.model_copy(update=alone), f"{folder}/{NAME}"
+        rollout, run_dir = policy.config.rollout.model_copy(update={**alone, **chosen}), f"{folder}/{NAME}"
         with local_plane(policy, name=NAME, run_dir=run_dir, rollout=rollout, key="try-alone") as plane:
             yield from _session(plane, task, printer)
 

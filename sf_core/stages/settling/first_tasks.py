@@ -7,7 +7,13 @@ from sf_core.agents.runner import first_index
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.environments.calls import NoTaskError, same_in, what_differs
-from sf_core.environments.registry import draw_tasks, source_of, source_of_tasks, tasks_of
+from sf_core.environments.registry import (
+    draw_tasks,
+    environment_of,
+    source_of,
+    source_of_tasks,
+    tasks_of,
+)
 from sf_core.user_code import own_place
 
 NUM_HELD_OUT, NUM_TRAINED = 64, 256
@@ -31,13 +37,28 @@ def foreseen(config: RunConfig) -> list[str]:
 
 
 def check_held_out(config: RunConfig) -> None:
-    """Raises ValueError with one sentence if the environment cannot be used or has too few held-out tasks,
-    because a missing one would count as one that earned nothing, or if a task that is requested twice
-    changes. Only the last held-out one and the first ones of training are requested."""
+    """Raises ValueError with one sentence if the environment cannot be used, lacks a source of the curriculum
+    or has too few held-out tasks, because a missing one would count as one that earned nothing, or if a task
+    that is requested twice changes. Only the last held-out one and the first ones of training are
+    requested."""
+    _check_sources(config)
     last, first = config.evaluate.num_tasks - 1, first_index(config.seed)
     check_task(config, "holdout", last, f"evaluate.num_tasks {last + 1}")
     for index in (first, first + 1):
         check_task(config, "train", index, "environment.tasks")
+
+
+def _check_sources(config: RunConfig) -> None:
+    stages = config.rollout.curriculum.stages if config.rollout.curriculum else ()
+    named = {source: None for stage in stages for source in stage.shares}
+    if not named:
+        return
+    parts = getattr(environment_of(config.environment), "parts", ())
+    if missing := [source for source in named if source not in parts]:
+        there_are = f"its parts are {', '.join(parts)}" if parts else "it has no parts"
+        raise ValueError(
+            f"rollout.curriculum.stages: {config.environment.name} has no {', '.join(missing)}; {there_are}"
+        )
 
 
 def check_task(config: RunConfig, split: str, index: int, setting: str) -> None:

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from sf_core.config import RunConfig, TrainConfig
-from sf_core.config.validation import kinds_of
+from sf_core.config.validation import ConfigError, kinds_of, validate_config
 from sf_core.config.yaml_file import differences, differing, load_config, settings_page
 from sf_core.recipes.advantages import AnyAdvantage, LeaveOneOut
 from sf_core.recipes.losses import AnyPolicyLoss, Cispo, Clip
@@ -99,6 +99,14 @@ def loss(**settings: Any) -> dict[str, Any]:
     return {"train": {"loss": settings}}
 
 
+def curriculum(rollout: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    return {"rollout": {**(rollout or {}), "curriculum": {"pool": 100, **settings}}}
+
+
+def stages(*parts: dict[str, Any]) -> dict[str, Any]:
+    return curriculum(pool=None, stages=[{"shares": {"calculator": 1}, **part} for part in parts])
+
+
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "train.advantage group compares the sessions of a group, and rollout.group_size is 1": {
         "rollout": {"group_size": 1}
@@ -154,6 +162,30 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "train.advantage pair is made before the first optimiser step": {
         "train": {"advantage": "pair", "loss": {"policy": "plain"}, "minibatches": 2}
     },
+    "rollout.gate mixed wants 5 right and 5 wrong sessions, which no group of 8 has (rollout.group_size): "
+    "lower `least`": {"rollout": {"gate": {"kind": "mixed", "least": 5}}},
+    "rollout.least_sessions (9) must not exceed rollout.group_size (8)": {"rollout": {"least_sessions": 9}},
+    "rollout.curriculum.pool (8) must exceed the groups in flight, rollout.groups_per_batch (4) times 1 + "
+    "lag (1), because no task is sampled by two groups at once: raise it": {
+        "rollout": {"groups_per_batch": 4, "curriculum": {"pool": 8}}
+    },
+    "rollout.curriculum.stages has a stage that begins when train.iterations (40) are done: lower the "
+    "`until` of the stage before it, or leave it out": stages({"until": 40}, {}),
+    "rollout.curriculum.stages weigh the parts of an environment, which environment.tasks, a function of "
+    "your own, does not have: leave one of the two out": {
+        **stages({}),
+        "environment": {"tasks": "mine:tasks"},
+    },
+    "rollout.curriculum chooses tasks of the environment, and all groups are from outside "
+    "(rollout.outside_groups): leave one of the two out": {
+        "rollout": {"outside_groups": 32, "curriculum": {"pool": 100}}
+    },
+    "rollout.curriculum.sizes.fewer (8) must be below rollout.group_size (8)": curriculum(sizes={"fewer": 8}),
+    "train.advantage group compares the sessions of a group, and rollout.curriculum.sizes.fewer is 1: raise "
+    "it, or take train.advantage whitened": curriculum(sizes={"fewer": 1}),
+    "rollout.gate mixed drops every group of 3 sessions (rollout.curriculum.sizes.fewer): raise": curriculum(
+        {"gate": {"kind": "mixed", "least": 2}}, sizes={"fewer": 3}
+    ),
     "mean_over constant and session_tokens go together": loss(mean_over="constant"),
     "session_tokens go together": loss(session_tokens=10),
 }
@@ -165,6 +197,71 @@ def test_what_does_not_go_together_is_refused_in_one_sentence(sentence: str) -> 
         config(**CONTRADICTIONS[sentence])
     (error,) = refused.value.errors()
     assert sentence in error["msg"] and "\n" not in error["msg"]
+
+
+@pytest.mark.parametrize(
+    "rules", [{"order": "draw"}, {"solved": 0.5}, {"unsolved": 0.5}, {"sizes": {"fewer": 4}}], ids=str
+)
+def test_what_goes_by_earlier_groups_needs_a_pool(rules: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config(**curriculum(**{**rules, "pool": None}))
+    (error,) = refused.value.errors()
+    assert error["msg"] == (
+        "Value error, rollout.curriculum with order draw, sizes, or solved or unsolved below 1 goes by what "
+        "came of a task before, and without a pool no task comes twice: give rollout.curriculum.pool"
+    )
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"until": 4}],
+        [{}, {}],
+        [{"until": 8}, {"until": 8}, {}],
+        [{"until": 8}, {"until": 4}, {}],
+        [{"until": 4}, {"until": 8}],
+    ],
+    ids=str,
+)
+def test_stages_that_do_not_rise_or_do_not_end_with_an_open_one_are_refused(parts: list[Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config(**stages(*parts))
+    (error,) = refused.value.errors()
+    assert error["msg"] == (
+        "Value error, rollout.curriculum.stages: each but the last needs an `until` above that of the stage "
+        "before, and the last has none"
+    )
+
+
+@pytest.mark.parametrize("rules", [{"explore": 0.2}, {"utility": "hard"}], ids=str)
+def test_what_draws_alone_look_at_is_refused_with_epochs(rules: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config(**curriculum(**rules))
+    (error,) = refused.value.errors()
+    assert error["msg"] == (
+        "Value error, rollout.curriculum.explore and utility have no effect with order epochs: take order "
+        "draw, or leave them out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"floor": 1.5}, "rollout.curriculum.floor: input should be less than or equal to 1, got 1.5"),
+        ({"solved_share": 0}, "rollout.curriculum.solved_share: input should be greater than 0, got 0"),
+        ({"pool": 0}, "rollout.curriculum.pool: input should be greater than or equal to 1, got 0"),
+        (
+            {"stages": [{"shares": {"calculator": 0}}]},
+            "rollout.curriculum.stages.0.shares.calculator: input should be greater than 0, got 0",
+        ),
+        ({"sizes": {}}, "rollout.curriculum.sizes.fewer: field required"),
+    ],
+    ids=str,
+)
+def test_a_bound_of_a_curriculum_is_named_with_its_setting(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate_config(curriculum(**settings))
+    assert str(refused.value) == f"config: {told}"
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
@@ -183,6 +280,14 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         loss(policy="sequence_clip", mean_over="session"),
         {"rollout": {"max_lag": 3}, "train": {"weights": [{"kind": "fresh", "max_lag": 2}]}},
         loss(kl={"coefficient": 1.0, "renew_every": 39}),
+        {"rollout": {"gate": {"kind": "mixed", "least": 4}, "least_sessions": 8}},
+        {"rollout": {"groups_per_batch": 4, "curriculum": {"pool": 9, "order": "draw", "utility": "hard"}}},
+        {"rollout": {"groups_per_batch": 4, "overlap": False, "curriculum": {"pool": 5, "solved": 0}}},
+        {"rollout": {"outside_groups": 31, "curriculum": {"pool": 100}}},
+        {**curriculum(sizes={"fewer": 1}), "train": {"advantage": "whitened"}},
+        curriculum({"gate": "varied"}, sizes={"fewer": 2}),
+        stages({"until": 4}, {"until": 39}, {}),
+        {**curriculum(), "environment": {"tasks": "mine:tasks"}},
     ],
 )
 def test_what_goes_together_is_taken(sections: dict[str, Any]) -> None:

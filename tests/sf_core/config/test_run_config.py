@@ -182,9 +182,10 @@ FLOATS = [
 @pytest.mark.parametrize(("section", "name"), FLOATS, ids=lambda part: getattr(part, "__name__", part))
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "Infinity"])
 def test_no_setting_takes_what_json_cannot_keep(section: type[Settings], name: str, value: Any) -> None:
-    is_pair = "tuple" in str(section.model_fields[name].annotation)
+    annotation = str(section.model_fields[name].annotation)
+    given = (value, value) if "tuple" in annotation else {"a": value} if "dict" in annotation else value
     with pytest.raises(ValidationError) as refused:
-        section.model_validate({name: (value, value) if is_pair else value})
+        section.model_validate({name: given})
     faults = [error["type"] for error in refused.value.errors() if error["loc"][0] == name]
     assert set(faults) == {"finite_number"}
 
