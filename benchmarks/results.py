@@ -37,6 +37,9 @@ COMMANDS = {
     "real_model": "benchmarks.real_model",
     "trainer": "benchmarks.trainer",
     "recipes": "benchmarks.recipes",
+    # three hours; --lines goes on with those of the file
+    "curricula": "benchmarks.curricula --lines runs/curricula.jsonl",
+    "group_sessions": "benchmarks.group_sessions",
     "capture": "benchmarks.capture",
     "storage": "benchmarks.storage",
     "gateway": "benchmarks.gateway --only throughput --only long",

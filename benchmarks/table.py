@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.curriculum_claims import CLAIMS
 from benchmarks.results import RESULTS, ROOT
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
@@ -70,6 +71,7 @@ FIGURES = {
 SECTIONS = {
     "Engine": ("engines", "engines_100m", "schemas"),
     "Trainer": ("trainer", "recipes"),
+    "What is sampled": ("curricula", "group_sessions"),
     "Gateway": ("gateway", "gateway_turns", "streaming"),
     "Capture": ("capture",),
     "Storage": ("storage",),
@@ -108,7 +110,58 @@ def _pipelines(result: str, weights: str) -> Row:
     )
 
 
+FIGURE_NAMES = {"tokens": "all sampled tokens", "iterations": "iterations"}
+
+
+def _claims() -> list[Row]:
+    """A row for each prediction of benchmarks/curriculum_claims.py."""
+    setting = (
+        "to a held-out reward of {goal} on live tasks, over `uniform` at the same seed and dose of "
+        "easy/impossible/random tasks, with the 95 % interval"
+    )
+    return [
+        Row(
+            "curricula",
+            f"{FIGURE_NAMES[claim.figure]} {setting}: {claim.dose}, {claim.recipe}",
+            f"{{claims[{place}][shown]}}",
+            f"predicted {claim.told}",
+        )
+        for place, claim in enumerate(CLAIMS)
+    ]
+
+
+def _spare(sigma: str, size: str) -> Row:
+    at = f"spare_sessions[sigma {sigma}][{size}]"
+    return Row(
+        "group_sessions",
+        f"spare sessions, {size.replace('_', ' ')} count, lognormal lengths of sigma {sigma}: time and "
+        "sampled tokens of a group, counted length, share of the longest tenth that counts",
+        ", ".join(f"{{{at}[{name}]:.2f}}" for name in ("time", "tokens", "counted_length"))
+        + f", {{{at}[share_of_longest_tenth]:.0%}}",
+        "1, 1, 1, 100%: groups of 8",
+    )
+
+
+def _april(key: str) -> Row:
+    return Row(
+        "group_sessions",
+        f"partial rollout, 8 simulated H100, colocated, {key}: tokens/s",
+        f"{{april[{key}][partial_tokens_per_second]:,.0f}}; {{april[{key}][ratio]:.2f}} times the baseline",
+        f"{{april[{key}][baseline_drained_tokens_per_second]:,.0f}}, drained",
+    )
+
+
 ROWS = (
+    *_claims(),
+    *map(_april, ("sigma 0", "sigma 1.2", "sigma 1.2, turns with tools")),
+    Row(
+        "group_sessions",
+        "groups of 8 lost where {least_sessions[failing]:.0%} of the sessions fail for good: "
+        "`least_sessions: 6`",
+        "{least_sessions[6_of_8_lost]:.2%}",
+        "{least_sessions[baseline_lost]:.1%}, all 8 needed",
+    ),
+    *(_spare(sigma, size) for sigma in ("0.6", "1.2") for size in ("8_of_9", "8_of_10")),
     Row(
         "real_model",
         "a pretrained model of 135M parameters (`sf model smollm2`), {cores} cores: tokens/s through "

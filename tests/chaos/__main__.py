@@ -59,6 +59,18 @@ SERVED: dict[str, dict[str, Any]] = {
     "rollout": {"outside_groups": 3, "session_timeout_s": 15.0, "reward_patience_s": 15.0},
 }
 """Settings of runs that learn from a product alone."""
+CHOOSING: dict[str, dict[str, Any]] = {
+    "rollout": {
+        "gate": "varied",
+        "spare_sessions": 1,
+        "curriculum": {
+            "pool": 100,
+            "solved": 0.0,
+            "floor": 0.05,
+        },
+    },
+}
+"""Settings of runs that choose what they sample and keep."""
 ITERATIONS_PER_FAULT = 2
 DISK_MB = 256
 
@@ -144,7 +156,7 @@ def _places(
         places = [
             Place(str(disk), _named(only, on_disk), overlap=False),
             Place(bucket, _named(only, of_bucket), overlap=False),
-            Place(bucket, _named(only, _general_faults(seconds)), overlap=True),
+            Place(bucket, _named(only, _general_faults(seconds)), overlap=True, sections=CHOOSING),
             Place(str(disk), _named(only, _faults_in_phases(phases)), overlap=True, sections=PHASED),
             Place(
                 *(str(disk), _named(only, [KillProduct(), Kill("dataplane"), Kill("flow")])),

@@ -18,7 +18,8 @@ from sf_core.dataplane.journal.journal import frames, payload
 from sf_core.dataplane.runs.events import Finished, read_event
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.scheduling.timeline import read_spans
-from storage import files
+from storage import files, parquet
+from storage.outcomes import SCHEMA
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory
 from storage.tensors.weights import FILE_NAME
@@ -65,6 +66,8 @@ def check_result(config: RunConfig, *, steady_clock: bool = True) -> None:
         rewards = [committed[k, stage]["data"]["reward_mean"] for stage in ("rollout", "filter", "train")]
         assert max(rewards) - min(rewards) < 1e-9
     assert len(sessions) == len(set(sessions))
+    if config.rollout.chooses:
+        check_outcomes(config)
     if steady_clock:
         check_devices(config)
     summary = json.loads(files.read_bytes(directory.path("summary.json")))
@@ -190,7 +193,9 @@ def _table(config: RunConfig, iteration: int, stage: str) -> pa.Table:
     directory = RunDirectory(config.run_dir)
     manifest = directory.read_manifest(iteration, stage)
     assert manifest is not None
-    uris = [directory.path(ref.uri) for ref in manifest.outputs if not ref.uri.startswith("metrics/")]
+    uris = [
+        directory.path(ref.uri) for kind in ("trajectories", "evaluations") for ref in manifest.files(kind)
+    ]
     return pa.concat_tables(map(read_trajectories, uris))
 
 
@@ -211,3 +216,20 @@ def _is_same(recorded: Trajectory, stored: dict[str, Any] | None) -> bool:
         and np.array_equal(recorded.logprobs, logprobs, equal_nan=True)
         and recorded.reward == stored["reward"]
     )
+
+
+def check_outcomes(config: RunConfig) -> None:
+    """Check of a run that chooses: every group that has left is told once, and so as the manifest has it."""
+    directory, committed = RunDirectory(config.run_dir), manifests(config)
+    told: list[int] = []
+    for k in range(config.train.iterations):
+        manifest = directory.read_manifest(k, "rollout")
+        assert manifest is not None
+        [ref] = manifest.files("outcomes")
+        rows = parquet.read_table(directory.path(ref.uri), None, SCHEMA).to_pylist()
+        data = committed[k, "rollout"]["data"]
+        assert [row["number"] for row in rows if row["verdict"] == "sealed"] == data["groups"]
+        dropped = {str(row["number"]): row["verdict"] for row in rows if row["verdict"] != "sealed"}
+        assert dropped == data["rejected"]
+        told += [row["number"] for row in rows]
+    assert len(told) == len(set(told)), "a group is told twice"
