@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from storage import parquet
+from storage.errors import StorageError
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 
@@ -48,13 +49,20 @@ def write_outcomes(
 
 
 def read_outcomes(run: RunDirectory, before: int) -> Iterator[dict[str, Any]]:
-    """Rows that manifests of iterations before this one name."""
-
-    def rows(iteration: int) -> list[dict[str, Any]]:
-        manifest = run.read_manifest(iteration, "rollout")
-        uris = [ref.uri for ref in manifest.files("outcomes")] if manifest else []
-        return [row for uri in uris for row in parquet.read_table(run.path(uri), None, SCHEMA).to_pylist()]
-
+    """Rows that manifests of iterations before this one name. Raises ValueError or StorageError if a file
+    cannot be read: one sentence that names it and says how to go on without it."""
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for found in readers.map(rows, range(before)):
+        for found in readers.map(lambda iteration: _rows(run, iteration), range(before)):
             yield from found
+
+
+def _rows(run: RunDirectory, iteration: int) -> list[dict[str, Any]]:
+    manifest = run.read_manifest(iteration, "rollout")
+    uris = [run.path(ref.uri) for ref in manifest.files("outcomes")] if manifest else []
+    try:
+        return [row for uri in uris for row in parquet.read_table(uri, SCHEMA.names, SCHEMA).to_pylist()]
+    except (ValueError, StorageError) as error:
+        raise type(error)(
+            f"{error}; the curriculum remembers tasks by this file: to go on without it, remove "
+            f"rollout.curriculum from the configuration, or the manifests of iteration {iteration} and later"
+        ) from None
