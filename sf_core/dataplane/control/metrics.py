@@ -28,11 +28,6 @@ _ENDS = {
     "lost": "retries",
     "cut": "surplus_sessions",
 }
-    "finished": "finished_sessions",
-    "failed": "failed_sessions",
-    "lost": "retries",
-    "cut": "surplus_sessions",
-}
 """Counters of a run for the ends of claimed sessions, by label."""
 
 
