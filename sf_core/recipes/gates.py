@@ -10,11 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sf_core.recipes.outcomes import Result, Success
+from sf_core.recipes.outcomes import SAME, Result, Success
 from sf_core.settings import Settings, or_kind
-
-SAME = 1e-6
-"""Rewards that differ by no more are equal: float32 rounding makes no difference."""
 
 
 class All(Settings):
@@ -58,7 +55,7 @@ GATE_REASONS = ("equal_rewards", "one_outcome", "not_mixed")
 
 
 def num_right(results: Sequence[Result], success: Success) -> int:
-    return sum(result.score >= success.at_least for result in results)
+    return sum(success.is_right(result.score) for result in results)
 
 
 Kind = Literal["right", "mixed", "wrong"]
