@@ -45,6 +45,9 @@ from storage.run_directory import RunDirectory
 GOAL = 0.8
 SEEDS = (0, 1, 2, 3)
 ITERATIONS, EVERY, HELD_OUT = 100, 4, 640
+MAX_TOKENS = 7
+"""The longest answer of a live task and its end: an impossible task costs no more. Hard ones would take 11."""
+
 LEARNING_RATE = 2.5e-4
 """With this, uniform takes some 50 iterations at the dose .5/.1/0, and seed 0 some 35 without a dose."""
 
@@ -108,7 +111,7 @@ def run_config(cell: Cell, seed: int, iterations: int, folder: Path, services: S
         "rollout": {
             "group_size": 8,
             "groups_per_batch": 16,
-            "max_tokens": 12,
+            "max_tokens": MAX_TOKENS,
             "success": {"part": "told" if told else "answer"},
         },
         "train": {"iterations": iterations, "learning_rate": LEARNING_RATE},
