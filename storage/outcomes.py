@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 
 from storage import parquet
-from storage.errors import StorageError
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 
@@ -49,20 +48,14 @@ def write_outcomes(
 
 
 def read_outcomes(run: RunDirectory, before: int) -> Iterator[dict[str, Any]]:
-    """Rows that manifests of iterations before this one name. Raises ValueError or StorageError if a file
-    cannot be read: one sentence that names it and says how to go on without it."""
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        for found in readers.map(lambda iteration: _rows(run, iteration), range(before)):
-            yield from found
+    """Rows that manifests of iterations before this one name. Raises ValueError if a file is missing or
+    broken, and StorageError if the storage fails; both name the file."""
 
-
-def _rows(run: RunDirectory, iteration: int) -> list[dict[str, Any]]:
-    manifest = run.read_manifest(iteration, "rollout")
-    uris = [run.path(ref.uri) for ref in manifest.files("outcomes")] if manifest else []
-    try:
+    def rows(iteration: int) -> list[dict[str, Any]]:
+        manifest = run.read_manifest(iteration, "rollout")
+        uris = [run.path(ref.uri) for ref in manifest.files("outcomes")] if manifest else []
         return [row for uri in uris for row in parquet.read_table(uri, SCHEMA.names, SCHEMA).to_pylist()]
-    except (ValueError, StorageError) as error:
-        raise type(error)(
-            f"{error}; the curriculum remembers tasks by this file: to go on without it, remove "
-            f"rollout.curriculum from the configuration, or the manifests of iteration {iteration} and later"
-        ) from None
+
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        for found in readers.map(rows, range(before)):
+            yield from found

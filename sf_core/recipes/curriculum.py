@@ -317,7 +317,7 @@ class _Book:
 
 
 def _num_right(scores: Iterable[float], success: Success) -> int:
-    return sum([score >= success.at_least for score in scores])
+    return sum([success.is_right(score) for score in scores])
 
 
 def _some(random: np.random.Generator, num: int) -> npt.NDArray[np.int64]:

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from sf_core.settings import Settings
 
+SAME = 1e-6
+"""Rewards that differ by no more are equal: float32 rounding makes no difference."""
+
 
 class Success(Settings):
     """When a session counts as right."""
@@ -16,6 +19,9 @@ class Success(Settings):
     """Named part of the reward that is compared. Empty: the reward itself."""
     at_least: float = Field(1.0, ge=-1e9, le=1e9)
     """Lowest value with which a session is right."""
+
+    def is_right(self, score: float) -> bool:
+        return score >= self.at_least - SAME
 
 
 class TaskRef(NamedTuple):

@@ -71,7 +71,11 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
         directory = RunDirectory(spec.run_dir)
         rows = await asyncio.to_thread(lambda: list(read_outcomes(directory, spec.iteration)))
     except (ValueError, StorageError) as error:
-        raise ApiError(409, str(error)) from None
+        raise ApiError(
+            409,
+            f"the curriculum cannot be told what came of earlier groups: {error}; to go on without that, remove "
+            "rollout.curriculum from the configuration, or the manifests of this iteration and of later ones",
+        ) from None
     return [outcome_of(row) for row in rows]
 
 

@@ -52,6 +52,13 @@ def test_a_session_is_right_from_the_bound_on(values: list[float], at_least: flo
     assert num_right(results(values), Success(at_least=at_least)) == len([v for v in values if v >= at_least])
 
 
+@pytest.mark.parametrize(
+    ("score", "is_right"), [(0.7 + 0.2 + 0.1, True), (0.99999994, True), (0.9999, False)]
+)
+def test_rounding_makes_no_session_wrong(score: float, is_right: bool) -> None:
+    assert Success().is_right(score) == is_right
+
+
 @given(scores, st.integers(1, 4))
 def test_mixed_wants_so_many_right_and_so_many_wrong(values: list[float], least: int) -> None:
     right = values.count(1.0)
