@@ -73,8 +73,9 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
     except (ValueError, StorageError) as error:
         raise ApiError(
             409,
-            f"the curriculum cannot be told what came of earlier groups: {error}; to go on without that, remove "
-            "rollout.curriculum from the configuration, or the manifests of this iteration and of later ones",
+            f"the curriculum cannot be told what came of earlier groups: {error}; to go on without that, "
+            "remove rollout.curriculum from the configuration, or the manifests of this iteration and of later "
+            "ones",
         ) from None
     return [outcome_of(row) for row in rows]
 
@@ -192,7 +193,8 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
 
 
 def _go_on(run: ServedRun) -> None:
-    """Let the open sessions go on."""
+    """Let the open sessions go on, unless the run has to end."""
+    run.fault = run.endings.fault_of_drops()
     for session in list(run.sessions.values()):
         if session.is_external:
             continue
