@@ -84,15 +84,8 @@ class Runs(Collector):
             carried.add_metric([name, "to_engines"], router.bytes_to_engines)
             carried.add_metric([name, "from_engines"], router.bytes_from_engines)
         gauges = [waiting, running, sessions, answers, version, reward, engines]
-        counters = [
-            *_ends(self._runs),
-            *_choices(self._runs),
-            tokens,
-            interruptions,
-            moves,
-            _branches(self._runs),
-            carried,
-        ]
+        counters = [*_ends(self._runs), tokens, interruptions, moves, _branches(self._runs), carried]
+        counters += _choices(self._runs)
         return [*gauges, *counters, *_journals(self._runs)]
 
 

@@ -92,8 +92,8 @@ class Endings:
         if total < MAX_DROPPED_BATCHES * self._run.spec.rollout.groups_per_batch:
             return ""
         return (
-            f"the last {total} groups were all dropped ({failures_text(dropped)}), so that no batch gets full: "
-            f"{self._way_out(dropped)}"
+            f"the last {total} groups were all dropped ({failures_text(dropped)}), so that no batch gets "
+            f"full: {self._way_out(dropped)}"
         )
 
     def _way_out(self, dropped: Mapping[str, int]) -> str:

@@ -74,8 +74,8 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
         raise ApiError(
             409,
             f"the curriculum cannot be told what came of earlier groups: {error}; to go on without that, "
-            "remove rollout.curriculum from the configuration, or the manifests of this iteration and of later "
-            "ones",
+            "remove rollout.curriculum from the configuration, or the manifests of this iteration and "
+            "of later ones",
         ) from None
     return [outcome_of(row) for row in rows]
 
