@@ -111,12 +111,16 @@ class Sealer:
 
     async def _write_outcomes(self, index: int, part: str) -> Sealed:
         """Write what came of the groups that have left since the last batch, and count those of which all
-        sessions, some or none were right. Groups from outside, and those without results, are not counted."""
+        sessions, some or none were right. Groups from outside, and those without results, are not counted.
+        Raises ApiError 500 if the file cannot be written."""
         run = self._run
         outcomes = run.manager.ended_by[index]
         directory = RunDirectory(run.spec.run_dir)
         rows = [row_of(outcome, run.spec.run_id) for outcome in outcomes]
-        ref = await asyncio.to_thread(write_outcomes, directory, index, rows, part)
+        try:
+            ref = await asyncio.to_thread(write_outcomes, directory, index, rows, part)
+        except OSError as error:
+            raise ApiError(500, f"outcomes {index} cannot be written: {error}.") from error
         success = run.spec.rollout.success or Success()
         kinds = Counter(kind_of(one.results, success) for one in outcomes if one.pick and one.results)
         return {"outcomes": [asdict(ref)], **{kind: kinds[kind] for kind in get_args(Kind)}}
