@@ -180,6 +180,7 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
 
 def _go_on(run: ServedRun) -> None:
     """Let the open sessions go on."""
+    run.judging.reject_halves(run.manager.groups.values())
     for session in list(run.sessions.values()):
         if session.is_external:
             continue
