@@ -99,7 +99,8 @@ CLAIMS = (
     Claim(".3/.3/.1 told of others", "progress", 1.0, holds_one=True),
 )
 """Of a toy learner under the real rollout manager, before the first run. It also had progress spend 20 % of
-its tokens on random tasks."""
+its tokens on random tasks. The toy's steps grow with the share of groups that teach; AdamW's grow with its
+root at most, so smaller effects, and more tokens for dapo, would be no surprise."""
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,9 @@ ABOUT = """# Benchmarks
 Made by `python -m benchmarks.table`. Each row has the figures that its script printed last, with the date and
 the commit of that run. The baseline was measured in the same run, on the same machine.
 `python -m benchmarks.results NAME` runs a script again and keeps its figures. No figure is from a GPU yet.
+`python -m benchmarks.curricula --lines FILE` takes hours, writes a line after each run, and goes on with
+those of the file. Its conditions are in benchmarks/curricula.py, the predictions that it tests in
+benchmarks/curriculum_claims.py, both from before the first run.
 """
 
 

@@ -48,7 +48,8 @@ def write_outcomes(
 
 
 def read_outcomes(run: RunDirectory, before: int) -> Iterator[dict[str, Any]]:
-    """Rows that manifests of iterations before this one name."""
+    """Rows that manifests of iterations before this one name. Raises ValueError if a file is missing or
+    broken."""
 
     def rows(iteration: int) -> list[dict[str, Any]]:
         manifest = run.read_manifest(iteration, "rollout")

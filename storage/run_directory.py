@@ -216,7 +216,7 @@ class RunDirectory:
         """Remove what attempts have made, but for logs and the sessions that agents opened. Only for a run
         without a batch, in an attempt that has begun."""
         # manifests first, because they name files in the others
-        made = ("manifests", "start", "warmstart", "evaluations", "trajectories", "metrics", "tensorboard")
+        made = ("manifests", "start", "warmstart", "evaluations", "trajectories", "outcomes", "metrics", "tensorboard")
         for part in made:
             files.remove_folder(self.path(part))
 

@@ -24,7 +24,7 @@ from benchmarks.simulation.overheads import Overheads
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device
 from sf_core.dataplane.bodies import EnginePace
-from sf_core.dataplane.runs.recent import NUM_RECENT
+from sf_core.dataplane.runs.results import NUM_RECENT
 from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.recipes.outcomes import Result

@@ -50,8 +50,23 @@ class Mixed(Settings):
         return "" if self.least <= right <= len(results) - self.least else "not_mixed"
 
 
+GATE_REASONS = ("equal_rewards", "one_outcome", "not_mixed")
+"""Words with which gates refuse groups."""
+
+
 def num_right(results: Sequence[Result], success: Success) -> int:
     return sum(success.is_right(result.score) for result in results)
+
+
+Kind = Literal["right", "mixed", "wrong"]
+"""Of a group: all of its sessions, some or none were right."""
+
+
+def kind_of(results: Sequence[Result], success: Success) -> Kind:
+    right = num_right(results, success)
+    if right == 0:
+        return "wrong"
+    return "mixed" if right < len(results) else "right"
 
 
 AnyGate = Annotated[All | Varied | Mixed, Field(discriminator="kind"), or_kind("all")]

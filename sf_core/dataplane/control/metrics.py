@@ -15,14 +15,19 @@ from prometheus_client.registry import Collector
 
 from sf_core.config.failures import REASONS
 from sf_core.dataplane.routing.connection import LinkState
-from sf_core.dataplane.runs.recent import NUM_RECENT
+from sf_core.dataplane.runs.results import NUM_RECENT
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.memory import Memory
 
 _BRANCH, _REJECTED = "branches.", "rejected_groups."
 """Prefixes of those counters of a run whose names end with a reason."""
 
-_ENDS = {"finished": "finished_sessions", "failed": "failed_sessions", "lost": "retries"}
+_ENDS = {
+    "finished": "finished_sessions",
+    "failed": "failed_sessions",
+    "lost": "retries",
+    "cut": "surplus_sessions",
+}
 """Counters of a run for the ends of claimed sessions, by label."""
 
 
@@ -127,7 +132,13 @@ def _ends(runs: Mapping[str, ServedRun]) -> list[Metric]:
         "Sessions that failed, whatever became of them, by the reason.",
         labels=["run", "reason"],
     )
+    repeated = CounterMetricFamily(
+        "sf_repeated_tasks",
+        "Groups whose task was in flight or not worth it, because the curriculum had no other.",
+        labels=["run"],
+    )
     for name, run in list(runs.items()):
+        repeated.add_metric([name], run.manager.tasks.num_repeated)
         for end, counter in _ENDS.items():
             sessions.add_metric([name, end], run.counters[counter])
         for failed in REASONS:
@@ -135,7 +146,7 @@ def _ends(runs: Mapping[str, ServedRun]) -> list[Metric]:
         groups.add_metric([name, "sealed"], run.counters["sealed_groups"])
         for reason, number in _by_reason(run, _REJECTED).items():
             groups.add_metric([name, reason], number)
-    return [sessions, groups, failures]
+    return [sessions, groups, failures, repeated]
 
 
 def _branches(runs: Mapping[str, ServedRun]) -> CounterMetricFamily:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import Any, cast
 
+from sf_core.config.failures import failures_text
 from sf_core.dataplane.bodies import RunStatus, Straggler
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.rollout_manager import Readiness
@@ -130,6 +132,8 @@ def _workforce(run: ServedRun) -> dict[str, Any]:
 
 def _awaited_groups(run: ServedRun, readiness: Readiness) -> str:
     what = readiness.waiting_for
+    if what and (dropped := Counter(run.manager.rejected.values())):
+        what += f"; {dropped.total()} dropped since the last batch: {failures_text(dropped)}"
     if what and run.memory.is_full:
         what += f"; {run.memory}, so that groups are begun one at a time: raise --memory-mb"
     return _awaited(run, what)

@@ -81,7 +81,7 @@ class Effects:
             case events.Sealed(index, batch, answer):
                 run.manager.restore_sealed(index, batch)
                 run.answers[index] = answer
-                run.outcomes.forget_discarded(answer)
+                run.outcomes.forget_sealed(answer)
                 self._drop_groups([*batch.rejected])
                 for group in batch.groups:
                     self.drop_results(group)
@@ -150,6 +150,7 @@ class Effects:
         if group is None or not group.is_complete or group.num_done == group.size:
             return
         for session in [s for s in run.sessions.values() if s.claim and s.claim.place[:2] == claim.place[:2]]:
+            run.outcomes.note_cut(session.num_sampled)
             run.drop(session, "the group of this session is complete without it")
             run.count("surplus_sessions")
 

@@ -6,12 +6,12 @@ with the reason. The rollout manager says what a failure is worth."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from sf_core.config import RolloutConfig
-from sf_core.config.failures import REASONS
+from sf_core.config.failures import REASONS, failures_text
 from sf_core.dataplane.bodies import FinishBody, RewardBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.runs.events import Answered, Closed, Failed, Finished
@@ -19,11 +19,15 @@ from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
+from sf_core.recipes.gates import GATE_REASONS
 
 if TYPE_CHECKING:
     from sf_core.dataplane.runs.run import ServedRun
 
 log = logging.getLogger(__name__)
+
+MAX_DROPPED_BATCHES = 10
+"""Batches whose groups may all be dropped, one after the other, before the run ends."""
 
 
 class Endings:
@@ -45,7 +49,7 @@ class Endings:
             await self._end_given(
                 session, claim, self._failure(session, report, report.error or "no reason given")
             )
-        elif refusal := fault_of(report, session):
+        elif refusal := fault_of(report, session) or self._lacks_part(report, claim):
             scored = report.model_copy(update={"cause": "reward"})
             await self._end_given(session, claim, self._failure(session, scored, refusal.message))
             raise refusal
@@ -70,6 +74,28 @@ class Endings:
         )
         return True
 
+    def refuse_endless_drops(self) -> None:
+        """End the run if nothing of what it has sampled for ten batches counts: it would go on for ever."""
+        run, rules = self._run, self._run.spec.rollout
+        dropped = run.manager.dropped_in_a_row
+        if dropped.total() < MAX_DROPPED_BATCHES * rules.groups_per_batch:
+            return
+        self.end_run_by(
+            f"the last {dropped.total()} groups were dropped ({failures_text(dropped)}), so that no batch "
+            f"gets full: {self._way_out(dropped)}",
+            "all_dropped",
+            [group for group in run.manager.groups.values() if not (group.is_outside or group.is_complete)],
+        )
+
+    def _way_out(self, dropped: Mapping[str, int]) -> str:
+        """What to do when groups are dropped for these reasons."""
+        if max(dropped, key=lambda reason: dropped[reason]) not in GATE_REASONS:
+            return f"mend what fails, the last was {self._run.outcomes.last_error or 'not recorded'}"
+        return (
+            f"rollout.gate {self._run.spec.rollout.gate.kind} lets none through; take tasks that the policy "
+            "solves now and then, correct rollout.success, or set rollout.gate to all"
+        )
+
     def end_run_by(self, fault: str, reason: str, groups: list[Group]) -> None:
         """Have the flow end with this sentence, and reject the groups that it is about: an attempt in which
         it is mended begins new ones."""
@@ -89,6 +115,19 @@ class Endings:
             await self._run.finish(session, report)
         except Exception as raised:
             log.warning("run %s: a session that %s: %s", self._run.spec.run_id, error, raised)
+
+    def _lacks_part(self, report: FinishBody, claim: Claim) -> ApiError | None:
+        """The reward of a training session without the part that says whether it was right."""
+        success = self._run.spec.rollout.success
+        if success is None or success.part is None or claim.place.split == "holdout":
+            return None
+        if report.reward_parts.get(success.part) is not None:
+            return None
+        given = ", ".join(sorted(report.reward_parts))
+        sentence = f"The reward has no part {success.part!r}, which rollout.success.part names; " + (
+            f"it has {given}." if given else "it has no parts: the reward function must return a mapping."
+        )
+        return ApiError(400, sentence, param="reward_parts")
 
     def _failure(self, session: Session, report: FinishBody, error: str) -> FinishBody:
         cause = report.cause if session.answer is None else "reward"

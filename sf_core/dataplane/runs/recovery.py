@@ -66,7 +66,8 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
         directory = RunDirectory(spec.run_dir)
         rows = await asyncio.to_thread(lambda: list(read_outcomes(directory, spec.iteration)))
     except ValueError as error:
-        raise ApiError(409, str(error)) from None
+        way_out = "remove rollout.curriculum, or this iteration and those after it, to go on without it"
+        raise ApiError(409, f"the curriculum cannot be restored: {error}; {way_out}") from None
     return [outcome_of(row) for row in rows]
 
 

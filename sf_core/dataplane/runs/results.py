@@ -1,11 +1,15 @@
-"""Results of a run's finished sessions, in memory until their rows are in the run directory.
+"""Results of a run's finished sessions: those in memory until their rows are in the run directory, what each
+counts as in its group, and what status reports of the latest ones.
 
-Owns which results there are. sealing.py and external.py write them.
+sealing.py and external.py write them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sf_core.config.failures import REASONS
@@ -13,6 +17,8 @@ from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.recipes.outcomes import Outcome, Pick, Result, Success, TaskRef
+
+NUM_RECENT = 256
 
 
 class Results:
@@ -92,3 +98,91 @@ def outcome_of(row: Mapping[str, Any]) -> Outcome:
     told = zip(row["rewards"], row["scores"], row["tokens"], row["statuses"], strict=True)
     results = tuple(Result(*result, row["task_id"]) for result in told)
     return Outcome(row["number"], pick, row["size"], row["version"], results, row["verdict"])
+
+
+class RecentResults:
+    def __init__(self) -> None:
+        self._rewards: deque[float] = deque(maxlen=NUM_RECENT)
+        self._tokens: deque[int] = deque(maxlen=NUM_RECENT)
+        self.last_error = ""
+        self.failures_in_a_row = 0
+        """Sessions that failed and are retried or excluded, since the last one that counted."""
+        self.discarded: Counter[str] = Counter()
+        """Training sessions that failed and were retried or excluded since the last batch, by reason."""
+
+        self._cut: list[int] = []
+        """Sampled tokens of sessions that were cut since the last batch."""
+
+    def note_cut(self, num_tokens: int) -> None:
+        """Note the tokens of a session that ended because its group was complete without it."""
+        self._cut.append(num_tokens)
+
+    def lengths(self, kept: Sequence[FinishedSession]) -> dict[str, Any]:
+        """Mean tokens sampled in the sessions of a batch, and in those that were cut since the batch before,
+        up to that moment; None if there were none."""
+        return {
+            "length_kept": _mean([_num_sampled(session) for session in kept]),
+            "length_cut": _mean(self._cut),
+            "cut_sessions": len(self._cut),
+        }
+
+    def note_finished(self, result: FinishedSession) -> None:
+        """Count a session with its reward, also one whose failure counts as the policy's."""
+        self.failures_in_a_row = 0
+        self.last_error = result.error or self.last_error
+        self._rewards.append(result.reward)
+        self._tokens.append(_num_sampled(result))
+
+    def note_failed(self, error: str) -> None:
+        self.failures_in_a_row += 1
+        self.last_error = error
+
+    def forget_sealed(self, sealed: Mapping[str, Any]) -> None:
+        """Leave out the discarded and the cut sessions that the answer about a sealed batch tells of."""
+        del self._cut[: sealed.get("cut_sessions", len(self._cut))]
+        self.discarded -= Counter(sealed.get("discarded", {}))
+
+    def forget_failures(self) -> None:
+        """Reset the failures, whose cause may have been mended."""
+        self.discarded.clear()
+        self.failures_in_a_row, self.last_error = 0, ""
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean reward of the last NUM_RECENT sessions; None before one has finished."""
+        return _mean(self._rewards)
+
+    @property
+    def mean_tokens(self) -> float | None:
+        """Mean tokens sampled per session, of the last NUM_RECENT; None before one has finished."""
+        return _mean(self._tokens)
+
+
+def _mean(values: Collection[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _num_sampled(session: FinishedSession) -> int:
+    return sum(int(row.loss_mask.sum()) for row in session.trajectories)
+
+
+@dataclass
+class TokenRate:
+    """Tokens in total, and per second over a sliding window."""
+
+    window_s: float = 10.0
+    total: int = 0
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, num_tokens: int) -> None:
+        self.total += num_tokens
+        self._recent.append((time.monotonic(), num_tokens))
+        self._forget()
+
+    def per_second(self) -> float:
+        self._forget()
+        return sum(n for _, n in self._recent) / self.window_s
+
+    def _forget(self) -> None:
+        while self._recent and self._recent[0][0] < time.monotonic() - self.window_s:
+            self._recent.popleft()

@@ -31,9 +31,8 @@ from sf_core.dataplane.runs.effects import Effects
 from sf_core.dataplane.runs.endings import Closing, Endings, fault_of, time_of
 from sf_core.dataplane.runs.events import RunEvent, read_event
 from sf_core.dataplane.runs.groups import Group
-from sf_core.dataplane.runs.recent import RecentResults, TokenRate
 from sf_core.dataplane.runs.restored import RestoredManager
-from sf_core.dataplane.runs.results import Results
+from sf_core.dataplane.runs.results import RecentResults, Results, TokenRate
 from sf_core.dataplane.runs.runners import Runner, Runners
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -277,6 +276,8 @@ class ServedRun(TurnHost):
         self.counters.update(f"rejected_groups.{event.reason}" for event in rejected)
         for event in rejected:
             await self.journal.append(event)
+        if indices:
+            self.endings.refuse_endless_drops()
 
     def counts(self, session: Session) -> bool:
         """Whether the session is of a group that a batch or an evaluation may take."""

@@ -7,11 +7,11 @@ batch, because its flow may not have committed the answer.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from sf_core.dataplane.runs.results import row_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.recipes.gates import Kind, kind_of
+from sf_core.recipes.outcomes import Success
 from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
 from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
@@ -83,6 +85,8 @@ class Sealer:
         answer = await write_sessions(run, "trajectories", index, f"rollout-{attempt}", sessions)
         if run.spec.rollout.chooses:
             answer |= await self._write_outcomes(index, f"rollout-{attempt}")
+        if run.spec.rollout.spare_sessions:
+            answer |= run.outcomes.lengths(sessions)
         for group in batch.groups:
             run.effects.drop_results(group)
         min_versions = [s.min_version for s in sessions if s.min_version is not None]
@@ -95,7 +99,7 @@ class Sealer:
             "max_lag": index - min(min_versions, default=index),
         }
         await run.journal.append(events.Sealed(index, batch, answer))
-        run.outcomes.forget_discarded(answer)
+        run.outcomes.forget_sealed(answer)
         await run.compact(partial(compaction, run))
         # counted last, because everything above is repeated if it fails
         run.count("sealed_groups", len(batch.groups))
@@ -104,13 +108,16 @@ class Sealer:
         return answer
 
     async def _write_outcomes(self, index: int, part: str) -> Sealed:
-        """Write what came of the groups that have left since the last batch, and count them."""
+        """Write what came of the groups that have left since the last batch, and count those of which all
+        sessions, some or none were right. Groups from outside, and those without results, are not counted."""
         run = self._run
         outcomes = run.manager.ended_by[index]
         directory = RunDirectory(run.spec.run_dir)
         rows = [row_of(outcome, run.spec.run_id) for outcome in outcomes]
         ref = await asyncio.to_thread(write_outcomes, directory, index, rows, part)
-        return {"outcomes": [asdict(ref)]}
+        success = run.spec.rollout.success or Success()
+        kinds = Counter(kind_of(one.results, success) for one in outcomes if one.pick and one.results)
+        return {"outcomes": [asdict(ref)], **{kind: kinds[kind] for kind in get_args(Kind)}}
 
     def _refuse_failed(self, index: int) -> None:
         """Raises ValueError if every session of the batch failed by its agent or its reward."""

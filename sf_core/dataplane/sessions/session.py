@@ -220,6 +220,12 @@ class Session:
             self._add_turn(turn)
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens that were sampled in it so far, those of turns that were not delivered left out."""
+        done = sum(len(turn.ids) for turn in self.turns)
+        return done + sum(len(generation.token_ids) for generation in self.running)
+
+    @property
     def num_bytes(self) -> int:
         """Approximate memory in bytes; takes no longer than what each request does anyway."""
         sampled = sum(12 * len(recorded.tokens.ids) for recorded in self.recorded if recorded.turn is None)
