@@ -125,6 +125,7 @@ class ServedRun(TurnHost):
             self.effects.apply(event)
         for place in [place for place in self.results.by_place if place.split == "train"]:
             self.results.drop(place)
+        self.results.cut.clear()
 
     def knows_batch(self, batch: int) -> bool:
         """Whether a flow whose next batch is this one can go on with the groups here; it may have missed the
