@@ -79,5 +79,10 @@ class Environment(Settings):
         return None
 
     @property
+    def classes(self) -> list[type[Environment]]:
+        """Those whose files say what it demonstrates."""
+        return [type(self)]
+
+    @property
     def has_demonstrations(self) -> bool:
         return type(self).demonstrate is not Environment.demonstrate

@@ -33,6 +33,7 @@ SHIPPED = {
     "repositories": "sf_core.environments.repositories.environment:Repositories",
     "reasoning_gym": "sf_core.environments.reasoning_gym:ReasoningGym",
     "verifiers": "sf_core.environments.verifiers:Verifiers",
+    "mixture": "sf_core.environments.mixture:Mixture",
 }
 """Classes by the short names of their environments. Each is imported when it is needed."""
 
