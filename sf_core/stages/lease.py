@@ -100,10 +100,14 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
     return asyncio.run(runner.run())
 
 
-def tasks_to_work_on(config: RunConfig) -> Callable[[str, int], Task]:
+def tasks_to_work_on(config: RunConfig) -> Callable[..., Task]:
     """The tasks of a run, each held-out one as often as it is answered."""
     tasks, answers = tasks_of(config.environment), config.evaluate.answers
-    return lambda split, index: tasks(split, index // answers if split == "holdout" else index)
+
+    def task(split: str, index: int, *source: str) -> Task:
+        return tasks(split, index // answers if split == "holdout" else index, *source)
+
+    return task
 
 
 class Switching:
