@@ -33,14 +33,16 @@ def check_call(function: Callable[..., Any], source: str, arguments: Iterable[st
         raise ValueError(f"{told}: {error}") from None
 
 
-def giving_tasks(function: Callable[..., Any], source: str) -> Callable[[str, int], Task]:
-    """The function, which raises NoTaskError, one sentence, where it gives no task."""
+def giving_tasks(function: Callable[..., Any], source: str) -> Callable[..., Task]:
+    """The function, which raises NoTaskError, one sentence, where it gives no task. It is given the name of a
+    part if it is called with one."""
 
     @functools.wraps(function)
-    def tasks(split: str, index: int) -> Task:
-        given = function(split, index)
+    def tasks(split: str, index: int, *part: str) -> Task:
+        given = function(split, index, *part)
         if fault := _fault_of(given):
-            raise NoTaskError(f'{placed(source, function)} returned for ("{split}", {index}) {fault}')
+            asked = ", ".join([f'"{split}"', str(index), *(f'"{name}"' for name in part)])
+            raise NoTaskError(f"{placed(source, function)} returned for ({asked}) {fault}")
         return cast(Task, given)
 
     return tasks

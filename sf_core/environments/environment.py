@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from sf_core.environments.splits import Split
-from sf_core.settings import Settings
+from sf_core.environments.splits import HasTasks, Split
+from sf_core.settings import Settings, shown
 from sf_core.types import Endpoint, Scored, Task
 
 Reward = float | Mapping[str, float] | Scored
@@ -32,6 +32,21 @@ class Environment(Settings):
     @abstractmethod
     def tasks(self, split: Split, index: int) -> Task:
         """A task; equal arguments give equal tasks, in every process."""
+
+    @property
+    def sources(self) -> Mapping[str, HasTasks]:
+        """Its parts: where tasks come from, by the names that the stages of a curriculum may have shares of.
+        Empty: there is one order of tasks, that of `tasks`."""
+        return {}
+
+    def task(self, split: Split, index: int, source: str = "") -> Task:
+        """A task of a part; of `tasks` if no source is named. Raises ValueError if there is no such part."""
+        if not source:
+            return self.tasks(split, index)
+        if source not in self.sources:
+            there_are = f"its parts are {', '.join(self.sources)}" if self.sources else "it has no parts"
+            raise ValueError(f"{type(self).__name__} has no part {shown(source)}; {there_are}")
+        return self.sources[source].task(split, index)
 
     def prepare(self, task: Task) -> AbstractAsyncContextManager[Any]:
         """What the agent needs for a task and gets as its third argument. It is entered before the session
@@ -62,6 +77,11 @@ class Environment(Settings):
     def why_not_here(self) -> str | None:
         """One sentence if agent or reward cannot run on this host, else None."""
         return None
+
+    @property
+    def classes(self) -> list[type[Environment]]:
+        """Those whose files say what it demonstrates."""
+        return [type(self)]
 
     @property
     def has_demonstrations(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from sf_core.agents.tool_loop import Tool, run_tool_loop
 from sf_core.environments.calculator import CALCULATOR, Calculator
 from sf_core.environments.environment import Demonstration, Environment
 from sf_core.environments.reasoning_gym import Dataset, demonstration
-from sf_core.environments.splits import Split, in_equal_parts
+from sf_core.environments.splits import HasTasks, Split, in_equal_parts
 from sf_core.types import Endpoint, Task
 
 ENVIRONMENTS: dict[str, Dataset | Calculator] = {
@@ -29,7 +30,11 @@ class Quickstart(Environment):
     """Kinds of tasks."""
 
     def tasks(self, split: Split, index: int) -> Task:
-        return in_equal_parts({part: ENVIRONMENTS[part] for part in self.parts}, split, index)
+        return in_equal_parts(self.sources, split, index)
+
+    @property
+    def sources(self) -> Mapping[str, HasTasks]:
+        return {part: ENVIRONMENTS[part] for part in self.parts}
 
     async def agent(self, task: Task, endpoint: Endpoint) -> str:
         return await run_tool_loop(endpoint, task.prompt, TOOLS[task.environment])

@@ -117,17 +117,17 @@ class ReasoningGym(Environment):
         return datasets
 
     @cached_property
-    def _parts(self) -> dict[str, Dataset]:
+    def sources(self) -> dict[str, Dataset]:
         return {name: Dataset(name, self.held_out, **given) for name, given in self.datasets.items()}
 
     def tasks(self, split: Split, index: int) -> Task:
-        return in_equal_parts(self._parts, split, index)
+        return in_equal_parts(self.sources, split, index)
 
     async def agent(self, task: Task, endpoint: Endpoint) -> str:
         return await run_tool_loop(endpoint, task.prompt)
 
     def reward(self, task: Task, answer: str) -> float:
-        return self._parts[task.environment].score(task, answer)
+        return self.sources[task.environment].score(task, answer)
 
     def demonstrate(self, index: int) -> Demonstration | None:
         return demonstration(self.tasks("train", index))

@@ -20,6 +20,7 @@ from sf_core.config.programs import Command
 from sf_core.config.validation import faults
 from sf_core.environments.calls import check_call, giving_tasks
 from sf_core.environments.environment import Environment
+from sf_core.environments.splits import Split
 from sf_core.settings import load_object, shown
 from sf_core.surroundings import ROOT
 from sf_core.types import Task
@@ -32,6 +33,7 @@ SHIPPED = {
     "repositories": "sf_core.environments.repositories.environment:Repositories",
     "reasoning_gym": "sf_core.environments.reasoning_gym:ReasoningGym",
     "verifiers": "sf_core.environments.verifiers:Verifiers",
+    "mixture": "sf_core.environments.mixture:Mixture",
 }
 """Classes by the short names of their environments. Each is imported when it is needed."""
 
@@ -48,10 +50,30 @@ def environment_of(config: EnvironmentConfig) -> Environment:
     return _opened(config.name, TypeAdapter(dict).dump_json(config.settings))
 
 
-def tasks_of(config: EnvironmentConfig) -> Callable[[str, int], Task]:
-    """The function that makes tasks. It raises NoTaskError if it returns none. Raises ValueError like
+def tasks_of(config: EnvironmentConfig) -> Callable[..., Task]:
+    """The function that makes tasks, (split, index) -> Task. If the environment has parts, the name of one as
+    third argument gives a task of it. It raises NoTaskError if it returns none. Raises ValueError like
     `environment_of`, also if there is no such function or a run cannot call it; so do the next two."""
-    return giving_tasks(_function(config, "tasks", "split", "index"), source_of(config, "tasks"))
+    found = _function(config, "tasks", "split", "index")
+    if parts_of(config):
+        found = _with_parts(found, environment_of(config))
+    return giving_tasks(found, source_of(config, "tasks"))
+
+
+def parts_of(config: EnvironmentConfig) -> list[str]:
+    """Names of the parts among which a curriculum may choose; none if a function of the user's makes the
+    tasks. Raises ValueError like `environment_of`."""
+    return [] if config.tasks is not None else list(environment_of(config).sources)
+
+
+def _with_parts(tasks: Callable[..., Any], environment: Environment) -> Callable[..., Any]:
+    """The function that makes an environment's tasks, which takes the name of a part too."""
+
+    @functools.wraps(tasks)
+    def task(split: Split, index: int, source: str = "") -> Task:
+        return environment.task(split, index, source)
+
+    return task
 
 
 def draw_tasks(config: EnvironmentConfig, split: str, indices: range) -> list[Task]:
@@ -77,6 +99,11 @@ def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
 
 def reward_of(config: EnvironmentConfig) -> Callable[..., Any]:
     return _function(config, "reward", "task", "answer")
+
+
+def group_reward_of(config: EnvironmentConfig) -> Callable[..., Any] | None:
+    """What scores the answers of a group together; None if each is scored by itself."""
+    return None if config.group_reward is None else _function(config, "group_reward", "task", "answers")
 
 
 def check_host(config: EnvironmentConfig) -> None:

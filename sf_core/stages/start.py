@@ -211,6 +211,6 @@ def _recipe_files(environment: Environment) -> list[Path]:
     from sf_core.training.torch import network
 
     modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
-    parts = (*modules, token_bytes, tool_loop, type(environment))
+    parts: list[Any] = [*modules, token_bytes, tool_loop, *environment.classes]
     whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat)]
     return [*(Path(inspect.getfile(part)) for part in parts), *sorted(chain(*whole))]

@@ -23,11 +23,11 @@ class Digits:
 
 class Echoes(Environment):
     @property
-    def parts(self) -> Mapping[str, Digits]:
+    def sources(self) -> Mapping[str, Digits]:
         return {"low": Digits("low", 0), "high": Digits("high", 5)}
 
     def tasks(self, split: Split, index: int) -> Task:
-        return in_equal_parts(self.parts, split, index)
+        return in_equal_parts(self.sources, split, index)
 
     async def agent(self, task: Task, endpoint: Endpoint) -> str:
         return await echo_package.agent(task, endpoint)

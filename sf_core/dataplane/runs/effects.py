@@ -69,7 +69,7 @@ class Effects:
                     run.outcomes.discarded[reason] += 1
                 rejected = run.manager.fail(claim, reason)
                 self._end_surplus(claim)
-                return self._drop_groups(rejected)
+                return self._drop_groups(rejected + run.judging.proceed(claim))
             case events.Lost(claim):
                 self._forget(claim)
                 run.manager.lose(claim)
@@ -126,7 +126,9 @@ class Effects:
     def _note_answer(self, session: Session, answer: str) -> None:
         session.answer = answer
         session.began_at = self._run.serving_s
-        if not session.is_external:
+        if self._run.judging.includes(session):
+            self._run.judging.add(session)
+        elif not session.is_external:
             self._run.runners.await_reward(session)
 
     def _finish(self, result: FinishedSession) -> list[int]:
@@ -139,6 +141,7 @@ class Effects:
         told = result_of(result, run.spec.rollout.success)
         rejected = run.manager.restore_finished(claim, told, result.min_version)
         self._end_surplus(claim)
+        rejected += run.judging.proceed(claim)
         if not rejected and run.manager.is_done(claim):
             run.results.keep(claim.place, result)
         elif claim.is_outside:

@@ -48,6 +48,8 @@ class Endings:
             await self._await_reward(session, report.answer or "null", report.output)
         elif claim is None or (claim.is_outside and not self._run.counts(session)):
             await self._end_opened(session, report)
+        elif report.status == "failed" and report.cause == "group":
+            self._drop_judged(claim)
         elif report.status == "failed":
             await self._end_given(
                 session, claim, self._failure(session, report, report.error or "no reason given")
@@ -124,6 +126,15 @@ class Endings:
             await self._run.finish(session, report)
         except Exception as raised:
             log.warning("run %s: a session that %s: %s", self._run.spec.run_id, error, raised)
+
+    def _drop_judged(self, claim: Claim) -> None:
+        """Drop the group of a session, as its judge says."""
+        run = self._run
+        group = run.manager.groups.get(claim.place.group) if claim.place.split == "train" else None
+        rejected = run.reject_all([group] if group is not None else [], "not_judged")
+        run.count("rejected_groups.not_judged", len(rejected))
+        self.refuse_endless_drops()
+        run.changed.notify()
 
     def _lacks_part(self, report: FinishBody, claim: Claim) -> ApiError | None:
         """The reward of a training session without the part that says whether it was right."""

@@ -194,6 +194,7 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
 
 def _go_on(run: ServedRun) -> None:
     """Let the open sessions go on, unless the run has to end."""
+    run.judging.reject_halves(run.manager.groups.values())
     run.fault = run.endings.fault_of_drops()
     for session in list(run.sessions.values()):
         if session.is_external:

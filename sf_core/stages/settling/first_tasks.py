@@ -9,7 +9,7 @@ from sf_core.engines.registry import engine_kind
 from sf_core.environments.calls import NoTaskError, same_in, what_differs
 from sf_core.environments.registry import (
     draw_tasks,
-    environment_of,
+    parts_of,
     source_of,
     source_of_tasks,
     tasks_of,
@@ -53,7 +53,7 @@ def _check_sources(config: RunConfig) -> None:
     named = {source: None for stage in stages for source in stage.shares}
     if not named:
         return
-    parts = getattr(environment_of(config.environment), "parts", ())
+    parts = parts_of(config.environment)
     if missing := [source for source in named if source not in parts]:
         there_are = f"its parts are {', '.join(parts)}" if parts else "it has no parts"
         raise ValueError(

@@ -93,6 +93,14 @@ def test_what_is_no_task_is_refused_with_the_function_and_its_arguments(
         giving_tasks(function, "my:tasks")("train", 3)
 
 
+def test_what_is_no_task_of_a_part_is_refused_with_the_name_of_the_part() -> None:
+    given = giving_tasks(lambda split, index, source: source, "my:tasks")
+    with pytest.raises(
+        NoTaskError, match=r' returned for \("holdout", 2, "code"\) \'code\', which is no task'
+    ):
+        given("holdout", 2, "code")
+
+
 texts = st.text(max_size=3)
 built = st.builds(Task, texts, texts, texts, texts, st.dictionaries(texts, st.integers() | texts, max_size=2))
 

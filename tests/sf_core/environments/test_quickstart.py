@@ -2,11 +2,14 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
+from sf_core.config import EnvironmentConfig
 from sf_core.environments.calculator import CALCULATOR, evaluate
 from sf_core.environments.quickstart import ENVIRONMENTS, Quickstart
+from sf_core.environments.registry import parts_of, tasks_of
 from sf_core.environments.testing import EnvironmentTests
 
 ENVIRONMENT = Quickstart()
@@ -28,6 +31,23 @@ class TestContractOfEachKind(EnvironmentTests):
 def test_both_kinds_come_in_equal_parts() -> None:
     kinds = [task.environment for task in HELD_OUT]
     assert kinds.count("spell_backward") == kinds.count("calculator") == 500
+
+
+@pytest.mark.parametrize("names", [("spell_backward", "calculator"), ("calculator",)])
+def test_its_parts_deal_its_tasks(names: tuple[Any, ...]) -> None:
+    environment = Quickstart(parts=names)
+    config = EnvironmentConfig(settings={"parts": list(names)})
+    assert (list(environment.sources), parts_of(config)) == ([*names], [*names])
+    for index in range(20):
+        source, place = names[index % len(names)], index // len(names)
+        dealt = environment.tasks("train", index)
+        assert dealt == environment.task("train", place, source) == tasks_of(config)("train", place, source)
+        assert dealt == environment.task("train", index) == ENVIRONMENTS[source].task("train", place)
+
+
+def test_a_part_that_there_is_not_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^Quickstart has no part 'code'; its parts are calculator$"):
+        Quickstart(parts=("calculator",)).task("train", 0, "code")
 
 
 def test_training_and_held_out_prompts_are_disjoint() -> None:

@@ -11,7 +11,7 @@ from reasoning_gym.factory import CURRICULA, DATASETS
 from sf_core.config import EnvironmentConfig
 from sf_core.environments.plain_expressions import is_formula, is_literal
 from sf_core.environments.reasoning_gym import EVALUATED, Dataset, ReasoningGym
-from sf_core.environments.registry import environment_of
+from sf_core.environments.registry import environment_of, parts_of, tasks_of
 from sf_core.environments.testing import EnvironmentTests
 
 NEEDS_MORE = {"composite": "is a mixture of others, and needs their names"}
@@ -72,6 +72,17 @@ def test_parts_are_equal_and_take_turns() -> None:
     environment = ReasoningGym(datasets={"spell_backward": {}, "basic_arithmetic": {}, "gcd": {}})
     kinds = [environment.tasks("train", index).environment for index in range(30)]
     assert kinds == ["spell_backward", "basic_arithmetic", "gcd"] * 10
+
+
+def test_its_datasets_are_its_parts() -> None:
+    datasets: dict[str, dict[str, Any]] = {"spell_backward": {"min_word_len": 4}, "gcd": {}}
+    config = EnvironmentConfig(name="reasoning_gym", settings={"datasets": datasets, "held_out": 2})
+    assert parts_of(config) == ["spell_backward", "gcd"]
+    tasks = tasks_of(config)
+    for index in range(4):
+        assert tasks("train", 2 * index) == tasks("train", index, "spell_backward")
+        assert tasks("train", 2 * index + 1) == tasks("train", index, "gcd")
+    assert tasks("train", 3, "gcd") == Dataset("gcd", 2).task("train", 3)
 
 
 def test_parameters_reach_the_generator() -> None:

@@ -17,7 +17,14 @@ from sf_core.config import EnvironmentConfig, RunConfig
 from sf_core.config.validation import ConfigError, validate_config
 from sf_core.environments.environment import Demonstration, Environment
 from sf_core.environments.quickstart import Quickstart
-from sf_core.environments.registry import agent_of, check_host, environment_of, reward_of, tasks_of
+from sf_core.environments.registry import (
+    agent_of,
+    check_host,
+    environment_of,
+    parts_of,
+    reward_of,
+    tasks_of,
+)
 from sf_core.environments.splits import Split
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.settings import Settings
@@ -104,6 +111,20 @@ def test_functions_replace_those_of_the_environment() -> None:
     config = setting(name=f"{__name__}:Sums", reward=f"{__name__}:my_reward")
     assert reward_of(config) is my_reward
     assert tasks_of(config)("train", 2).answer == "4"
+
+
+def test_what_has_one_order_of_tasks_has_no_parts() -> None:
+    assert parts_of(named(Sums)) == []
+    with pytest.raises(ValueError, match=r"^Sums has no part 'hard'; it has no parts$"):
+        Sums().task("train", 0, "hard")
+    assert Sums().task("train", 3) == Sums().tasks("train", 3)
+
+
+def test_tasks_of_the_users_have_no_parts() -> None:
+    config = setting(tasks="sf_core.environments.quickstart:tasks")
+    assert (parts_of(setting()), parts_of(config)) == (["spell_backward", "calculator"], [])
+    with pytest.raises(TypeError):
+        tasks_of(config)("train", 0, "calculator")
 
 
 def test_a_run_that_names_all_its_functions_needs_no_environment() -> None:

@@ -54,3 +54,6 @@ def test_held_out_tasks_are_given_out_as_often_as_they_are_answered() -> None:
     held_out = [tasks("holdout", index).task_id for index in range(7)]
     assert held_out == [tasks_of(config.environment)("holdout", i // 3).task_id for i in range(7)]
     assert tasks("train", 5) == tasks_of(config.environment)("train", 5)
+    for index in range(7):
+        task = tasks_of(config.environment)("holdout", index // 3, "calculator")
+        assert tasks("holdout", index, "calculator") == task
