@@ -46,7 +46,7 @@ GOAL = 0.8
 SEEDS = (0, 1, 2, 3)
 ITERATIONS, EVERY, HELD_OUT = 100, 4, 640
 MAX_TOKENS = 7
-"""The longest answer of a live task and its end, so that an impossible one costs no more. Hard ones take 11."""
+"""The longest answer of a live task and its end, so that impossible ones cost no more. Hard ones take 11."""
 
 LEARNING_RATE = 2.5e-4
 """With this, uniform takes some 50 iterations at the dose .5/.1/0, and seed 0 some 35 without a dose."""

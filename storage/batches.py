@@ -9,11 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from storage import parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 from storage.trajectories import SCHEMA, read_trajectories
+
+TRAIN = "train"
+"""The `decision` of rows that train."""
 
 BATCH_SCHEMA = pa.unify_schemas(
     [
@@ -40,7 +44,7 @@ def write_batch(
     part: str,
 ) -> FileRef:
     """Write rows of read_trajectories with the advantage of every token and its weight in the loss (None: the
-    train step makes them), and "train" or the reason why the row does not train."""
+    train step makes them), and TRAIN or the reason why the row does not train."""
     lengths = trajectories["token_ids"].combine_chunks().value_lengths().to_pylist()
     for name, values in (("advantage", advantages), ("weight", weights)):
         if values is not None and lengths != [len(row) for row in values]:
@@ -58,6 +62,11 @@ def write_batch(
 def read_batch(uri: str, columns: list[str] | None = None) -> pa.Table:
     """Like read_trajectories, with the columns `advantages`, `weights` and `decision`."""
     return read_trajectories(uri, columns, BATCH_SCHEMA)
+
+
+def training_rows(batch: pa.Table) -> pa.Table:
+    """The rows of a batch that train."""
+    return batch.filter(pc.equal(batch["decision"], TRAIN))
 
 
 def _list_column(rows: Sequence[np.ndarray] | None, num_rows: int) -> pa.Array:

@@ -49,12 +49,12 @@ def write_outcomes(
 
 def read_outcomes(run: RunDirectory, before: int) -> Iterator[dict[str, Any]]:
     """Rows that manifests of iterations before this one name. Raises ValueError if a file is missing or
-    broken."""
+    broken, and StorageError if the storage fails; both name the file."""
 
     def rows(iteration: int) -> list[dict[str, Any]]:
         manifest = run.read_manifest(iteration, "rollout")
-        uris = [ref.uri for ref in manifest.files("outcomes")] if manifest else []
-        return [row for uri in uris for row in parquet.read_table(run.path(uri), None, SCHEMA).to_pylist()]
+        uris = [run.path(ref.uri) for ref in manifest.files("outcomes")] if manifest else []
+        return [row for uri in uris for row in parquet.read_table(uri, SCHEMA.names, SCHEMA).to_pylist()]
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for found in readers.map(rows, range(before)):

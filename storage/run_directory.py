@@ -216,8 +216,8 @@ class RunDirectory:
         """Remove what attempts have made, but for logs and the sessions that agents opened. Only for a run
         without a batch, in an attempt that has begun."""
         # manifests first, because they name files in the others
-        made = ("manifests", "start", "warmstart", "evaluations", "trajectories", "outcomes", "metrics", "tensorboard")
-        for part in made:
+        rows = ("evaluations", "trajectories", "outcomes")
+        for part in ("manifests", "start", "warmstart", *rows, "metrics", "tensorboard"):
             files.remove_folder(self.path(part))
 
     def begin_attempt(self, attempt: Attempt | None = None) -> int:

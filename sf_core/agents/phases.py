@@ -63,8 +63,10 @@ class Phases:
         agent: Callable[..., Any],
         reward: Callable[[Task, Any], Any],
         prepare: Prepare | None,
+        group_reward: Callable[[Task, list[Any]], Any] | None = None,
     ) -> None:
         self._rules, self._agent, self._reward, self._prepare = rules, agent, reward, prepare
+        self._group_reward = group_reward
         # reads the file of the function
         self._reward_name = called(reward)
         self._max_scored = rules.score_concurrency or rules.concurrency
@@ -120,6 +122,19 @@ class Phases:
             async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
                 return as_reward(await self._scored(task, answer), self._reward_name)
 
+    async def judge(
+        self, works: Sequence[Work], task: Task, answers: list[Any]
+    ) -> list[dict[str, Any]] | None:
+        """The fields of the reports on what the answers of a group earned; None: the group is dropped."""
+        assert self._group_reward is not None
+        self.ended.update(work.session_id for work in works)
+        async with self._scoring:
+            for work in works:
+                work.phase = "reward"
+            async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
+                given = await self._call(self._group_reward, task, answers)
+        return as_rewards(given, len(answers), called(self._group_reward))
+
     @asynccontextmanager
     async def _prepared(self, work: Work, task: Task) -> AsyncIterator[tuple[Any, ...]]:
         """What the agent gets beside task and endpoint, as long as it is needed."""
@@ -171,6 +186,26 @@ async def _limit(seconds: float, what: str, setting: str) -> AsyncIterator[None]
         if limit.expired():
             raise LateError(f"{what} took longer than rollout.{setting} of {seconds:g} s") from None
         raise
+
+
+def as_rewards(values: Any, number: int, function: str) -> list[dict[str, Any]] | None:
+    """The fields of the reports on what a function returned for the answers of a group; None for None. Raises
+    ValueError with one sentence if that is not a reward for each."""
+    if values is None:
+        return None
+    if inspect.iscoroutine(values):
+        values.close()
+        raise ValueError(f"the function group_reward {function} returned {_COROUTINE}")
+    try:
+        found = list(values)
+    except TypeError:
+        found = []
+    if len(found) != number or isinstance(values, str | bytes | Mapping):
+        raise ValueError(
+            f"the function group_reward {function} returned {shown(values)}, expected a list with a reward "
+            f"for each of {number} answers"
+        )
+    return [as_reward(value, function) for value in found]
 
 
 def as_reward(value: Any, function: str) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class AgentRunner:
         tasks: Callable[..., Task],
         agent: Callable[..., Any],
         reward: Callable[[Task, Any], Any],
+        group_reward: Callable[[Task, list[Any]], Any] | None = None,
         prepare: Prepare | None = None,
         rules: RolloutConfig,
         seed: int,
@@ -68,7 +69,8 @@ class AgentRunner:
         self._attempt = attempt
         """Attempt of the flow: when a later one begins, the data plane releases this runner."""
         self._tasks, self._kind, self._patience_s = tasks, work, patience_s
-        self._phases = Phases(rules, agent, reward, prepare)
+        self._judges_groups = group_reward is not None
+        self._phases = Phases(rules, agent, reward, prepare, group_reward)
         self._alone_since: float | None = None
         """Monotonic time of the first claim that failed since one was answered."""
         self._is_scored_elsewhere = False
@@ -172,8 +174,9 @@ class AgentRunner:
             if (ended := self._sessions.get(session_id)) is not None and not ended.done():
                 ended.cancel()
                 self._forget(session_id)
-        for claim in answer["sessions"]:
-            self._sessions[claim["session_id"]] = asyncio.create_task(self._work(claim, answer["key"]))
+        for claims in self._together(answer["sessions"]):
+            task = asyncio.create_task(self._work(claims, answer["key"]))
+            self._sessions |= {claim["session_id"]: task for claim in claims}
         if room == 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_reported.wait(), LOOK_S)
@@ -196,25 +199,42 @@ class AgentRunner:
             raise ConnectionError(f"{who} was answered for {self._patience_s:g} s: {sentence}")
         log.warning("claim failed, trying again: %s", sentence)
 
-    async def _work(self, claim: dict[str, Any], run_key: str | None) -> None:
-        session_id = claim["session_id"]
-        work = Work(session_id)
+    def _together(self, claims: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """Claims one by one, but the answers of a group together if it is judged as a whole."""
+        groups: dict[Any, list[dict[str, Any]]] = {}
+        for claim in claims:
+            is_judged = self._judges(claim) and claim["answer"] is not None
+            groups.setdefault(claim["group"] if is_judged else claim["session_id"], []).append(claim)
+        return list(groups.values())
+
+    def _judges(self, claim: dict[str, Any]) -> bool:
+        return self._judges_groups and claim["split"] == "train"
+
+    async def _work(self, claims: list[dict[str, Any]], run_key: str | None) -> None:
+        """Work on a session, or on all answers of a group."""
+        works = [Work(claim["session_id"]) for claim in claims]
         try:
-            self._reports.add(session_id, await self._report_on(claim, work, run_key or self._key or "none"))
-        # user code may raise anything, exit the program or cancel itself: that fails one session
+            reports = await self._reports_on(claims, works, run_key or self._key or "none")
+            for work, report in zip(works, reports, strict=True):
+                self._reports.add(work.session_id, report)
+        # user code may raise anything, exit the program or cancel itself: that fails its sessions only
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            sentence = _sentence(error, work.phase)
-            where = extract_tb(error.__traceback__)[-1]
-            kind = type(error).__name__, where.filename, where.lineno or 0
-            # thousands may fail alike, and their sentences differ by the session
-            if kind not in self._logged:
-                self._logged.add(kind)
-                trace = as_text("".join(format_exception(error)))
-                log.warning("session %s failed: %s\n%s", session_id, as_text(sentence), trace)
-            self._reports.add_failure(session_id, sentence, work.cause_of(error), **work.facts)
+            self._add_failures(works, error)
+
+    def _add_failures(self, works: list[Work], error: BaseException) -> None:
+        sentence = _sentence(error, works[0].phase)
+        where = extract_tb(error.__traceback__)[-1]
+        kind = type(error).__name__, where.filename, where.lineno or 0
+        # thousands may fail alike, and their sentences differ by the session
+        if kind not in self._logged:
+            self._logged.add(kind)
+            trace = as_text("".join(format_exception(error)))
+            log.warning("session %s failed: %s\n%s", works[0].session_id, as_text(sentence), trace)
+        for work in works:
+            self._reports.add_failure(work.session_id, sentence, work.cause_of(error), **work.facts)
 
     def _note_reported(self, session_id: str) -> None:
         self._forget(session_id)
@@ -224,26 +244,32 @@ class AgentRunner:
         self._sessions.pop(session_id, None)
         self._phases.ended.discard(session_id)
 
-    async def _report_on(self, claim: dict[str, Any], work: Work, key: str) -> dict[str, Any]:
-        """Run the agent, or take what another runner's agent answered; score it, or leave that to others."""
-        named = (claim["source"],) if claim["source"] else ()
+    async def _reports_on(
+        self, claims: list[dict[str, Any]], works: list[Work], key: str
+    ) -> list[dict[str, Any]]:
+        """Run the agent, or take what agents have answered; score it, or leave that to others."""
+        claim, work = claims[0], works[0]
+        source = (claim["source"],) if claim["source"] else ()
         index = claim["task_index"] + self._first_index[claim["split"]]
-        task = self._tasks(claim["split"], index, *named)
-        work.facts |= _named(task)
-        if claim["answer"] is not None:
-            answer = orjson.loads(claim["answer"])
-        else:
+        task = self._tasks(claim["split"], index, *source)
+        for each in works:
+            each.facts |= _named(task)
+        if claim["answer"] is None:
             url = f"{self._url}/sessions/{claim['session_id']}/v1"
-            answer = await self._phases.run(work, task, Endpoint(url, key, "policy"))
-            if self._is_scored_elsewhere:
-                return {"status": "answered", "answer": as_json(answer), **work.facts}
-        return {
-            "status": "finished",
-            **await self._phases.score(work, task, answer),
-            **work.facts,
-            "task_id": task.task_id,
-            "environment": task.environment,
-        }
+            answers = [await self._phases.run(work, task, Endpoint(url, key, "policy"))]
+            if self._is_scored_elsewhere or self._judges(claim):
+                return [{"status": "answered", "answer": as_json(answers[0]), **work.facts}]
+        else:
+            answers = [orjson.loads(each["answer"]) for each in claims]
+        if not self._judges(claim):
+            scores = [await self._phases.score(work, task, answers[0])]
+        elif (judged := await self._phases.judge(works, task, answers)) is None:
+            return [{"status": "failed", "cause": "group", **each.facts} for each in works]
+        else:
+            scores = judged
+        names = {"task_id": task.task_id, "environment": task.environment}
+        pairs = zip(works, scores, strict=True)
+        return [{"status": "finished", **score, **each.facts, **names} for each, score in pairs]
 
 
 def first_index(seed: int) -> int:

@@ -11,6 +11,7 @@ from sf_core.recipes.advantages import CustomAdvantage, Gae, Pair, Relative, Rol
 from sf_core.recipes.curriculum import Curriculum, Sizes, Stage
 from sf_core.recipes.gates import Mixed, Varied
 from sf_core.recipes.losses import Clip, M2po, Plain, SequenceClip
+from sf_core.recipes.selections import Extremes
 from sf_core.recipes.weights import CustomWeight, EntropyConfidence, Fresh, Gated, Surprising
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ def _least_to_pass(config: RunConfig) -> int:
 def _dual(config: RunConfig) -> Clip | None:
     policy = config.train.loss.policy
     return policy if isinstance(policy, Clip) and policy.beyond == "dual" else None
+
+
+def _kept(config: RunConfig) -> int | None:
+    """Sessions of a group that train, if not all do."""
+    return config.train.select.keep if isinstance(config.train.select, Extremes) else None
 
 
 _TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
@@ -247,5 +253,16 @@ _TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         lambda c: (kl := c.train.loss.kl) is not None and (kl.renew_every or 0) >= c.train.iterations,
         "train.loss.kl.renew_every is not reached within train.iterations ({c.train.iterations}): leave it "
         "out for the policy at the start",
+    ),
+    (
+        lambda c: (keep := _kept(c)) is not None and keep >= c.rollout.group_size,
+        "train.select.keep ({c.train.select.keep}) must be below rollout.group_size "
+        "({c.rollout.group_size}), or nothing is left out: lower it, or leave train.select out",
+    ),
+    (
+        lambda c: _kept(c) is not None and isinstance(c.train.advantage, Gae | Whitened | RoleBaseline),
+        "train.advantage {c.train.advantage.kind} compares sessions of the whole batch, and train.select "
+        "extremes keeps the best and the worst of each group: take train.advantage group, or leave "
+        "train.select out",
     ),
 )

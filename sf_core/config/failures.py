@@ -27,9 +27,10 @@ Status = Literal["finished", "finished_after_overflow"] | Reason
 """How a session ended. finished_after_overflow: it has an ordinary reward, although its last request did not
 fit into the context window."""
 
-Cause = Literal["prepare", "agent", "code", "time", "reward"]
+Cause = Literal["prepare", "agent", "code", "time", "reward", "group"]
 """What ended a failed session: an error while it was prepared, an error of its agent (`code`: one that no
-answer of the policy excuses) or the agent's time limit, or an error of its scoring."""
+answer of the policy excuses) or the agent's time limit, or an error of its scoring. group: it has not failed,
+and `environment.group_reward` drops its group."""
 
 CODE_ERRORS = (NameError, TypeError, AttributeError, ImportError, SyntaxError)
 """Errors of an agent that are always its own, whatever the policy has answered."""

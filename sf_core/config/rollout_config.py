@@ -52,6 +52,10 @@ class EnvironmentConfig(Settings):
     reward: Reference | None = None
     """Function (task, answer) -> a number, or a mapping of named parts whose sum is the reward. Empty: the
     environment's."""
+    group_reward: Reference | None = None
+    """Function (task, answers) -> a reward for each answer of a training group, in their order, or None to
+    drop the group. It is called once, when the last session of the group has answered. Empty: each answer is
+    scored by itself. Held-out answers are, in any case."""
     prepare: Reference | None = None
     """Function task -> async context manager, entered before the session runs (`rollout.prepare_ahead`) and
     left after its agent. What it gives is the agent's third argument. Empty: the environment's, if the agent

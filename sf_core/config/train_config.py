@@ -9,6 +9,7 @@ from pydantic import Field
 from sf_core.recipes.advantages import AnyAdvantage, Group
 from sf_core.recipes.losses import Critic, LossConfig
 from sf_core.recipes.samples import Score
+from sf_core.recipes.selections import AnySelection
 from sf_core.recipes.weights import AnyWeight
 from sf_core.settings import Settings
 
@@ -83,6 +84,8 @@ class TrainConfig(Settings):
     """AdamW's weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down to it. 1e9 leaves them as they are."""
+    select: AnySelection | None = None
+    """Which sessions of a batch train; advantages are made of these alone. Empty: all of them."""
     advantage: AnyAdvantage = Group()
     """Advantage of every token, from the rewards."""
     weights: tuple[AnyWeight, ...] = ()

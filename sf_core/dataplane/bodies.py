@@ -44,6 +44,8 @@ class RunSpec(Body):
     rollout: RunRollout = RunRollout()
     lag_bound: int = Field(ge=0)
     context_length: int = Field(ge=2)
+    judges_groups: bool = False
+    """The answers of a training group are scored together, by one runner."""
     follows_grammars: bool = False
     """Its engines hold answers to JSON Schemas."""
     max_waiting: int = Field(20_000, ge=1)

@@ -101,6 +101,11 @@ def reward_of(config: EnvironmentConfig) -> Callable[..., Any]:
     return _function(config, "reward", "task", "answer")
 
 
+def group_reward_of(config: EnvironmentConfig) -> Callable[..., Any] | None:
+    """What scores the answers of a group together; None if each is scored by itself."""
+    return None if config.group_reward is None else _function(config, "group_reward", "task", "answers")
+
+
 def check_host(config: EnvironmentConfig) -> None:
     """Raises ValueError with one sentence if what the environment itself does cannot be done on this host."""
     if config.agent is not None and config.reward is not None:

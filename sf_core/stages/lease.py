@@ -17,7 +17,14 @@ from sf_core.dataplane.bodies import Work
 from sf_core.engines.client import serve_engine
 from sf_core.engines.resident import engine_of
 from sf_core.engines.wire import Hello
-from sf_core.environments.registry import agent_of, check_host, prepare_of, reward_of, tasks_of
+from sf_core.environments.registry import (
+    agent_of,
+    check_host,
+    group_reward_of,
+    prepare_of,
+    reward_of,
+    tasks_of,
+)
 from sf_core.scheduling.cluster import current_epoch
 from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent, work_left
@@ -84,6 +91,7 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
         tasks=tasks_to_work_on(run.config),
         agent=agent_of(environment),
         reward=reward_of(environment),
+        group_reward=group_reward_of(environment),
         prepare=prepare_of(environment),
         rules=run.config.rollout,
         seed=run.config.seed,

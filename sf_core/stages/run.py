@@ -142,6 +142,7 @@ class OpenRun:
             rollout=config.rollout.model_dump(),
             lag_bound=config.lag_bound,
             context_length=config.engine.context,
+            judges_groups=config.environment.group_reward is not None,
             follows_grammars=follows_grammars(config),
             was_warmed=config.policy.warm_steps > 0,
             num_batches=0 if evaluate_only else config.train.iterations,

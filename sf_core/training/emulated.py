@@ -20,6 +20,7 @@ from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.training.background import Background
 from sf_core.training.gang import RankAssignment, wait_for
 from sf_core.training.protocol import TrainedRun
+from storage.batches import training_rows
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.tensors.weights import save_arrays
@@ -47,15 +48,17 @@ class EmulatedTrainer:
         self._model, self._ranks = model, ranks
 
     def step(self, batch: pa.Table) -> dict[str, float]:
-        """Sleep as long as the slowest rank needs for a step on the batch's tokens, prompts included."""
-        num_tokens = pc.sum(pc.list_value_length(batch["token_ids"])).as_py()
+        """Sleep as long as the slowest rank needs for a step on the tokens of the rows that train, prompts
+        included."""
+        rows = training_rows(batch)
+        num_tokens = pc.sum(pc.list_value_length(rows["token_ids"])).as_py()
         seconds = self._model.train_s(num_tokens, self._ranks.size)
         time.sleep(seconds)
         self._ranks.exchange()
         self.version += 1
         return {
-            "tokens": float(pc.sum(pc.list_flatten(batch["loss_mask"])).as_py()),
-            "rows": float(len(batch)),
+            "tokens": float(pc.sum(pc.list_flatten(rows["loss_mask"])).as_py()),
+            "rows": float(len(rows)),
             "reward_mean": float(pc.mean(batch["reward"].take(first_rows(batch["session_id"]))).as_py()),
             "seconds": seconds,
         }

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from storage.batches import training_rows
 from storage.schema import NOT_SAMPLED
 
 SAMPLING = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")])
@@ -133,7 +134,7 @@ class Microbatch:
 
 
 def read_rows(batch: pa.Table) -> list[Row]:
-    """The `training_rows` of a batch.
+    """The rows of a batch that train.
 
     Raises ValueError if a row trains its first token, which nothing predicts, or a token without a log-prob,
     a policy version or sampling parameters."""
@@ -161,11 +162,6 @@ def read_rows(batch: pa.Table) -> list[Row]:
     if any((row.policy_versions[row.loss_mask] == NOT_SAMPLED).any() for row in rows):
         raise ValueError("a trajectory trains a token without a policy version")
     return rows
-
-
-def training_rows(batch: pa.Table) -> pa.Table:
-    """The rows of a batch that train."""
-    return batch.filter(pc.equal(batch["decision"], "train"))
 
 
 def split_groups(rows: Sequence[Row], num_parts: int, random: np.random.Generator) -> list[list[Row]]:

@@ -18,6 +18,7 @@ from sf_core.dataplane.routing.connection import LinkState
 from sf_core.dataplane.runs.results import NUM_RECENT
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.memory import Memory
+from sf_core.recipes.gates import Kind
 
 _BRANCH, _REJECTED = "branches.", "rejected_groups."
 """Prefixes of those counters of a run whose names end with a reason."""
@@ -84,6 +85,7 @@ class Runs(Collector):
             carried.add_metric([name, "from_engines"], router.bytes_from_engines)
         gauges = [waiting, running, sessions, answers, version, reward, engines]
         counters = [*_ends(self._runs), tokens, interruptions, moves, _branches(self._runs), carried]
+        counters += _choices(self._runs)
         return [*gauges, *counters, *_journals(self._runs)]
 
 
@@ -132,13 +134,7 @@ def _ends(runs: Mapping[str, ServedRun]) -> list[Metric]:
         "Sessions that failed, whatever became of them, by the reason.",
         labels=["run", "reason"],
     )
-    repeated = CounterMetricFamily(
-        "sf_repeated_tasks",
-        "Groups whose task was in flight or not worth it, because the curriculum had no other.",
-        labels=["run"],
-    )
     for name, run in list(runs.items()):
-        repeated.add_metric([name], run.manager.tasks.num_repeated)
         for end, counter in _ENDS.items():
             sessions.add_metric([name, end], run.counters[counter])
         for failed in REASONS:
@@ -146,7 +142,31 @@ def _ends(runs: Mapping[str, ServedRun]) -> list[Metric]:
         groups.add_metric([name, "sealed"], run.counters["sealed_groups"])
         for reason, number in _by_reason(run, _REJECTED).items():
             groups.add_metric([name, reason], number)
-    return [sessions, groups, failures, repeated]
+    return [sessions, groups, failures]
+
+
+def _choices(runs: Mapping[str, ServedRun]) -> list[Metric]:
+    """What runs that choose their tasks and groups have sampled."""
+    judged = CounterMetricFamily(
+        "sf_judged_groups",
+        "Groups that have left, by how many of their sessions were right: all (right), some (mixed) or none "
+        "(wrong). Of runs with a gate, a curriculum, spare or least sessions.",
+        labels=["run", "kind"],
+    )
+    repeated = CounterMetricFamily(
+        "sf_repeated_tasks",
+        "Groups whose task was in flight or not worth it, because the curriculum had no other.",
+        labels=["run"],
+    )
+    cut = CounterMetricFamily(
+        "sf_cut_tokens", "Tokens sampled in sessions without which their group was complete.", labels=["run"]
+    )
+    for name, run in list(runs.items()):
+        repeated.add_metric([name], run.manager.tasks.num_repeated)
+        cut.add_metric([name], run.counters["surplus_tokens"])
+        for kind in get_args(Kind):
+            judged.add_metric([name, kind], run.counters[f"groups.{kind}"])
+    return [judged, repeated, cut]
 
 
 def _branches(runs: Mapping[str, ServedRun]) -> CounterMetricFamily:

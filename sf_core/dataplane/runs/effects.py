@@ -69,7 +69,7 @@ class Effects:
                     run.outcomes.discarded[reason] += 1
                 rejected = run.manager.fail(claim, reason)
                 self._end_surplus(claim)
-                return self._drop_groups(rejected)
+                return self._drop_groups(rejected + run.judging.proceed(claim))
             case events.Lost(claim):
                 self._forget(claim)
                 run.manager.lose(claim)
@@ -81,7 +81,7 @@ class Effects:
             case events.Sealed(index, batch, answer):
                 run.manager.restore_sealed(index, batch)
                 run.answers[index] = answer
-                run.outcomes.forget_sealed(answer)
+                run.outcomes.forget_discarded(answer)
                 self._drop_groups([*batch.rejected])
                 for group in batch.groups:
                     self.drop_results(group)
@@ -103,6 +103,7 @@ class Effects:
         """Forget a group that does not count. Its sessions end; those of agents outside go on by themselves,
         and what they have earned is stored as that of external sessions."""
         run = self._run
+        run.results.cut.pop(index, None)
         for session in [s for s in run.sessions.values() if not s.is_external]:
             if session.claim is not None and session.claim.place[:2] == ("train", index):
                 run.drop(session, "the group of this session no longer counts")
@@ -113,6 +114,7 @@ class Effects:
 
     def drop_results(self, index: int) -> None:
         """Forget the results of a group that a batch has taken."""
+        self._run.results.cut.pop(index, None)
         for place in self._run.places_of(index):
             self._run.results.drop(place)
 
@@ -124,7 +126,9 @@ class Effects:
     def _note_answer(self, session: Session, answer: str) -> None:
         session.answer = answer
         session.began_at = self._run.serving_s
-        if not session.is_external:
+        if self._run.judging.includes(session):
+            self._run.judging.add(session)
+        elif not session.is_external:
             self._run.runners.await_reward(session)
 
     def _finish(self, result: FinishedSession) -> list[int]:
@@ -137,6 +141,7 @@ class Effects:
         told = result_of(result, run.spec.rollout.success)
         rejected = run.manager.restore_finished(claim, told, result.min_version)
         self._end_surplus(claim)
+        rejected += run.judging.proceed(claim)
         if not rejected and run.manager.is_done(claim):
             run.results.keep(claim.place, result)
         elif claim.is_outside:
@@ -150,7 +155,8 @@ class Effects:
         if group is None or not group.is_complete or group.num_done == group.size:
             return
         for session in [s for s in run.sessions.values() if s.claim and s.claim.place[:2] == claim.place[:2]]:
-            run.outcomes.note_cut(session.num_sampled)
+            run.results.cut.setdefault(group.index, []).append(session.num_sampled)
+            run.count("surplus_tokens", session.num_sampled)
             run.drop(session, "the group of this session is complete without it")
             run.count("surplus_sessions")
 

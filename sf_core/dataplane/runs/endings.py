@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 MAX_DROPPED_BATCHES = 10
 """Batches whose groups may all be dropped, one after the other, before the run ends."""
 
+ALL_DROPPED = "all_dropped"
+"""Why the groups are rejected that are in flight when it ends by that."""
+
 
 class Endings:
     def __init__(self, run: ServedRun) -> None:
@@ -45,6 +48,8 @@ class Endings:
             await self._await_reward(session, report.answer or "null", report.output)
         elif claim is None or (claim.is_outside and not self._run.counts(session)):
             await self._end_opened(session, report)
+        elif report.status == "failed" and report.cause == "group":
+            self._drop_judged(claim)
         elif report.status == "failed":
             await self._end_given(
                 session, claim, self._failure(session, report, report.error or "no reason given")
@@ -76,15 +81,21 @@ class Endings:
 
     def refuse_endless_drops(self) -> None:
         """End the run if nothing of what it has sampled for ten batches counts: it would go on for ever."""
-        run, rules = self._run, self._run.spec.rollout
-        dropped = run.manager.dropped_in_a_row
-        if dropped.total() < MAX_DROPPED_BATCHES * rules.groups_per_batch:
-            return
-        self.end_run_by(
-            f"the last {dropped.total()} groups were dropped ({failures_text(dropped)}), so that no batch "
-            f"gets full: {self._way_out(dropped)}",
-            "all_dropped",
-            [group for group in run.manager.groups.values() if not (group.is_outside or group.is_complete)],
+        if fault := self.fault_of_drops():
+            groups = [g for g in self._run.manager.groups.values() if not (g.is_outside or g.is_complete)]
+            self.end_run_by(fault, ALL_DROPPED, groups)
+
+    def fault_of_drops(self) -> str:
+        """What is to be said of a run whose groups were all dropped for ten batches; empty of any other."""
+        counts = self._run.manager.dropped_in_a_row
+        # those that ended with the run are no reason for its end
+        dropped = {reason: counts[reason] for reason in counts if reason != ALL_DROPPED}
+        total = sum(dropped.values())
+        if total < MAX_DROPPED_BATCHES * self._run.spec.rollout.groups_per_batch:
+            return ""
+        return (
+            f"the last {total} groups were all dropped ({failures_text(dropped)}), so that no batch gets "
+            f"full: {self._way_out(dropped)}"
         )
 
     def _way_out(self, dropped: Mapping[str, int]) -> str:
@@ -92,7 +103,7 @@ class Endings:
         if max(dropped, key=lambda reason: dropped[reason]) not in GATE_REASONS:
             return f"mend what fails, the last was {self._run.outcomes.last_error or 'not recorded'}"
         return (
-            f"rollout.gate {self._run.spec.rollout.gate.kind} lets none through; take tasks that the policy "
+            f"rollout.gate {self._run.spec.rollout.gate.kind} lets none pass; take tasks that the policy "
             "solves now and then, correct rollout.success, or set rollout.gate to all"
         )
 
@@ -116,17 +127,27 @@ class Endings:
         except Exception as raised:
             log.warning("run %s: a session that %s: %s", self._run.spec.run_id, error, raised)
 
+    def _drop_judged(self, claim: Claim) -> None:
+        """Drop the group of a session, as its judge says."""
+        run = self._run
+        group = run.manager.groups.get(claim.place.group) if claim.place.split == "train" else None
+        rejected = run.reject_all([group] if group is not None else [], "not_judged")
+        run.count("rejected_groups.not_judged", len(rejected))
+        self.refuse_endless_drops()
+        run.changed.notify()
+
     def _lacks_part(self, report: FinishBody, claim: Claim) -> ApiError | None:
         """The reward of a training session without the part that says whether it was right."""
         success = self._run.spec.rollout.success
         if success is None or success.part is None or claim.place.split == "holdout":
             return None
-        if report.reward_parts.get(success.part) is not None:
+        given = sorted(name for name, value in report.reward_parts.items() if value is not None)
+        if success.part in given:
             return None
-        given = ", ".join(sorted(report.reward_parts))
-        sentence = f"The reward has no part {success.part!r}, which rollout.success.part names; " + (
-            f"it has {given}." if given else "it has no parts: the reward function must return a mapping."
-        )
+        way_out = f"it has {', '.join(map(repr, given))}: name one of them there, or return that part"
+        if not given:
+            way_out = "it has no parts: return a mapping of them, or remove rollout.success.part"
+        sentence = f"The reward has no part {success.part!r}, which rollout.success.part names; {way_out}."
         return ApiError(400, sentence, param="reward_parts")
 
     def _failure(self, session: Session, report: FinishBody, error: str) -> FinishBody:

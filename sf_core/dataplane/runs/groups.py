@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from sf_core.config.failures import REASONS
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split
 from sf_core.recipes.outcomes import Outcome, Pick, Result
 
@@ -139,6 +140,12 @@ class Group:
     def results(self) -> tuple[Result, ...]:
         """Those of members that count, in order of their places."""
         return tuple(member.result for member in self.members if member.result is not None)
+
+    @property
+    def is_half_judged(self) -> bool:
+        """Whether one of its sessions was scored, while another one still is to be."""
+        is_scored = any(result.status not in REASONS for result in self.results)
+        return is_scored and not self.is_complete
 
     def outcome(self, verdict: str) -> Outcome:
         return Outcome(self.index, self.pick, self.size, self.version, self.results, verdict)

@@ -29,13 +29,14 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.runners import Runner
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.recipes.outcomes import Outcome
+from storage.errors import StorageError
 from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
 
 
 async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> ServedRun:
     """Open a registered run, restored from its journal if that holds it. Raises ApiError if it cannot."""
-    run = await reopen_run(journal, grace_s, memory)
+    run = await reopen_run(journal, grace_s, memory, remembers=spec.rollout.curriculum is not None)
     if run is None:
         run = await _new_run(spec, journal, grace_s, memory)
     elif run.spec.origin != spec.origin:
@@ -50,10 +51,14 @@ async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memo
     return run
 
 
-async def _new_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> ServedRun:
-    """A run with the progress that `spec` states. Raises ApiError 409 if its curriculum has forgotten it."""
+async def _new_run(
+    spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, remembers: bool = True
+) -> ServedRun:
+    """A run with the progress that `spec` states. Raises ApiError 409 if its curriculum cannot be told what
+    came of earlier groups."""
     run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
-    run.manager.tasks.observe(await _read_outcomes(spec))
+    if remembers:
+        run.manager.tasks.observe(await _read_outcomes(spec))
     return run
 
 
@@ -65,9 +70,13 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
     try:
         directory = RunDirectory(spec.run_dir)
         rows = await asyncio.to_thread(lambda: list(read_outcomes(directory, spec.iteration)))
-    except ValueError as error:
-        way_out = "remove rollout.curriculum, or this iteration and those after it, to go on without it"
-        raise ApiError(409, f"the curriculum cannot be restored: {error}; {way_out}") from None
+    except (ValueError, StorageError) as error:
+        raise ApiError(
+            409,
+            f"the curriculum cannot be told what came of earlier groups: {error}; to go on without that, "
+            "remove rollout.curriculum from the configuration, or the manifests of this iteration and "
+            "of later ones",
+        ) from None
     return [outcome_of(row) for row in rows]
 
 
@@ -95,8 +104,11 @@ async def _replaced(run: ServedRun, spec: RunSpec) -> ServedRun:
     return fresh
 
 
-async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> ServedRun | None:
-    """Restore a run from its journal; None if that holds none. Raises ApiError if it cannot be opened."""
+async def reopen_run(
+    journal: Journal, grace_s: float, memory: Memory, remembers: bool = True
+) -> ServedRun | None:
+    """Restore a run from its journal; None if that holds none. Raises ApiError if it cannot be opened. Unless
+    the run `remembers`, because it is to go on without a curriculum, no outcomes are read."""
     run: ServedRun | None = None
     num_applied = 0
     async with aclosing(journal.replay(read_event)) as events:
@@ -104,11 +116,11 @@ async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> Served
             if isinstance(event, Registered):
                 spec = event.spec
                 if run is None:
-                    run = await _new_run(spec, journal, grace_s, memory)
+                    run = await _new_run(spec, journal, grace_s, memory, remembers)
                 elif run.spec.origin != spec.origin:
                     run = await _replaced(run, spec)
                 else:
-                    begin_attempt(run, spec, await read_past(run, spec, num_applied))
+                    begin_attempt(run, spec, await read_past(run, spec, num_applied, remembers))
             elif run is None:
                 break
             else:
@@ -128,13 +140,15 @@ class Past(NamedTuple):
     """Results, rejections, picks and claims of the journal, if the run starts over."""
 
 
-async def read_past(run: ServedRun, spec: RunSpec, num_events: int | None = None) -> Past:
+async def read_past(
+    run: ServedRun, spec: RunSpec, num_events: int | None = None, remembers: bool = True
+) -> Past:
     """What this registration takes over, with the first `num_events` events of the journal (None: all)."""
     past = Past([], [])
     if spec.attempt < run.spec.attempt:
         return past
     starts_over = not run.knows_batch(spec.iteration)
-    if starts_over or run.spec.rollout.curriculum is None:
+    if remembers and (starts_over or run.spec.rollout.curriculum is None):
         past.outcomes.extend(await _read_outcomes(spec))
     return past._replace(events=await _past_events(run, spec, num_events)) if starts_over else past
 
@@ -179,7 +193,9 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
 
 
 def _go_on(run: ServedRun) -> None:
-    """Let the open sessions go on."""
+    """Let the open sessions go on, unless the run has to end."""
+    run.judging.reject_halves(run.manager.groups.values())
+    run.fault = run.endings.fault_of_drops()
     for session in list(run.sessions.values()):
         if session.is_external:
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ class Results:
         """Results of claimed sessions, for their batches and evaluations."""
         self.opened: dict[str, FinishedSession] = {}
         """Results of external sessions, by id, in the order in which the journal has them."""
+        self.cut: dict[int, list[int]] = {}
+        """Tokens that were sampled in sessions without which their group was complete, by group."""
 
     def keep(self, place: SessionSlot, result: FinishedSession) -> None:
         """Keep a result for its batch or evaluation, until `drop`."""
@@ -54,6 +56,15 @@ class Results:
         for place in list(self.by_place):
             self.drop(place)
         self.drop_opened(list(self.opened))
+        self.cut.clear()
+
+    def lengths(self, groups: Iterable[int], kept: Iterable[FinishedSession]) -> dict[str, Any]:
+        """Mean sampled tokens of the sessions that count in these groups, and of those that were ended
+        because their group was complete, up to that moment. Of a session of before a restart these may not be
+        known: sessions in which nothing was sampled are left out. None if there were none."""
+        cut = [num_tokens for group in groups for num_tokens in self.cut.get(group, ()) if num_tokens]
+        kept_lengths = [_num_sampled(session) for session in kept]
+        return {"length_kept": _mean(kept_lengths), "length_cut": _mean(cut), "cut_sessions": len(cut)}
 
 
 def result_of(finished: FinishedSession, success: Success | None) -> Result:
@@ -110,22 +121,6 @@ class RecentResults:
         self.discarded: Counter[str] = Counter()
         """Training sessions that failed and were retried or excluded since the last batch, by reason."""
 
-        self._cut: list[int] = []
-        """Sampled tokens of sessions that were cut since the last batch."""
-
-    def note_cut(self, num_tokens: int) -> None:
-        """Note the tokens of a session that ended because its group was complete without it."""
-        self._cut.append(num_tokens)
-
-    def lengths(self, kept: Sequence[FinishedSession]) -> dict[str, Any]:
-        """Mean tokens sampled in the sessions of a batch, and in those that were cut since the batch before,
-        up to that moment; None if there were none."""
-        return {
-            "length_kept": _mean([_num_sampled(session) for session in kept]),
-            "length_cut": _mean(self._cut),
-            "cut_sessions": len(self._cut),
-        }
-
     def note_finished(self, result: FinishedSession) -> None:
         """Count a session with its reward, also one whose failure counts as the policy's."""
         self.failures_in_a_row = 0
@@ -137,9 +132,8 @@ class RecentResults:
         self.failures_in_a_row += 1
         self.last_error = error
 
-    def forget_sealed(self, sealed: Mapping[str, Any]) -> None:
-        """Leave out the discarded and the cut sessions that the answer about a sealed batch tells of."""
-        del self._cut[: sealed.get("cut_sessions", len(self._cut))]
+    def forget_discarded(self, sealed: Mapping[str, Any]) -> None:
+        """Leave out the discarded sessions that the answer about a sealed batch tells of."""
         self.discarded -= Counter(sealed.get("discarded", {}))
 
     def forget_failures(self) -> None:

@@ -33,7 +33,7 @@ from sf_core.dataplane.runs.events import RunEvent, read_event
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.restored import RestoredManager
 from sf_core.dataplane.runs.results import RecentResults, Results, TokenRate
-from sf_core.dataplane.runs.runners import Runner, Runners
+from sf_core.dataplane.runs.runners import Judging, Runner, Runners
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory import Memory
@@ -70,6 +70,7 @@ class ServedRun(TurnHost):
         self.effects = Effects(self)
         self.endings = Endings(self)
         self.runners = Runners()
+        self.judging = Judging(self)
         self.answers: dict[int, dict[str, Any]] = {}
         """Answers to the seals of batches before a restart, by batch, to be repeated on request."""
         self.revoked_leases: set[str] = set()
@@ -124,6 +125,7 @@ class ServedRun(TurnHost):
             self.effects.apply(event)
         for place in [place for place in self.results.by_place if place.split == "train"]:
             self.results.drop(place)
+        self.results.cut.clear()
 
     def knows_batch(self, batch: int) -> bool:
         """Whether a flow whose next batch is this one can go on with the groups here; it may have missed the
@@ -222,8 +224,11 @@ class ServedRun(TurnHost):
             return False
         work = self.runners[runner].work
         if work == "reward" or not self.is_scored_elsewhere:
-            sessions += self.runners.take_answers(runner, limit, self.sessions)
-        claims = self.manager.claim(limit - len(sessions), self.memory.is_full) if work == "agent" else ()
+            by_groups = self.spec.judges_groups
+            sessions += self.runners.take_answers(runner, limit, self.sessions, by_groups)
+        claims = (
+            self.manager.claim(max(0, limit - len(sessions)), self.memory.is_full) if work == "agent" else ()
+        )
         for claim in claims:
             session = Session(claim.session_id(self.spec.run_id), claim, runner=runner)
             self.open(session)
@@ -375,9 +380,11 @@ class ServedRun(TurnHost):
     def _lose(self, session: Session) -> None:
         """Free the place or the answer of a session whose runner is gone or did not name it, for another."""
         if session.answer is not None:
-            if session.runner:
+            if session.runner and self.judging.includes(session):
+                self.judging.lose(session)
+            elif session.runner:
                 self.runners.await_reward(session)
-                self.changed.notify()
+            self.changed.notify()
             return
         self._take_back(session, "the session was given to another runner")
         self.counters["retries"] += 1

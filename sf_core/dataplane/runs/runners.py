@@ -1,14 +1,22 @@
-"""The runners of a run, and the answers that agent runners leave to reward runners."""
+"""The runners of a run, and the answers that agents leave to those who score them: each by itself, or those
+of a group together."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sf_core.dataplane.bodies import Work
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.runs.groups import Group
+from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.session import Session
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.runs.run import ServedRun
 
 
 @dataclass
@@ -40,10 +48,15 @@ class Runners(dict[str, Runner]):
         session.runner = ""
         self._answers.append(session)
 
-    def take_answers(self, name: str, limit: int, open_ones: Mapping[str, Session]) -> list[Session]:
-        """Open sessions whose answers this runner scores from now on, in the order of the queue."""
+    def take_answers(
+        self, name: str, limit: int, open_ones: Mapping[str, Session], by_groups: bool
+    ) -> list[Session]:
+        """Open sessions whose answers this runner scores from now on, in the order of the queue; `by_groups`:
+        those of a group together, even beyond the limit."""
         taken: list[Session] = []
-        while self._answers and len(taken) < limit:
+        while self._answers and limit > 0:
+            if len(taken) >= limit and not (by_groups and _are_of_one_group(taken[-1], self._answers[0])):
+                break
             session = self._answers.popleft()
             if open_ones.get(session.session_id) is session and not session.runner:
                 session.runner = name
@@ -69,3 +82,74 @@ class Runners(dict[str, Runner]):
         if name not in self:
             raise ApiError(404, f"No runner {name} is connected.", code="runner_not_found")
         self[name].is_retiring = True
+
+
+def _are_of_one_group(one: Session, other: Session) -> bool:
+    if one.claim is None or other.claim is None or one.claim.place.split == "holdout":
+        return False
+    return one.claim.place[:2] == other.claim.place[:2]
+
+
+class Judging:
+    """Answers of training groups whose sessions are scored together (`environment.group_reward`).
+
+    They wait for each other, and do not age meanwhile. A group is never scored from a part of its answers: if
+    only some of its rewards arrive, it is rejected.
+    """
+
+    def __init__(self, run: ServedRun) -> None:
+        self._run = run
+
+    def includes(self, session: Session) -> bool:
+        is_training = session.claim is not None and session.claim.place.split == "train"
+        return self._run.spec.judges_groups and is_training and not session.is_external
+
+    def add(self, session: Session) -> None:
+        """Have an answer wait for the others of its group, and queue them if it is the last."""
+        session.runner, session.began_at = "", math.inf
+        if session.claim is not None:
+            self.proceed(session.claim)
+
+    def proceed(self, claim: Claim) -> list[int]:
+        """Queue the answers of the group of this session, if all of its sessions have answered. Returns the
+        group if it is rejected, because some were scored and another one will not be with them."""
+        run, group = self._run, self._run.manager.groups.get(claim.place.group)
+        if not run.spec.judges_groups or claim.place.split == "holdout" or group is None:
+            return []
+        answered = self._answered(group)
+        waiting = [session for session in answered if session.began_at == math.inf]
+        if group.is_half_judged and len(answered) - len(waiting) < group.num_left:
+            run.manager.restore_rejected(group.index, "half_judged")
+            return [group.index]
+        if len(waiting) == group.num_left:
+            for session in waiting:
+                session.began_at = run.serving_s
+                run.runners.await_reward(session)
+        return []
+
+    def lose(self, session: Session) -> None:
+        """Have the answers of a group scored by another runner, or reject it if some were scored already."""
+        group = self._run.manager.groups.get(session.claim.place.group) if session.claim else None
+        if group is not None and not self.reject_halves([group]):
+            self.add(session)
+
+    def reject_halves(self, groups: Iterable[Group]) -> bool:
+        """Reject those groups of which some answers were scored and the others have lost their judge."""
+        if not self._run.spec.judges_groups:
+            return False
+        halves = [group for group in groups if group.is_half_judged]
+        return bool(self._run.reject_all(halves, "half_judged"))
+
+    def _answered(self, group: Group) -> list[Session]:
+        """Sessions of a group that have answered and are not scored yet, in order of their places. The end of
+        some may be being recorded."""
+        run = self._run
+        found = [
+            session
+            for session in (run.closing | run.sessions).values()
+            if session.claim is not None
+            and session.claim.place[:2] == (group.split, group.index)
+            and session.answer is not None
+            and run.counts(session)
+        ]
+        return sorted(found, key=lambda session: session.claim or ())

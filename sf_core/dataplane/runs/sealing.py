@@ -86,7 +86,7 @@ class Sealer:
         if run.spec.rollout.chooses:
             answer |= await self._write_outcomes(index, f"rollout-{attempt}")
         if run.spec.rollout.spare_sessions:
-            answer |= run.outcomes.lengths(sessions)
+            answer |= run.results.lengths(batch.groups, sessions)
         for group in batch.groups:
             run.effects.drop_results(group)
         min_versions = [s.min_version for s in sessions if s.min_version is not None]
@@ -99,12 +99,14 @@ class Sealer:
             "max_lag": index - min(min_versions, default=index),
         }
         await run.journal.append(events.Sealed(index, batch, answer))
-        run.outcomes.forget_sealed(answer)
+        run.outcomes.forget_discarded(answer)
         await run.compact(partial(compaction, run))
         # counted last, because everything above is repeated if it fails
         run.count("sealed_groups", len(batch.groups))
         for dropped in batch.dropped:
             run.count(f"rejected_groups.{batch.rejected[dropped]}")
+        for kind in answer.keys() & set(get_args(Kind)):
+            run.count(f"groups.{kind}", answer[kind])
         return answer
 
     async def _write_outcomes(self, index: int, part: str) -> Sealed:

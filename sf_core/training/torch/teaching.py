@@ -19,9 +19,10 @@ from sf_core.recipes.losses import LossConfig, PolicyLoss, mean_over
 from sf_core.recipes.samples import Samples, Score, Values
 from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import taught
-from sf_core.training.packing import Microbatch, Row, share, training_rows
+from sf_core.training.packing import Microbatch, Row, share
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.trained_model import TrainedModel
+from storage.batches import training_rows
 
 References = Callable[[int], AbstractContextManager[TrainedModel]]
 """The policy of a version, held by the same ranks, for as long as the block runs."""

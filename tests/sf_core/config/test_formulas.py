@@ -121,6 +121,10 @@ def stages(*parts: dict[str, Any]) -> dict[str, Any]:
     return curriculum(pool=None, stages=[{"shares": {"calculator": 1}, **part} for part in parts])
 
 
+def select(keep: int, **settings: Any) -> dict[str, Any]:
+    return {"train": {"select": {"kind": "extremes", "keep": keep}, **settings}}
+
+
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "train.advantage group compares the sessions of a group, and rollout.group_size is 1": {
         "rollout": {"group_size": 1}
@@ -200,6 +204,15 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "rollout.gate mixed drops every group of 3 sessions (rollout.curriculum.sizes.fewer): raise": curriculum(
         {"gate": {"kind": "mixed", "least": 2}}, sizes={"fewer": 3}
     ),
+    "train.select.keep (8) must be below rollout.group_size (8), or nothing is left out: lower it, or leave "
+    "train.select out": select(8),
+    **{
+        f"train.advantage {kind} compares sessions of the whole batch, and train.select extremes keeps the "
+        "best and the worst of each group: take train.advantage group, or leave train.select out": select(
+            4, advantage=kind, critic={} if kind == "gae" else None
+        )
+        for kind in ("gae", "whitened", "role_baseline")
+    },
     "mean_over constant and session_tokens go together": loss(mean_over="constant"),
     "session_tokens go together": loss(session_tokens=10),
 }
@@ -278,6 +291,23 @@ def test_a_bound_of_a_curriculum_is_named_with_its_setting(settings: dict[str, A
     assert str(refused.value) == f"config: {told}"
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"kind": "extremes", "keep": 0}, "keep: input should be greater than or equal to 2, got 0"),
+        ({"kind": "extremes", "keep": 3}, "keep: input should be a multiple of 2, got 3"),
+        ("extremes", "keep: field required"),
+        ({"kind": "worst", "keep": 4}, "kind: input should be 'extremes', got 'worst'"),
+        ({"keep": 4, "best": 1}, "best: unknown key; allowed here: kind, keep"),
+    ],
+    ids=str,
+)
+def test_a_wrong_selection_is_named_with_its_setting(settings: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate_config({"train": {"select": settings}})
+    assert str(refused.value) == f"config: train.select.{told}"
+
+
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ValidationError, match="has the same kind twice") as refused:
         config(rollout={"group_size": 1}, train={"weights": ["overlong", "overlong"]})
@@ -302,6 +332,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         curriculum({"gate": "varied"}, sizes={"fewer": 2}),
         stages({"until": 4}, {"until": 39}, {}),
         {**curriculum(), "environment": {"tasks": "mine:tasks"}},
+        {**curriculum(sizes={"fewer": 2}), **select(6, advantage="leave_one_out")},
     ],
 )
 def test_what_goes_together_is_taken(sections: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from sf_core.config import RolloutConfig
-from sf_core.recipes.gates import All, AnyGate, Mixed, Varied, num_right
+from sf_core.recipes.gates import GATE_REASONS, All, AnyGate, Mixed, Varied, kind_of, num_right
 from sf_core.recipes.outcomes import Result, Success
 
 GATE: TypeAdapter[Any] = TypeAdapter(AnyGate)
@@ -72,6 +72,19 @@ def test_one_right_and_one_wrong_are_mixed_where_verdicts_vary(values: list[floa
     success = Success(at_least=at_least)
     refusals = [gate.refusal(results(values), success) for gate in (Varied(), Mixed())]
     assert bool(refusals[0]) == bool(refusals[1])
+
+
+@given(
+    scores, st.sampled_from([All(), Varied(), Mixed(), Mixed(least=2)]), st.sampled_from([None, Success()])
+)
+def test_the_words_of_a_refusal_are_known(values: list[float], gate: Any, success: Success | None) -> None:
+    assert gate.refusal(results(values), success) in ("", *GATE_REASONS)
+
+
+@given(scores)
+def test_a_group_is_of_one_kind(values: list[float]) -> None:
+    kind = {0: "wrong", len(values): "right"}.get(values.count(1.0), "mixed") if values else "wrong"
+    assert kind_of(results(values), Success()) == kind
 
 
 @given(scores, st.integers(1, 5))

@@ -3,26 +3,32 @@ every token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.stages.filter import filter, lag_histogram
 from sf_core.stages.rollout import rollout
 from sf_core.stages.run import RunRef
-from storage.batches import read_batch
+from storage.batches import read_batch, training_rows
 from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
+from storage.schema import Trajectory
 from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, running_app, say
-from tests.sf_core.runs import configure
+from tests.sf_core.runs import configure, conversation, sample
 
 ITERATION = 1
 
@@ -186,6 +192,92 @@ def test_what_needs_scores_is_left_to_the_train_step(sampled: Sampled) -> None:
     assert manifest is not None
     table = read_batch(sampled.directory.path(manifest.outputs[0].uri))
     assert table["advantages"].null_count == table["weights"].null_count == len(table) == 10
+
+
+def filtered(run: RunDirectory, rows: Sequence[Trajectory], **settings: Any) -> tuple[pa.Table, Any]:
+    """What the filter makes of these rows, and its data."""
+    configure(run, rollout={"group_size": 100}, train={"iterations": 5, **settings})
+    sample(run, ITERATION, list(rows))
+    found = filter(RunRef(run.run_id, run.uri, "", attempt=1), ITERATION)
+    manifest = run.read_manifest(ITERATION, "filter")
+    assert manifest is not None
+    return read_batch(run.path(manifest.outputs[0].uri)), found
+
+
+def answered(group: int, place: int, reward: float, version: int = 0, **changes: Any) -> Trajectory:
+    """A session of two answers."""
+    said = [{"role": role, "content": "x"} for role in ("user", "assistant", "assistant")]
+    versions = np.array([-1, version, version], np.int32)
+    names = {"group_id": f"g{group}", "session_id": f"g{group}.{place}", "branch_id": f"g{group}.{place}.b0"}
+    return conversation(said, reward=reward, policy_versions=versions, **names | changes)
+
+
+ADVANTAGES = [
+    {"kind": "group"},
+    {"kind": "group", "scale": "batch"},
+    {"kind": "leave_one_out"},
+    {"kind": "relative"},
+    {"kind": "two_level"},
+    {"kind": "tree"},
+]
+sizes_and_rewards = st.lists(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2), st.integers(0, 1)), min_size=1, max_size=9),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(groups=sizes_and_rewards, keep=st.sampled_from([2, 4, 6]), advantage=st.sampled_from(ADVANTAGES))
+def test_what_is_kept_is_taught_as_a_batch_of_it_alone_would_be(
+    groups: list[list[tuple[int, int, int]]], keep: int, advantage: dict[str, Any]
+) -> None:
+    rows = [
+        answered(group, place, reward / 3, version, branch_id=f"g{group}.{place}.b{branch}")
+        for group, sessions in enumerate(groups)
+        for place, (reward, branches, version) in enumerate(sessions)
+        for branch in range(branches)
+    ]
+    made = {"advantage": advantage, "weights": ["overlong"]}
+    with TemporaryDirectory() as folder:
+        all_of_it, one = RunDirectory(f"{folder}/all"), RunDirectory(f"{folder}/alone")
+        batch, found = filtered(all_of_it, rows, select={"kind": "extremes", "keep": keep}, **made)
+        decisions = batch["decision"].to_pylist()
+        alone, expected = filtered(
+            one, [row for row, why in zip(rows, decisions, strict=True) if why == "train"], **made
+        )
+    assert batch["session_id"].to_pylist() == [row.session_id for row in rows], "all rows are there"
+    kept, left_out = training_rows(batch), batch.filter(pc.not_equal(batch["decision"], "train"))
+    assert set(left_out["decision"].to_pylist()) <= {"not_extreme"}
+    for column in ("session_id", "advantages", "weights", "decision"):
+        assert kept[column].to_pylist() == alone[column].to_pylist()
+    sizes = [min(keep, len(sessions)) for sessions in groups]
+    assert len(set(kept["session_id"].to_pylist())) == sum(sizes)
+    for column in ("advantages", "weights"):
+        assert not any(value for row in left_out[column].to_pylist() for value in row)
+    assert (found["lags"], found["zero_advantage_share"]) == (
+        expected["lags"],
+        expected["zero_advantage_share"],
+    )
+    # of all that was sampled
+    assert found["rows"] == len(rows)
+    assert found["reward_mean"] == pytest.approx(np.mean([s[0] / 3 for group in groups for s in group]))
+
+
+def test_what_is_selected_is_decided_before_the_train_step_that_makes_the_advantages(tmp_path: Path) -> None:
+    rows = [answered(0, place, reward) for place, reward in enumerate([0.0, 1.0, 0.5, 0.25])]
+    select = {"kind": "extremes", "keep": 2}
+    batch, found = filtered(RunDirectory(str(tmp_path / "run")), rows, select=select, weights=["surprising"])
+    assert batch["decision"].to_pylist() == ["train", "train", "not_extreme", "not_extreme"]
+    assert batch["advantages"].null_count == batch["weights"].null_count == 4
+    assert "zero_advantage_share" not in found
+
+
+def test_a_batch_of_which_nothing_that_is_selected_trains_is_refused(tmp_path: Path) -> None:
+    extremes = [answered(0, place, 2.0 * place, loss_mask=np.zeros(3, np.bool_)) for place in (0, 1)]
+    rows = [extremes[0], answered(0, 2, 1.0), extremes[1]]
+    with pytest.raises(ValueError, match="no token of iteration 1 trains: every answer followed a schema"):
+        filtered(RunDirectory(str(tmp_path / "run")), rows, select={"kind": "extremes", "keep": 2})
 
 
 def test_the_lags_are_those_of_trained_tokens() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -13,7 +14,7 @@ from sf_core.config.devices import known_device
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training import emulated
-from sf_core.training.emulated import EmulatedTrainer, meet
+from sf_core.training.emulated import EmulatedRanks, EmulatedTrainer, meet
 from sf_core.training.gang import GangError, RankAssignment, seated
 from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles
@@ -58,6 +59,17 @@ def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
 
 def one_try(run: RunDirectory) -> GangFiles:
     return GangFiles(run, 0, attempt=1, epoch=0)
+
+
+def test_what_does_not_train_takes_no_time_and_is_not_counted() -> None:
+    batch = make_batch([([1] * 50, [False] + [True] * 49)] * 4)
+    place = batch.schema.get_field_index("decision")
+    some = batch.set_column(place, "decision", pa.array(["train", "not_extreme", "not_extreme", "train"]))
+    model = DeviceModel(EmulationConfig(parameters=1e11, time_dilation=1e9), known_device("h20"))
+    trainer = EmulatedTrainer(model, 0, EmulatedRanks(0, 1, lambda: None))
+    found, alone = trainer.step(some), trainer.step(batch.slice(0, 2))
+    assert (found["tokens"], found["rows"], found["seconds"]) == (98, 2, alone["seconds"])
+    assert found["reward_mean"] == pytest.approx(np.mean(batch["reward"].to_numpy()))
 
 
 def test_no_step_is_over_before_the_slowest_rank_has_computed(run: RunDirectory) -> None:

@@ -132,6 +132,7 @@ def test_ends_of_sessions_and_groups_are_counted_and_rewards_shown(
         ("sf_sessions_total", "finished", "run"): 2,
         ("sf_sessions_total", "failed", "run"): 1,
         ("sf_sessions_total", "lost", "run"): 1,
+        ("sf_sessions_total", "cut", "run"): 0,
         ("sf_groups_total", "sealed", "run"): 2,
         ("sf_groups_total", "agent_error", "run"): 1,
         ("sf_groups_total", "max_lag", "run"): 1,

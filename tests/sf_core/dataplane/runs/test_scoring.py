@@ -163,19 +163,20 @@ class NotJson:
     text: str
 
 
+async def ask_for_an_answer(task: Task, endpoint: Endpoint) -> dict[str, str]:
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        messages: Any = [{"role": "user", "content": task.prompt}]
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+    return {"text": answer.choices[0].message.content or ""}
+
+
 def run_runner(
     server: Server, name: str, work: Literal["agent", "reward"], **code: Callable[..., Any]
 ) -> None:
-    async def agent(task: Task, endpoint: Endpoint) -> dict[str, str]:
-        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-            messages: Any = [{"role": "user", "content": task.prompt}]
-            answer = await client.chat.completions.create(model="policy", messages=messages)
-        return {"text": answer.choices[0].message.content or ""}
-
     def tasks(split: str, index: int) -> Task:
         return Task(f"{split}-{index}", "test", "?", "answer")
 
-    given: dict[str, Any] = {"agent": agent, "reward": lambda task, answer: 0.0} | code
+    given: dict[str, Any] = {"agent": ask_for_an_answer, "reward": lambda task, answer: 0.0} | code
     runner = AgentRunner(
         url=server.url,
         key=None,

@@ -255,6 +255,34 @@ def test_rows_without_advantage_weigh_in_the_mean_and_the_metrics_and_have_no_gr
     assert found["loss"] == pytest.approx(loss.mean().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"minibatches": 2},
+        # what makes advantages and weights in the step
+        {"weights": ["surprising"], "loss": {"ratio_to": "step_start", "correction": {}}},
+        {"loss": {"mean_over": "session"}},
+    ],
+    ids=str,
+)
+def test_rows_that_do_not_train_have_no_effect_on_the_step(folder: str, settings: dict[str, object]) -> None:
+    batch = make_batch(grouped_rows(4, 8), logprob=-4.0, group_size=8)
+    trains = [place % 8 not in (2, 3, 5) for place in range(len(batch))]
+    decisions = pa.array(["train" if does else "not_extreme" for does in trains])
+    place = batch.schema.get_field_index("decision")
+    whole, alone = make_trainer(folder, **settings), make_trainer(folder, **settings)
+    found = whole.step(batch.set_column(place, "decision", decisions))
+    expected = alone.step(batch.filter(pa.array(trains)))
+    # rewards are those of all that was sampled; times differ
+    others = {"reward_mean", "reward_std", "seconds", "cpu_seconds"}
+    assert {name: value for name, value in found.items() if name not in others} == {
+        name: value for name, value in expected.items() if name not in others
+    }
+    assert found["reward_mean"] == pytest.approx(np.mean(batch["reward"].to_numpy()))
+    weights, same = whole.weights(), alone.weights()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
 def test_a_step_in_which_no_row_teaches_anything_is_the_same_after_a_checkpoint(
     folder: str, tmp_path: Path
 ) -> None:

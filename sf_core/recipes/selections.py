@@ -1,0 +1,50 @@
+"""Selections: which sessions of a batch train. What `train.select` names. Pure.
+
+The others stay in the batch with the reason why they do not train, and no statistic counts them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from sf_core.recipes.samples import Samples
+from sf_core.settings import Settings, or_kind
+
+
+class Selection(Settings):
+    """Base class."""
+
+    reason: ClassVar[str]
+    """Why the others do not train, in one word as batches have it."""
+
+    @abstractmethod
+    def __call__(self, samples: Samples) -> npt.NDArray[np.bool_]:
+        """[S] whether each session trains."""
+
+
+class Extremes(Selection):
+    """The sessions of each group with the highest and with the lowest rewards, half of `keep` each
+    (down-sampling of rollouts; PODS, Xu et al. 2025; Sol-RL, arXiv 2604.06916). Of equal rewards the earlier
+    sessions count as the lower ones. A group that is not larger than `keep` trains whole."""
+
+    kind: Literal["extremes"] = "extremes"
+    keep: int = Field(ge=2, multiple_of=2)
+    """Sessions of a group that train, an even number below `rollout.group_size`."""
+
+    reason: ClassVar[str] = "not_extreme"
+
+    def __call__(self, samples: Samples) -> npt.NDArray[np.bool_]:
+        places, sizes, half = np.arange(len(samples.groups)), samples.group_size, self.keep // 2
+        order = np.lexsort((places, samples.rewards, samples.groups))
+        ranks = np.empty_like(places)
+        # of each session among those of its group, from the lowest reward
+        ranks[order] = places - np.searchsorted(samples.groups[order], samples.groups[order])
+        return (sizes <= self.keep) | (ranks < half) | (ranks >= sizes - half)
+
+
+AnySelection = Annotated[Extremes, or_kind("extremes")]

@@ -1,0 +1,179 @@
+"""Over HTTP: sessions that are cut, rewards without the part that counts, runs of which nothing counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.client import DataplaneClient
+from tests.sf_core.dataplane.gateway.test_observed import figures
+from tests.sf_core.dataplane.runs.test_scoring import answer_all, ask, claim, score, sessions
+from tests.sf_core.dataplane.stand import Server, say
+
+BATCH = "/runs/run/batches/0"
+
+
+def register(server: Server, renderer: Renderer, **rules: Any) -> None:
+    server.register(**{"groups_per_batch": 1, "group_size": 2, "lag_bound": 0} | rules)
+    server.connect(lambda prompt, seed: say(renderer, "answer"))
+
+
+def end(server: Server, session_id: str, reward: float = 1.0, **parts: float) -> dict[str, Any]:
+    report = {"session_id": session_id, "status": "finished", "reward": reward, "reward_parts": parts}
+    return server.post("/runs/run/finished", {"sessions": [report]})
+
+
+def play(server: Server, runner: str = "a0") -> None:
+    """Have a group end with equal rewards."""
+    for name in sessions(claim(server, runner, 2)):
+        ask(server, name)
+        end(server, name)
+
+
+# --- runs of which nothing counts
+
+
+def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
+    server: Server, renderer: Renderer
+) -> None:
+    register(server, renderer, gate="varied")
+    for _ in range(9):
+        play(server)
+    status = server.get(BATCH)
+    dropped = "9 dropped since the last batch: equal_rewards 9"
+    assert (status["waiting_for"], status["fault"]) == (f"1 of 1 groups; 0 are in flight; {dropped}", "")
+    play(server)
+    client = DataplaneClient(server.url, "run")
+    with pytest.raises(RuntimeError) as ended:
+        client.wait_for_batch(0, timeout_s=60, absence_timeout_s=60)
+    assert str(ended.value) == (
+        "batch 0: the last 10 groups were all dropped (equal_rewards 10), so that no batch gets full: "
+        "rollout.gate varied lets none pass; take tasks that the policy solves now and then, correct "
+        "rollout.success, or set rollout.gate to all"
+    )
+    assert sessions(claim(server, "a0", 2)) == [], "nothing is sampled for a run that ends"
+    # another attempt, in which it is mended, goes on
+    server.register(groups_per_batch=1, group_size=2, lag_bound=0, attempt=2)
+    server.connect(lambda prompt, seed: say(renderer, "answer"), lease="r1", attempt=2)
+    play(server, "a1")
+    assert server.get(BATCH)["ready"]
+    sealed = server.post(f"{BATCH}/seal", {"attempt": 2})
+    assert sealed["groups"] == [10] and len(sealed["rejected"]) == 10
+    assert sealed.keys().isdisjoint({"outcomes", "right", "length_cut"}), "it does not choose any more"
+
+
+# --- rewards without the part
+
+
+def test_a_reward_without_the_part_fails_its_session_with_the_parts_that_it_has(
+    server: Server, renderer: Renderer
+) -> None:
+    register(server, renderer, success={"part": "right"}, session_attempts=1)
+    first, second = sessions(claim(server, "a0", 2))
+    for name in (first, second):
+        ask(server, name)
+    refusal = (
+        "The reward has no part 'right', which rollout.success.part names; it has 'form', 'style': name one "
+        "of them there, or return that part."
+    )
+    assert end(server, first, style=1.0, form=0.0) == {"finished": [], "refused": {first: refusal}}
+    status = server.get("/runs/run")
+    assert status["last_error"] == refusal
+    assert status["counters"]["failures.reward_error"] == 1
+    assert status["counters"]["rejected_groups.reward_error"] == 1
+
+    [third, _] = sessions(claim(server, "a0", 2))
+    ask(server, third)
+    refusal = (
+        "The reward has no part 'right', which rollout.success.part names; it has no parts: return a mapping "
+        "of them, or remove rollout.success.part."
+    )
+    assert end(server, third)["refused"] == {third: refusal}
+    assert server.get(BATCH)["failures_in_a_row"] == 2, "so that the flow ends with it"
+
+
+def test_held_out_sessions_need_no_part_and_failed_ones_are_wrong(server: Server, renderer: Renderer) -> None:
+    rules = {"success": {"part": "right", "at_least": -1.0}, "gate": "varied", "failed_reward": 1.0}
+    register(server, renderer, **rules, on_failure={"agent_error": "zero"})
+    server.post("/runs/run/evaluations/0", {"num_tasks": 1})
+    [held_out] = sessions(claim(server, "a0", 1))
+    ask(server, held_out)
+    assert end(server, held_out, 0.5)["finished"] == [held_out]
+    assert server.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
+
+    failing, right = sessions(claim(server, "a0", 2))
+    for name in (failing, right):
+        ask(server, name)
+    server.post(f"/sessions/{failing}/finish", {"status": "failed", "error": "KeyError: x"})
+    end(server, right, right=0.5)
+    # a failed session has no parts: 0, which is at least -1
+    assert server.get(BATCH)["waiting_for"].endswith(
+        "1 dropped since the last batch: one_outcome 1; the last failed session: KeyError: x"
+    )
+
+
+# --- sessions that are cut
+
+
+def test_a_cut_session_is_like_any_that_has_ended(server: Server, renderer: Renderer) -> None:
+    register(server, renderer, spare_sessions=1)
+    names = sessions(claim(server, "a0", 3))
+    for name in names:
+        ask(server, name)
+    for name in names[1:]:
+        end(server, name)
+    cut = names[0]
+    assert claim(server, "a0", 0, "agent", cut)["ended"] == [cut], "its runner stops it"
+    refused = server.http.post(f"/sessions/{cut}/finish", json={"status": "finished", "reward": 1.0})
+    ended = server.http.post(f"/sessions/{names[1]}/finish", json={"status": "finished", "reward": 1.0})
+    assert (refused.status_code, ended.status_code) == (404, 404)
+    assert refused.text.replace(cut, names[1]) == ended.text
+    assert end(server, cut) == end(server, names[1]) == {"finished": [], "refused": {}}
+    late = server.http.post(f"/sessions/{cut}/v1/chat/completions", json={"model": "policy", "messages": []})
+    assert late.status_code == 404
+    assert server.get("/runs/run")["counters"]["finished_sessions"] == 2
+
+    tokens = len(say(renderer, "answer"))
+    sealed = server.post(f"{BATCH}/seal", {"attempt": 1})
+    assert sealed["sessions"] == 2
+    figures_of_lengths = {name: sealed[name] for name in ("length_kept", "length_cut", "cut_sessions")}
+    assert figures_of_lengths == {"length_kept": tokens, "length_cut": tokens, "cut_sessions": 1}
+    assert (sealed["right"], sealed["mixed"], sealed["wrong"]) == (1, 0, 0)
+    seen = figures(server)
+    assert seen["sf_sessions_total", "cut", "run"] == 1
+    assert seen["sf_sessions_total", "finished", "run"] == 2
+    assert seen["sf_cut_tokens_total", "run"] == tokens
+    kinds = {kind: seen["sf_judged_groups_total", kind, "run"] for kind in ("right", "mixed", "wrong")}
+    assert kinds == {"right": 1, "mixed": 0, "wrong": 0}
+
+
+def test_a_cut_session_that_waits_for_its_score_is_scored_by_nobody(
+    server: Server, renderer: Renderer
+) -> None:
+    register(server, renderer, spare_sessions=1)
+    claim(server, "s0", 0, "reward")
+    names = answer_all(server, claim(server, "a0", 3))
+    given = sessions(claim(server, "s0", 2, "reward"))
+    assert given == names[:2]
+    score(server, given)
+    assert server.get("/runs/run")["work"]["reward"] == 0
+    assert sessions(claim(server, "s0", 9, "reward")) == []
+    assert server.get(BATCH)["ready"]
+
+
+def test_a_cut_session_that_is_being_scored_is_stopped(server: Server, renderer: Renderer) -> None:
+    register(server, renderer, spare_sessions=1)
+    claim(server, "s0", 0, "reward")
+    names = answer_all(server, claim(server, "a0", 3))
+    assert sessions(claim(server, "s0", 9, "reward")) == names
+    score(server, names[:2])
+    assert claim(server, "s0", 0, "reward", names[2])["ended"] == [names[2]]
+    assert end(server, names[2]) == {"finished": [], "refused": {}}
+
+
+def test_groups_whose_task_was_taken_again_are_counted(server: Server, renderer: Renderer) -> None:
+    register(server, renderer, groups_per_batch=2, curriculum={"pool": 1})
+    claim(server, "a0", 4)
+    assert figures(server)["sf_repeated_tasks_total", "run"] == 1

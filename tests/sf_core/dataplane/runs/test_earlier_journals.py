@@ -1,0 +1,77 @@
+"""Journals of earlier versions, which have no picks and name a gate by its name alone, are read."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.journal.journal import _HEADER, frames, payload
+from sf_core.dataplane.options import DataplaneOptions
+from sf_core.recipes.gates import Varied
+from sf_core.recipes.outcomes import Pick, TaskRef
+from storage.outcomes import read_outcomes
+from tests.sf_core.dataplane.runs.test_curriculum_replay import CurriculumDriver
+
+JOURNAL = Path(__file__).parents[3] / "data/journals/before_picks.journal"
+"""Of version e1e84bd: batch 0 is sealed (groups 0 and 2), group 3 is dropped, 4 is complete, 5 is half done,
+6 and 7 have begun."""
+
+
+def moved(run_dir: Path, model_dir: str) -> bytes:
+    """The journal with the folders of this machine."""
+    data = b""
+    with JOURNAL.open("rb") as file:
+        for found in frames(file):
+            kind, *values = msgspec.msgpack.decode(payload(found))
+            if kind == "Registered":
+                assert values[0]["rollout"]["gate"] == "varied"
+                values[0] |= {"run_dir": str(run_dir), "model_dir": model_dir}
+            assert kind != "Admitted"
+            event = msgspec.msgpack.encode([kind, *values])
+            data += _HEADER.pack(len(event), zlib.crc32(event)) + event
+    return data
+
+
+@pytest.mark.parametrize("curriculum", [None, {"pool": 30, "solved": 0.0}])
+def test_a_run_of_an_earlier_version_goes_on(
+    tmp_path: Path, model_dir: str, renderer: Renderer, curriculum: Any
+) -> None:
+    async def scenario() -> None:
+        driver = CurriculumDriver(tmp_path, model_dir, renderer, gate="varied")
+        await driver.register()
+        journal = driver.run.journal.path
+        await driver.plane.close()
+        journal.write_bytes(moved(tmp_path / "run", model_dir))
+        driver.plane = DataPlane(DataplaneOptions(str(driver.folder / "plane")))
+        await driver.plane.reopen()
+        run = driver.run
+        assert run.spec.rollout.gate == Varied()
+        assert list(run.manager.batches) == [0]
+        assert run.manager.rejected == {3: "equal_rewards"}
+        picks = [group.pick for group in run.manager.groups.values()]
+        assert picks == [Pick(TaskRef("", number), 0, 2, 2) for number in (4, 5, 6, 7)]
+        assert sorted(run.sessions) == ["run.g5.1.a0", *(f"run.g{g}.{m}.a0" for g in (6, 7) for m in (0, 1))]
+
+        await driver.register(attempt=2, iteration=1, version=1, curriculum=curriculum)
+        while not run.manager.readiness(1).ready:
+            await driver.play()
+        assert "outcomes" not in await driver.plane.sealers["run"].seal_batch(0, 2), "as it was answered"
+        await driver.plane.sealers["run"].seal_batch(1, 2)
+        await driver.commit()
+        rows = list(read_outcomes(driver.directory, before=2))
+        verdicts = {row["number"]: row["verdict"] for row in rows if row["number"] < 5}
+        assert verdicts == {3: "equal_rewards", 4: "sealed"}
+        earlier = [row for row in rows if row["number"] < 8]
+        assert [row["task_index"] for row in earlier] == [row["number"] for row in earlier]
+        await driver.restart()
+        assert driver.run.manager.next_batch == 2
+        await driver.plane.close()
+
+    asyncio.run(scenario())

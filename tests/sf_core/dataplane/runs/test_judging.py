@@ -1,0 +1,245 @@
+"""Answers of a group that are scored together: by one runner, all of them or none."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sf_core.dataplane.bodies import ClaimBody, FinishBody
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.sessions.session import Session
+from sf_core.recipes.group_rewards import majority
+from tests.patience import wait_until
+from tests.properties import examples
+from tests.sf_core.dataplane.runs.test_replay import Driver
+from tests.sf_core.dataplane.runs.test_scoring import ask_for_an_answer, run_runner
+from tests.sf_core.dataplane.sessions.test_session import sample, user
+from tests.sf_core.dataplane.stand import Server, say
+
+OPERATIONS = ["take", "take", "answer", "answer", "answer", "fail", "judge", "judge", "judge_some", "drop"]
+OPERATIONS += ["lose", "seal", "seal", "publish", "restart", "begin_attempt", "compact"]
+
+
+class JudgingDriver(Driver):
+    """A run whose groups of three are judged by runner `j`; agents belong to runner `a`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.judged: dict[str, int] = {}
+        """Number of answers that the judge of each scored session had."""
+
+    async def register(self, **changes: Any) -> None:
+        usual = {"judges_groups": True, "group_size": 3, "gate": "all", "session_attempts": 2}
+        await super().register(**{**usual, **changes})
+
+    async def claimed(self, name: str, limit: int, *running: str) -> list[Session]:
+        body = ClaimBody(runner=f"{name}{self.spec['attempt']}", max=limit, running=list(running))
+        return (await self.run.claim(body))[0]
+
+    def of(self, name: str) -> list[Session]:
+        return [s for s in self.run.sessions.values() if s.runner == f"{name}{self.spec['attempt']}"]
+
+    async def take(self) -> None:
+        """An agent runner takes sessions, and answers if there are some, which it scores."""
+        at_work = [session.session_id for session in self.of("a")]
+        for session in await self.claimed("a", 2, *at_work):
+            if session.answer is None:
+                sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
+
+    async def answer(self) -> None:
+        for session in [s for s in self.of("a") if s.answer is None][:1]:
+            await self.run.finish(session, FinishBody(status="answered", answer=f'"{session.session_id}"'))
+
+    async def fail(self) -> None:
+        for session in [s for s in self.of("a") if s.answer is None][-1:]:
+            await self.run.finish(session, FinishBody(status="failed"))
+
+    def to_judge(self) -> list[Session]:
+        """Answers of one group that a runner has."""
+        given = [s for s in self.run.sessions.values() if s.answer is not None and s.runner]
+        group = given[0].claim.place.group if given and given[0].claim else None
+        return [s for s in given if s.claim is not None and s.claim.place.group == group]
+
+    async def report(self, sessions: list[Session], **report: Any) -> None:
+        ending = [self.run.finish(session, FinishBody.model_validate(report)) for session in sessions]
+        await asyncio.gather(*ending)
+
+    async def judge(self) -> None:
+        sessions = self.to_judge()
+        self.judged |= {session.session_id: len(sessions) for session in sessions}
+        await self.report(sessions, status="finished", reward=1.0)
+
+    async def judge_some(self) -> None:
+        sessions = self.to_judge()
+        self.judged |= {session.session_id: len(sessions) for session in sessions[:1]}
+        await self.report(sessions[:1], status="finished", reward=1.0)
+
+    async def drop(self) -> None:
+        await self.report(self.to_judge()[:1], status="failed", cause="group")
+
+    async def lose(self) -> None:
+        await self.claimed("a", 0)
+
+    async def compact(self) -> None:
+        await self.go_on_while_it_is_compacted_twice()
+
+    async def finish(self) -> None:
+        await self.judge()
+
+
+def with_driver(
+    folder: Path, model_dir: str, renderer: Renderer, scenario: Callable[[JudgingDriver], Awaitable[None]]
+) -> None:
+    async def run() -> None:
+        driver = JudgingDriver(folder, model_dir, renderer)
+        await driver.register()
+        await scenario(driver)
+        await driver.plane.close()
+
+    asyncio.run(run())
+
+
+async def answered(driver: JudgingDriver, number: int) -> None:
+    """So many sessions of the first group have answered."""
+    for _ in range(2):
+        await driver.take()
+    for _ in range(number):
+        await driver.answer()
+
+
+def test_answers_wait_for_the_last_of_their_group_without_ageing_and_go_to_one_runner(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await answered(driver, 2)
+        waiting = [s for s in driver.run.sessions.values() if s.answer is not None]
+        assert [session.began_at for session in waiting] == [math.inf] * 2
+        others = await driver.claimed("b", 1)
+        assert [session.answer for session in others] == [None], "nothing is to be scored yet"
+        await driver.answer()
+        assert {session.began_at for session in waiting} == {driver.run.serving_s}
+        given = await driver.claimed("c", 1)
+        assert [session.session_id for session in given] == [f"run.g0.{i}.a0" for i in range(3)]
+        assert await driver.claimed("d", 3) != given
+        await driver.judge()
+        assert driver.run.manager.groups[0].is_complete
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+def test_a_judge_may_drop_the_group(tmp_path: Path, model_dir: str, renderer: Renderer) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await answered(driver, 3)
+        given = await driver.claimed("c", 1)
+        await driver.report(given, status="failed", cause="group")
+        assert driver.run.manager.rejected == {0: "not_judged"}
+        assert driver.run.counters["rejected_groups.not_judged"] == 1
+        assert driver.run.counters["failed_sessions"] == 0
+        assert not any(session.session_id in driver.run.sessions for session in given)
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("num_scored", [0, 1, 2])
+def test_without_its_judge_a_group_is_judged_again_from_all_answers_or_rejected(
+    tmp_path: Path, model_dir: str, renderer: Renderer, num_scored: int, restarts: bool
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await answered(driver, 3)
+        given = await driver.claimed("c", 1)
+        await driver.report(given[:num_scored], status="finished", reward=1.0)
+        if restarts:
+            await driver.restart()
+        else:
+            await driver.claimed("c", 0)
+        assert driver.run.manager.rejected == ({0: "half_judged"} if num_scored else {})
+        answers = [s.session_id for s in await driver.claimed("d", 1) if s.answer is not None]
+        assert answers == ([] if num_scored else [session.session_id for session in given])
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+def test_a_reward_that_is_refused_leaves_no_group_that_is_half_judged(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await driver.register(success={"part": "answer"}, attempt=2)
+        await answered(driver, 3)
+        given = await driver.claimed("c", 1)
+        parts = [{"answer": 1.0}, {"other": 1.0}, {"answer": 0.0}]
+        reports = [FinishBody(status="finished", reward=1.0, reward_parts=part) for part in parts]
+        ending = map(driver.run.finish, given, reports)
+        await asyncio.gather(*ending, return_exceptions=True)
+        assert driver.run.manager.rejected == {0: "half_judged"}
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+def test_a_group_is_judged_without_a_session_that_failed_for_good(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await driver.register(session_attempts=1, least_sessions=2, attempt=2)
+        await driver.take()
+        await driver.take()
+        await driver.answer()
+        await driver.answer()
+        last = driver.run.sessions["run.g0.2.a0"]
+        await driver.run.finish(last, FinishBody(status="failed"))
+        given = await driver.claimed("c", 1)
+        assert [session.session_id for session in given] == ["run.g0.0.a0", "run.g0.1.a0"]
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=60))
+def test_no_group_is_judged_from_a_part_of_its_answers_whatever_happens(
+    model_dir: str, renderer: Renderer, operations: list[str]
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        for operation in operations:
+            await getattr(driver, operation)()
+            for group in driver.run.manager.groups.values():
+                if group.is_complete:
+                    names = [f"run.g{group.index}.{i}.a{m.attempt}" for i, m in enumerate(group.members)]
+                    assert [driver.judged[name] for name in names] == [3, 3, 3]
+        before = driver.state()
+        halves = {group.index for group in driver.run.manager.groups.values() if group.is_half_judged}
+        await driver.restart()
+        if not halves:
+            assert driver.state() == before
+        assert not any(group.is_half_judged for group in driver.run.manager.groups.values())
+
+    with tempfile.TemporaryDirectory() as folder:
+        with_driver(Path(folder), model_dir, renderer, scenario)
+
+
+def test_runners_make_a_batch_whose_groups_are_judged_by_majority(server: Server, renderer: Renderer) -> None:
+    said = iter(["four", "Four ", "five"] * 1000)
+    server.register(group_size=3, groups_per_batch=2, judges_groups=True)
+    server.connect(lambda prompt, seed: say(renderer, "x"))
+    seen: list[int] = []
+
+    def group_reward(task: Any, answers: list[Any]) -> list[float] | None:
+        seen.append(len(answers))
+        return majority(task, answers)
+
+    async def agent(task: Any, endpoint: Any) -> str:
+        await ask_for_an_answer(task, endpoint)
+        return next(said)
+
+    run_runner(server, "a0", "agent", agent=agent, group_reward=group_reward)
+    wait_until(lambda: bool(server.get("/runs/run/batches/0")["ready"]))
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    assert sealed["sessions"] == 6 and set(seen) == {3}
+    assert 0.0 < sealed["reward_mean"] < 1.0
