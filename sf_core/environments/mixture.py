@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, field_validator
 
+from sf_core.agents.phases import as_reward
 from sf_core.agents.threads import Threads
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
@@ -26,6 +27,7 @@ from sf_core.environments.registry import (
 )
 from sf_core.environments.splits import HasTasks, Split, in_equal_parts
 from sf_core.types import Endpoint, Task
+from sf_core.user_code import called
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class _Part:
     def __init__(self, name: str, config: EnvironmentConfig) -> None:
         self.name, self._config = name, config
         self.tasks, self.reward, self.prepare = tasks_of(config), reward_of(config), prepare_of(config)
+        self.reward_name = called(self.reward)
         self.environment = None if config.tasks is not None else environment_of(config)
         """What has its files and demonstrations; None if its tasks are made by a function of the user's."""
 
@@ -134,6 +137,8 @@ class Mixture(Environment):
     async def reward(self, task: Task, answer: Any) -> Reward:
         part, own = self._origin(task)
         found: Reward = await self._call(part.reward, own, answer)
+        # refused here, by the name of the part's function
+        as_reward(found, part.reward_name)
         return found
 
     def files(self, task: Task) -> Mapping[str, bytes]:

@@ -39,12 +39,12 @@ class Extremes(Selection):
     reason: ClassVar[str] = "not_extreme"
 
     def __call__(self, samples: Samples) -> npt.NDArray[np.bool_]:
-        places, sizes, half = np.arange(len(samples.groups)), samples.group_size, self.keep // 2
+        places, half = np.arange(len(samples.groups)), self.keep // 2
         order = np.lexsort((places, samples.rewards, samples.groups))
         ranks = np.empty_like(places)
         # of each session among those of its group, from the lowest reward
         ranks[order] = places - np.searchsorted(samples.groups[order], samples.groups[order])
-        return (sizes <= self.keep) | (ranks < half) | (ranks >= sizes - half)
+        return (ranks < half) | (ranks >= samples.group_size - half)
 
 
 AnySelection = Annotated[Extremes, or_kind("extremes")]

@@ -33,6 +33,7 @@ from sf_core.environments.testing import EnvironmentTests
 from sf_core.stages.settling.first_tasks import check_held_out
 from sf_core.stages.start import check_start
 from sf_core.types import Endpoint, Task
+from sf_core.user_code import place_of
 
 ENDPOINT = Endpoint("http://nowhere/v1", "key", "policy")
 WORDS: dict[str, Any] = {"name": "quickstart", "settings": {"parts": ["spell_backward"]}}
@@ -80,6 +81,10 @@ async def my_agent(task: Task, endpoint: Endpoint) -> str:
 
 def my_reward(task: Task, answer: str) -> float:
     return float(task.environment == "mine")
+
+
+def no_reward(task: Task, answer: str) -> None:
+    pass
 
 
 def ours(kind: type, **settings: Any) -> dict[str, Any]:
@@ -184,15 +189,24 @@ def test_a_reward_of_the_users_scores_the_tasks_of_all_parts() -> None:
     assert agent_of(config) == environment_of(config).agent
 
 
+def test_a_reward_that_is_no_number_is_told_with_the_function_of_the_part() -> None:
+    config = mixing(words=WORDS, own={**OWN, "reward": f"{__name__}:no_reward"})
+    with pytest.raises(ValueError) as refused:
+        scored(config, tasks_of(config)("train", 1), "yes")
+    assert str(refused.value) == (
+        f"the reward function {__name__}:no_reward ({place_of(no_reward)}) returned None, no finite number"
+    )
+
+
 def test_a_command_finds_the_files_of_the_part() -> None:
     command = {"command": [sys.executable, "-c", "print(open('door').read(), end='')"]}
-    within = mixing(rooms={**ours(Rooms), "agent": command}, own=OWN)
-    over = mixing(rooms=ours(Rooms), own=OWN).model_copy(
+    within = mixing(flat={**ours(Rooms), "agent": command}, own=OWN)
+    over = mixing(flat=ours(Rooms), own=OWN).model_copy(
         update={"agent": RunConfig.model_validate({"environment": {"agent": command}}).environment.agent}
     )
-    task = tasks_of(within)("train", 0, "rooms")
+    task = tasks_of(within)("train", 0, "flat")
     assert worked_on(within, task).answer == "rooms"
-    assert worked_on(over, tasks_of(over)("train", 0, "rooms")).answer == "rooms"
+    assert worked_on(over, tasks_of(over)("train", 0, "flat")).answer == "rooms"
     assert environment_of(over).files(tasks_of(over)("train", 0, "own")) == {}
 
 

@@ -110,6 +110,17 @@ def test_an_agent_is_shown_with_its_conversation_and_reward(config: str, agent: 
     assert ("user: Sure?" in output) == (agent == "ask")
 
 
+def test_a_task_of_a_mixture_is_worked_on_by_its_part(config: str) -> None:
+    own = "{tasks: tried_module:tasks, agent: tried_module:ask, reward: tried_module:reward}"
+    parts = f"{{words: {{name: quickstart}}, own: {own}}}"
+    named = ("--set", "environment={name: mixture}", "--set", f"environment.settings.parts={parts}")
+    for index, told in (("0", "words/spell_backward-train-0 of words"), ("5", "own/add-train-2 of own")):
+        code, output = sf("try", config, *named, "--index", index)
+        assert code == 0, output
+        assert f"task {told}: " in output
+    assert "user: Sure?" in output and "reward: 0.5 (right 0, there 0.5)" in output
+
+
 def test_a_command_as_agent_is_shown_with_what_it_writes(config: str) -> None:
     script = (
         "import os, json, urllib.request as u, sys\n"
