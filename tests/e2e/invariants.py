@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +56,9 @@ def check_result(config: RunConfig, *, steady_clock: bool = True) -> None:
         rows = trajectories(config, k)
         sessions_per_group = rows.group_by("group_id").aggregate([("session_id", "count_distinct")])
         assert sessions_per_group.num_rows == config.rollout.groups_per_batch
-        assert set(sessions_per_group["session_id_count_distinct"].to_pylist()) == {config.rollout.group_size}
+        if not config.rollout.chooses:  # else check_outcomes says how many
+            sizes = set(sessions_per_group["session_id_count_distinct"].to_pylist())
+            assert sizes == {config.rollout.group_size}
         sessions += set(rows["session_id"].to_pylist())
         check_tokens(rows)
         # consumed lag never exceeds the bound (invariant 8)
@@ -166,10 +168,16 @@ class Snapshot:
             for k in range(config.train.iterations)
             for row in trajectories(config, k).to_pylist()
         }
+        # others were rejected, or came too late for the last batch
         consumed = set(_consumed(config, after))
+        most = _num_sessions(config)
+        seen: Counter[int] = Counter()
         for session in self.finished:
-            # others were rejected, or came too late for the last batch
-            if session.claim and session.claim.place.group in consumed:
+            assert session.claim is not None
+            group = session.claim.place.group
+            seen[group] += 1
+            # the rest ended while the session was recorded with which its group was complete
+            if group in consumed and seen[group] <= most.get(group, seen[group]):
                 lost += [
                     f"branch {row.branch_id} of session {row.session_id}"
                     for row in session.trajectories
@@ -218,18 +226,47 @@ def _is_same(recorded: Trajectory, stored: dict[str, Any] | None) -> bool:
     )
 
 
+def outcomes(config: RunConfig, iteration: int) -> list[dict[str, Any]]:
+    """The rows of groups that had left when a batch was sealed."""
+    directory = RunDirectory(config.run_dir)
+    manifest = directory.read_manifest(iteration, "rollout")
+    assert manifest is not None
+    [ref] = manifest.files("outcomes")
+    return list(parquet.read_table(directory.path(ref.uri), SCHEMA.names, SCHEMA).to_pylist())
+
+
 def check_outcomes(config: RunConfig) -> None:
-    """Check of a run that chooses: every group that has left is told once, and so as the manifest has it."""
-    directory, committed = RunDirectory(config.run_dir), manifests(config)
+    """Check of a run that chooses: every group that has left is told once, as the manifest has it, and what
+    trains is what is told, no group more or less."""
+    committed, rules = manifests(config), config.rollout
     told: list[int] = []
     for k in range(config.train.iterations):
-        manifest = directory.read_manifest(k, "rollout")
-        assert manifest is not None
-        [ref] = manifest.files("outcomes")
-        rows = parquet.read_table(directory.path(ref.uri), None, SCHEMA).to_pylist()
-        data = committed[k, "rollout"]["data"]
-        assert [row["number"] for row in rows if row["verdict"] == "sealed"] == data["groups"]
+        rows, data = outcomes(config, k), committed[k, "rollout"]["data"]
+        sealed = {row["group_id"]: row for row in rows if row["verdict"] == "sealed"}
+        assert [row["number"] for row in sealed.values()] == data["groups"]
         dropped = {str(row["number"]): row["verdict"] for row in rows if row["verdict"] != "sealed"}
         assert dropped == data["rejected"]
         told += [row["number"] for row in rows]
+        assert data["right"] + data["mixed"] + data["wrong"] <= len(rows)
+        trained = _rewards(trajectories(config, k))
+        assert trained == {group: sorted(row["rewards"]) for group, row in sealed.items()}
+        for row in sealed.values():
+            least = row["need"] if rules.least_sessions is None else min(rules.least_sessions, row["need"])
+            assert least <= len(row["scores"]) <= row["need"] <= row["size"]
     assert len(told) == len(set(told)), "a group is told twice"
+
+
+def _num_sessions(config: RunConfig) -> dict[int, int]:
+    """How many sessions counted in the groups of a run that chooses; empty of another run."""
+    if not config.rollout.chooses:
+        return {}
+    rows = [row for k in range(config.train.iterations) for row in outcomes(config, k)]
+    return {row["number"]: len(row["scores"]) for row in rows}
+
+
+def _rewards(rows: pa.Table) -> dict[str, list[float]]:
+    """Rewards of the sessions of each group."""
+    rewards: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows.select(["group_id", "session_id", "reward"]).to_pylist():
+        rewards[row["group_id"]][row["session_id"]] = row["reward"]
+    return {group: sorted(sessions.values()) for group, sessions in rewards.items()}

@@ -26,16 +26,17 @@ JOURNAL = Path(__file__).parents[3] / "data/journals/before_picks.journal"
 
 def moved(run_dir: Path, model_dir: str) -> bytes:
     """The journal with the folders of this machine."""
-    data = b""
+    data, kinds = b"", set()
     with JOURNAL.open("rb") as file:
         for found in frames(file):
             kind, *values = msgspec.msgpack.decode(payload(found))
-            if kind == "Registered":
+            kinds.add(kind)
+            if kind == "registered":
                 assert values[0]["rollout"]["gate"] == "varied"
                 values[0] |= {"run_dir": str(run_dir), "model_dir": model_dir}
-            assert kind != "Admitted"
             event = msgspec.msgpack.encode([kind, *values])
             data += _HEADER.pack(len(event), zlib.crc32(event)) + event
+    assert "registered" in kinds and "admitted" not in kinds
     return data
 
 
