@@ -49,7 +49,7 @@ def test_what_is_killed_in_the_second_stage_leaves_every_group_told_once(cluster
     check_result(config)
     rows = list(read_outcomes(RunDirectory(config.run_dir), config.train.iterations))
     sealed = [row for row in rows if row["verdict"] == "sealed"]
-    assert {row["source"] for row in rows if row["number"] == 0} == {"low"}
+    assert {row["source"] for row in rows if row["number"] < 3} == {"low"}
     assert {row["source"] for row in rows} == {"low", "high"}, "the second stage was reached"
     assert {len(row["scores"]) for row in sealed} == {config.rollout.group_size}
     assert all(0 < sum(score >= 1 for score in row["scores"]) < 4 for row in sealed), "the gate let it pass"
