@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from traceback import extract_tb, format_exception
@@ -80,6 +81,8 @@ class AgentRunner:
         it does not name."""
         self._named_at = -math.inf
         """Monotonic time at which a claim last named them."""
+        self._due: Counter[str] = Counter()
+        """Reports by session id that the data plane has not answered."""
         self._reports = Reports(f"/runs/{run_id}/finished", self._note_reported)
         self._has_reported = asyncio.Event()
         """Whether a report was answered since the last claim began."""
@@ -217,6 +220,7 @@ class AgentRunner:
             reports = await self._reports_on(claims, works, run_key or self._key or "none")
             for work, report in zip(works, reports, strict=True):
                 self._reports.add(work.session_id, report)
+                self._due[work.session_id] += 1
         # user code may raise anything, exit the program or cancel itself: that fails its sessions only
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             current = asyncio.current_task()
@@ -235,13 +239,19 @@ class AgentRunner:
             log.warning("session %s failed: %s\n%s", works[0].session_id, as_text(sentence), trace)
         for work in works:
             self._reports.add_failure(work.session_id, sentence, work.cause_of(error), **work.facts)
+            self._due[work.session_id] += 1
 
     def _note_reported(self, session_id: str) -> None:
-        self._forget(session_id)
+        self._due[session_id] -= 1
+        task = self._sessions.get(session_id)
+        # its answer may have come back to be judged before the report of the answer was answered
+        if self._due[session_id] == 0 and (task is None or task.done()):
+            self._forget(session_id)
         self._has_reported.set()
 
     def _forget(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
+        self._due.pop(session_id, None)
         self._phases.ended.discard(session_id)
 
     async def _reports_on(

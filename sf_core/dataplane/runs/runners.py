@@ -106,7 +106,7 @@ class Judging:
 
     def add(self, session: Session) -> None:
         """Have an answer wait for the others of its group, and queue them if it is the last."""
-        session.runner, session.began_at = "", math.inf
+        session.runner, session.began_at, session.waits_for_group = "", math.inf, True
         if session.claim is not None:
             self.proceed(session.claim)
 
@@ -117,13 +117,13 @@ class Judging:
         if not run.spec.judges_groups or claim.place.split == "holdout" or group is None:
             return []
         answered = self._answered(group)
-        waiting = [session for session in answered if session.began_at == math.inf]
+        waiting = [session for session in answered if session.waits_for_group]
         if group.is_half_judged and len(answered) - len(waiting) < group.num_left:
             run.manager.restore_rejected(group.index, "half_judged")
             return [group.index]
         if len(waiting) == group.num_left:
             for session in waiting:
-                session.began_at = run.serving_s
+                session.waits_for_group, session.began_at = False, run.serving_s
                 run.runners.await_reward(session)
         return []
 

@@ -64,6 +64,8 @@ class Session:
     """Free-form values given when the session was opened."""
     answer: str | None = None
     """The agent's answer as JSON, from the end of the agent until another runner has scored it."""
+    waits_for_group: bool = False
+    """Its answer is scored together with those of its group, of which some are missing."""
     output: str | None = None
     """What the agent's process wrote, likewise."""
     earned: RewardBody | None = None

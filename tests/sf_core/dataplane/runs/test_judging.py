@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sf_core.agents.reports import Reports
 from sf_core.dataplane.bodies import ClaimBody, FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Session
@@ -222,6 +223,34 @@ def test_no_group_is_judged_from_a_part_of_its_answers_whatever_happens(
 
     with tempfile.TemporaryDirectory() as folder:
         with_driver(Path(folder), model_dir, renderer, scenario)
+
+
+def test_an_answer_that_comes_back_to_be_judged_before_its_report_is_answered_stays_with_its_runner(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = Reports._post
+
+    async def post_slowly(self: Any, http: Any, reports: list[Any]) -> Any:
+        response = await post(self, http, reports)
+        if any(b'"answered"' in report for _, report in reports):
+            await asyncio.sleep(0.2)
+        return response
+
+    monkeypatch.setattr(Reports, "_post", post_slowly)
+    # every claim names the runner's sessions
+    monkeypatch.setattr("sf_core.agents.runner.BEAT_S", 0.0)
+    server.register(group_size=3, groups_per_batch=4, judges_groups=True)
+    server.connect(lambda prompt, seed: say(renderer, "x"))
+
+    async def group_reward(task: Any, answers: list[Any]) -> list[float]:
+        await asyncio.sleep(0.1)
+        return [1.0] * len(answers)
+
+    run_runner(server, "a0", "agent", group_reward=group_reward)
+    wait_until(lambda: bool(server.get("/runs/run/batches/0")["ready"]))
+    counters = server.get("/runs/run")["counters"]
+    assert not [name for name in counters if name.startswith("rejected_groups.")]
+    assert counters.get("retries", 0) == 0
 
 
 def test_runners_make_a_batch_whose_groups_are_judged_by_majority(server: Server, renderer: Renderer) -> None:
