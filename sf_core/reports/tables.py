@@ -86,7 +86,7 @@ def inspect_run(uri: str) -> RenderableType:
     concerns = summed_concerns(view, view.run.read_config(RunConfig))
     footer += "".join(f"{concern}\n" for concern in concerns)
     footer += (
-        "sampled: tokens of all engines in the iteration's time; trained: those of its batch\n"
+        "tokens sampled: by all engines in that time; trained: of the batch's sessions\n"
         f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
     )
     if any(groups):

@@ -41,7 +41,7 @@ def inspect_tasks(uri: str) -> RenderableType:
     named = sorted({source for stage in rules.stages for source in stage.shares}) if rules else []
     sources = count_sources(tasks, rules.pool if rules else None, named)
     hardest, easiest = extreme_tasks(tasks, NUM_TASKS)
-    what = "unseen, right, mixed, wrong: tasks, by their newest group; share: of right sessions"
+    what = "unseen, right, mixed, wrong: tasks, by their newest group\nshare: of right sessions"
     outside = sum(row["task_index"] is None for row in rows)
     if outside:
         what += f"\ngroups from outside, whose tasks are not ours: {outside}"
