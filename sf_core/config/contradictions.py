@@ -173,6 +173,16 @@ _TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         "(rollout.curriculum.sizes.fewer): raise it",
     ),
     (
+        lambda c: c.environment.group_reward is not None and c.rollout.spare_sessions > 0,
+        "environment.group_reward waits for the answers of all sessions of a group, and "
+        "rollout.spare_sessions ends those that answer last: leave one of the two out",
+    ),
+    (
+        lambda c: c.environment.group_reward is not None and c.rollout.outside_groups > 0,
+        "environment.group_reward scores the answers of the run's own agents, and rollout.outside_groups are "
+        "rewarded from outside: leave one of the two out",
+    ),
+    (
         lambda c: c.rollout.outside_groups > c.rollout.groups_per_batch,
         "rollout.outside_groups ({c.rollout.outside_groups}) are some of the rollout.groups_per_batch "
         "({c.rollout.groups_per_batch}) groups of a batch, and cannot be more",

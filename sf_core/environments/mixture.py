@@ -81,6 +81,8 @@ def _can_be_joined(config: EnvironmentConfig) -> EnvironmentConfig:
         is_own = None not in (config.tasks, config.agent, config.reward)
         if not is_own and isinstance(environment_of(config), Mixture):
             raise ValueError("a mixture cannot be a part of another: name its parts in this one")
+        if config.group_reward is not None:
+            raise ValueError("group_reward: a part has none of its own; name one for the run")
     except ValueError as error:
         raise ValueError(_within(error)) from None
     return config

@@ -11,7 +11,7 @@ from sf_core.types import Task
 
 def majority(task: Task, answers: list[Any]) -> list[float] | None:
     """1 for the answer that most sessions of the group gave, 0 for others; no label is needed (TTRL, Zuo et
-    al. 2025, eq. 3). None, which drops the group, if no answer was given more often than each other one.
+    al. 2025). None, which drops the group, if no answer was given more often than each other one.
     Texts are compared without case and surrounding space.
 
     >>> majority(Task("t", "e", "2+2?"), ["4", " 4", "5"])

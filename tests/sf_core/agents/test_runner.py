@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from sf_core.agents import runner as runner_module
-from sf_core.agents.phases import as_reward
+from sf_core.agents.phases import as_reward, as_rewards
 from sf_core.agents.runner import AgentRunner, _sentence
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
@@ -67,6 +67,25 @@ def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told
     with pytest.raises(ValueError) as refused:
         as_reward(value, "my_agent:reward (my_agent.py:8)")
     assert str(refused.value) == f"the reward function my_agent:reward (my_agent.py:8) returned {told}"
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([1.0], "[1.0], expected a list with a reward for each of 2 answers"),
+        (1.0, "1.0, expected a list with a reward for each of 2 answers"),
+        ("ab", "'ab', expected a list with a reward for each of 2 answers"),
+        ({"a": 1.0, "b": 1.0}, "{'a': 1.0, 'b': 1.0}, expected a list with a reward for each of 2 answers"),
+        (forgotten(), "a coroutine: `await` it in an `async def`"),
+    ],
+)
+def test_rewards_of_a_group_are_one_for_each_answer(values: object, told: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        as_rewards(values, 2, "my_agent:judge")
+    assert str(refused.value) == f"the function group_reward my_agent:judge returned {told}"
+    scored = [{"reward": 1.0, "reward_parts": {"a": 1.0}, "step_rewards": {}}] * 2
+    assert as_rewards(({"a": 1.0} for _ in range(2)), 2, "f") == scored
+    assert as_rewards(None, 2, "f") is None
 
 
 class _DumbError(Exception):

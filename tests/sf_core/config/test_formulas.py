@@ -182,6 +182,16 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     },
     "rollout.gate mixed wants 5 right and 5 wrong sessions, which no group of 8 has (rollout.group_size): "
     "lower `least`": {"rollout": {"gate": {"kind": "mixed", "least": 5}}},
+    "environment.group_reward waits for the answers of all sessions of a group, and rollout.spare_sessions "
+    "ends those that answer last: leave one of the two out": {
+        "environment": {"group_reward": "a:b"},
+        "rollout": {"spare_sessions": 1},
+    },
+    "environment.group_reward scores the answers of the run's own agents, and rollout.outside_groups are "
+    "rewarded from outside: leave one of the two out": {
+        "environment": {"group_reward": "a:b"},
+        "rollout": {"outside_groups": 1},
+    },
     "rollout.least_sessions (9) must not exceed rollout.group_size (8)": {"rollout": {"least_sessions": 9}},
     "rollout.curriculum.pool (8) must exceed the groups in flight, rollout.groups_per_batch (4) times 1 + "
     "lag (1), because no task is sampled by two groups at once: raise it": {

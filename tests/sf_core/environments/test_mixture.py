@@ -283,6 +283,10 @@ def test_a_task_of_no_part_is_refused() -> None:
             {"all": {"name": "mixture", "settings": {"parts": {"words": WORDS}}}},
             "environment.settings.parts.all: a mixture cannot be a part of another: name its parts in this o",
         ),
+        (
+            {"words": WORDS | {"group_reward": "sf_core.recipes.rewards:any"}},
+            "environment.settings.parts.words: group_reward: a part has none of its own; name one for the r",
+        ),
     ],
 )
 def test_wrong_parts_are_named(parts: dict[str, Any], sentence: str) -> None:

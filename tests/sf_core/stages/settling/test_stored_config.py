@@ -70,6 +70,8 @@ def test_what_a_run_of_this_format_has_stored_is_read_as_it_was_meant() -> None:
     run = RunDirectory(str(KEPT))
     written = json.loads((KEPT / "config.json").read_text())
     config = run.read_config(RunConfig)
+    # a gate was a name alone
+    written["rollout"]["gate"] = {"kind": written["rollout"]["gate"]}
     assert holds(config.model_dump(mode="json"), written)
     assert stored_settings(OpenRun(RunRef("old", run.uri, dataplane_url="", attempt=0)), 3) == config.train
     assert run.newest_attempt() == Attempt(dataplane="", host="vm")
