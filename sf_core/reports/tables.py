@@ -106,8 +106,11 @@ def run_data(uri: str) -> dict[str, Any]:
     for iteration in iterations:
         figures = view.rollout_figures(iteration.number)
         row = {} if figures is None else asdict(figures)
-        row["tokens_of_engines"] = devices.tokens_sampled(told.get(iteration.number))
-        row |= {"groups": kinds_in(iteration.stages.get("rollout"))}
+        row |= {
+            # what of it trains is tokens_sampled
+            "tokens_of_engines": devices.tokens_sampled(told.get(iteration.number)),
+            "groups": kinds_in(iteration.stages.get("rollout")),
+        }
         rows.append({"iteration": iteration.number, "stages": list(iteration.stages)} | row)
     # JSON has no numbers as keys
     measured = [{"version": version, "reward": reward} for version, reward in held_out.items()]

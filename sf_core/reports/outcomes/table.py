@@ -33,9 +33,9 @@ def inspect_tasks(uri: str) -> RenderableType:
     broken."""
     view = open_run(uri)
     rows = list(read_outcomes(view.run, before=len(view.committed("rollout"))))
-    if not rows:
-        return Text(_absence(view.run.read_config(RunConfig), view.run.run_id))
     rollout = view.run.read_config(RunConfig).rollout
+    if not rows:
+        return Text(_absence(view.run.run_id, rollout.chooses))
     rules = rollout.curriculum
     tasks = count_tasks(rows, rollout.success or Success())
     named = sorted({source for stage in rules.stages for source in stage.shares}) if rules else []
@@ -53,8 +53,8 @@ def inspect_tasks(uri: str) -> RenderableType:
     )
 
 
-def _absence(config: RunConfig, run_id: str) -> str:
-    if config.rollout.chooses:
+def _absence(run_id: str, chooses: bool) -> str:
+    if chooses:
         return f"run {run_id}: no batch with outcomes of its groups is committed yet"
     return (
         f"run {run_id} has no outcomes of its groups: runs write them that have a rollout.gate, "
