@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from storage import parquet
 from storage.files import FileRef
+from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 
 SCHEMA = pa.schema(
@@ -47,14 +48,19 @@ def write_outcomes(
     return run.relative(parquet.write_table(uri, table))
 
 
+def outcomes_of(run: RunDirectory, manifest: Manifest) -> list[dict[str, Any]]:
+    """Rows that the manifest of a rollout names; raises like `read_outcomes`."""
+    uris = [run.path(ref.uri) for ref in manifest.files("outcomes")]
+    return [row for uri in uris for row in parquet.read_table(uri, SCHEMA.names, SCHEMA).to_pylist()]
+
+
 def read_outcomes(run: RunDirectory, before: int) -> Iterator[dict[str, Any]]:
     """Rows that manifests of iterations before this one name. Raises ValueError if a file is missing or
     broken, and StorageError if the storage fails; both name the file."""
 
     def rows(iteration: int) -> list[dict[str, Any]]:
         manifest = run.read_manifest(iteration, "rollout")
-        uris = [run.path(ref.uri) for ref in manifest.files("outcomes")] if manifest else []
-        return [row for uri in uris for row in parquet.read_table(uri, SCHEMA.names, SCHEMA).to_pylist()]
+        return outcomes_of(run, manifest) if manifest else []
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for found in readers.map(rows, range(before)):

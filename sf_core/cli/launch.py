@@ -303,8 +303,7 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         "\nheld-out reward  ",
         (rewards, "bold"),
         f"  in {summary['iterations']} iterations, {summary['seconds_total']:.0f} s\n"
-        f"tokens           {summary['tokens_generated']:,} sampled, "
-        f"{summary['tokens_per_second']:,.0f} per second\n"
+        f"tokens           {_tokens(summary)}\n"
         f"idle devices     {idle}\n"
         f"picture          {directory.path('summary.png')}\n"
         f"policy           {policy}\n{uses}"
@@ -326,6 +325,15 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     else:
         if pairs:
             console.print(answers_table(pairs, "before", "after"))
+
+
+def _tokens(summary: Mapping[str, float]) -> str:
+    sealed, sampled = summary["tokens_generated"], summary.get("tokens_sampled")
+    if sampled is None:  # an earlier version has summed the run up
+        shown = f"{sealed:,} sampled"
+    else:
+        shown = f"{sampled:,} sampled, {sealed:,} of them in sessions that count"
+    return f"{shown}, {summary['tokens_per_second']:,.0f} per second"
 
 
 def _causes(shares: Mapping[str, float]) -> str:

@@ -239,18 +239,24 @@ def inspect(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Show the devices; write timeline.json and .png.")
     ] = False,
+    tasks: Annotated[
+        bool, typer.Option("--tasks", help="Show the tasks of a run that chooses what to sample or keep.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's iterations and devices, or one session turn by turn, from the run directory alone."""
+    """Show a run's iterations and devices, its tasks, or a session turn by turn, from its directory alone."""
+    from sf_core.reports.outcomes.table import inspect_tasks
     from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline, run_data
 
-    if as_json and (session is not None or timeline):
-        _fail("--json prints the iterations of a run: leave --session and --timeline out")
+    if as_json and (session is not None or timeline or tasks):
+        _fail("--json prints the iterations of a run: leave --session, --timeline and --tasks out")
     try:
         if as_json:
             return print_json(run_data(run))
         if session is not None:
             view = inspect_session(run, session)
+        elif tasks:
+            view = inspect_tasks(run)
         else:
             view = inspect_timeline(run) if timeline else inspect_run(run)
         console.print(view)

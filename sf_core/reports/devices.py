@@ -79,6 +79,12 @@ def read_figures(run: RunDirectory, iterations: Sequence[int]) -> dict[int, Figu
     return {k: read_metrics(uri)[0] for k, uri in uris.items() if files.exists(uri)}
 
 
+def tokens_sampled(figures: Figures | None) -> float | None:
+    """Tokens that all devices sampled in an iteration's window, whatever became of them; None where nothing
+    is recorded."""
+    return None if figures is None else figures["tokens_rollout_only"] + figures["tokens_lent"]
+
+
 def draw_timelines(view: RunView) -> None:
     """Write timeline.json of the whole run and timeline.png of its last iterations. Takes time proportional
     to the length of the run."""

@@ -14,6 +14,7 @@ from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import concerns_of, sum_concerns
 from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
 from sf_core.reports.evaluations.answers import Answer, side_by_side
+from sf_core.reports.outcomes.figures import kinds_in, kinds_text
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.tables import cut_short
 from sf_core.reports.tensorboard import write_events
@@ -124,7 +125,7 @@ class RunPage:
         number, stages = iteration.number, iteration.stages
         start, end = iteration.window
         lags = stages["filter"].data["lags"]
-        return {
+        row: Row = {
             "iteration": number,
             "reward": _rounded(iteration.reward, 4),
             # an iteration makes the next version
@@ -135,6 +136,9 @@ class RunPage:
             "idle share": _rounded(idle, 3),
             "zero-advantage share": _rounded(stages["filter"].data.get("zero_advantage_share"), 3),
         }
+        if self._config.rollout.chooses:
+            row["groups right/mixed/wrong"] = kinds_text(kinds_in(stages["rollout"]))
+        return row
 
 
 def waits_table(waits: Sequence[Facts]) -> str:

@@ -20,10 +20,14 @@ from storage.files import write_atomic
 def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     """Write summary.json and summary.png of a run whose iterations are all committed.
 
+    tokens_generated counts the tokens of the sealed sessions: those of the batches, trained or not, and of
+    the evaluations. tokens_sampled counts all that engines sampled, by the spans of the timeline: also those
+    of groups that were dropped, of sessions that were cut, failed or not asked for any more, and of sessions
+    that agents opened.
     seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
     time between two attempts and what the first did of an iteration that the second finished;
-    tokens_per_second counts the tokens sampled in it, idle_fraction is the share of it in which a device
-    computed nothing, idle_by_cause divides that;
+    tokens_per_second counts the tokens of sealed sessions in it, idle_fraction is the share of it in which a
+    device computed nothing, idle_by_cause divides that;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
     directory = view.run
@@ -45,6 +49,7 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         "seconds_total": round(time.time() - _started_at(view), 2),
         "seconds_rl": round(seconds_rl, 2),
         "tokens_generated": tokens,
+        "tokens_sampled": sum(span.tokens for span in spans),
         "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
         "idle_fraction": {worker: round(sum(shares.values()), 4) for worker, shares in idle.items()},
         "idle_by_cause": idle,

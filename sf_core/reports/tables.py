@@ -22,6 +22,7 @@ from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports import devices
 from sf_core.reports.concerns import summed_concerns
 from sf_core.reports.evaluations.answers import Answer
+from sf_core.reports.outcomes.figures import kinds_in, kinds_text
 from sf_core.reports.view import RolloutFigures, failures_of, open_run
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
@@ -34,6 +35,18 @@ MOST_CHARACTERS = 400
 COLUMN_WIDTH = 60
 """Most characters of a line of it, or a file of the output would have lines as long as the texts."""
 
+HEADINGS = (
+    "iter-\nation",
+    "reward",
+    "held-\nout",
+    "lag\nmean",
+    "lag\nmax",
+    "tokens\nsampled",
+    "tokens\ntrained",
+    "sessions",
+    "failed",
+)
+
 TRAINED, CARRIED = "bold green underline", "green underline"
 
 
@@ -44,16 +57,24 @@ def inspect_run(uri: str) -> RenderableType:
     versions = range(len(iterations) + 1)
     held_out = {version: f"{reward:.3f}" for version, reward in view.held_out_rewards(versions).items()}
     figures = [view.rollout_figures(iteration.number) for iteration in iterations]
-    table = _table(f"run {view.run.run_id}")
-    for name in ("iteration", "reward", "held-out", "lag mean", "max", "tokens", "sessions", "failed"):
-        table.add_column(name, justify="right")
-    table.add_column("stages")
+    told = devices.read_figures(view.run, range(len(iterations)))
+    groups = [kinds_text(kinds_in(iteration.stages.get("rollout"))) for iteration in iterations]
+    table = make_table(f"run {view.run.run_id}")
+    if any(groups):
+        table.padding = (0, 1, 0, 0)
+    for name in HEADINGS:
+        table.add_column(name, justify="right", no_wrap=True)
+    if any(groups):
+        table.add_column("right/mixed\n/wrong", justify="right", no_wrap=True)
+    table.add_column("stages", no_wrap=True)
     if 0 in held_out:
         table.add_row("start", "", held_out[0])
-    for iteration, row in zip(iterations, figures, strict=True):
+    for iteration, row, kinds in zip(iterations, figures, groups, strict=True):
         stages = " ".join(stage[0].upper() if stage in iteration.stages else "." for stage in STAGES)
+        number = iteration.number
         # an iteration makes the next version
-        table.add_row(*_figures(iteration.number, row, held_out.get(iteration.number + 1, "")), stages)
+        cells = _figures(number, row, held_out.get(number + 1, ""), devices.tokens_sampled(told.get(number)))
+        table.add_row(*cells, *([kinds] if any(groups) else []), stages)
     trained = sum_failures(row.failures for row in figures if row is not None)
     evaluations = (view.manifest(version, "evaluate") for version in versions)
     measured = sum_failures(failures_of(manifest) for manifest in evaluations if manifest is not None)
@@ -64,7 +85,12 @@ def inspect_run(uri: str) -> RenderableType:
     )
     concerns = summed_concerns(view, view.run.read_config(RunConfig))
     footer += "".join(f"{concern}\n" for concern in concerns)
-    footer += f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
+    footer += (
+        "tokens sampled: by all engines in that time; trained: of the batch's sessions\n"
+        f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
+    )
+    if any(groups):
+        footer += f"\ntheir tasks: sf inspect {uri} --tasks"
     if figures and (last := figures[-1]) is not None:
         footer += f"\none session: sf inspect {uri} --session {last.example}"
     return Group(table, _devices(view.run, len(iterations)), Text("\n" + footer, style="dim"))
@@ -75,10 +101,16 @@ def run_data(uri: str) -> dict[str, Any]:
     view = open_run(uri)
     iterations = list(view.iterations())
     held_out = view.held_out_rewards(range(len(iterations) + 1))
+    told = devices.read_figures(view.run, range(len(iterations)))
     rows = []
     for iteration in iterations:
         figures = view.rollout_figures(iteration.number)
         row = {} if figures is None else asdict(figures)
+        row |= {
+            # what of it trains is tokens_sampled
+            "tokens_of_engines": devices.tokens_sampled(told.get(iteration.number)),
+            "groups": kinds_in(iteration.stages.get("rollout")),
+        }
         rows.append({"iteration": iteration.number, "stages": list(iteration.stages)} | row)
     # JSON has no numbers as keys
     measured = [{"version": version, "reward": reward} for version, reward in held_out.items()]
@@ -103,7 +135,7 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     session = view.find_session(session_id)
     decode, fate = _decoder(view.run), session.sampling.fate
     row = session.branches[0]
-    task, environment, group = map(_printable, (row.task_id, row.environment, row.group_id or "none"))
+    task, environment, group = map(printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
         (f"session {session_id}, {session.sampling.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
@@ -123,7 +155,7 @@ def answers_table(pairs: Sequence[tuple[Answer | None, Answer]], before: str, af
         table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
         shown = [cut_short(new.prompt), *([_rewarded(old)] if old is not None else []), _rewarded(new)]
-        table.add_row(*(Text(_printable(text)) for text in shown))
+        table.add_row(*(Text(printable(text)) for text in shown))
     return table
 
 
@@ -135,7 +167,7 @@ def cut_short(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
 
 
-def _table(title: str = "") -> Table:
+def make_table(title: str = "") -> Table:
     shown = Text(title) if title else None
     return Table(title=shown, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
@@ -146,7 +178,7 @@ def _devices(run: RunDirectory, iterations: int) -> RenderableType:
     if not figures:
         return Text()
     names, rows = devices.table(figures)
-    table = _table("\nwhat the devices did")
+    table = make_table("\nwhat the devices did")
     table.padding = (0, 1, 0, 0)
     for name in names:
         table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=name != names[-1])
@@ -155,19 +187,31 @@ def _devices(run: RunDirectory, iterations: int) -> RenderableType:
     return table
 
 
-def _figures(iteration: int, figures: RolloutFigures | None, held_out: str) -> tuple[str, ...]:
+def _figures(
+    iteration: int, figures: RolloutFigures | None, held_out: str, sampled: float | None
+) -> tuple[str, ...]:
+    of_engines = "" if sampled is None else short_number(sampled)
     if figures is None:
-        return str(iteration), "", held_out, "", "", "", "", ""
+        return str(iteration), "", held_out, "", "", of_engines, "", "", ""
     return (
         str(iteration),
         f"{figures.reward_mean:.3f}",
         held_out,
         f"{figures.lag_mean:.2f}",
         str(figures.lag_max),
-        f"{figures.tokens_sampled:,}",
+        of_engines,
+        short_number(figures.tokens_sampled),
         str(figures.sessions),
         str(sum(figures.failures.values())),
     )
+
+
+def short_number(value: float) -> str:
+    """A number in at most seven characters, up to 999 thousand millions."""
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:,.0f}"
 
 
 def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
@@ -177,7 +221,7 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} {fate}"
     title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
     title += f"\ntools: {_tools(row.tools)}" if row.tools is not None else ""
-    table = _table()
+    table = make_table()
     scored = any(turn.reward is not None for turn in row.turns)
     for name in ("role", "tokens", "finish", "engine", "versions", *(["reward"] if scored else [])):
         table.add_column(name, no_wrap=True)
@@ -189,10 +233,10 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
         table.add_row("", f"0-{end}", *blank, Text(f"as in branch {parent}"), style="dim")
     for turn in own:
         table.add_row(
-            Text(_printable(turn.role)),
+            Text(printable(turn.role)),
             f"{turn.start}-{turn.end}",
             turn.finish_reason or "",
-            Text(_printable(turn.engine or "")),
+            Text(printable(turn.engine or "")),
             _range(row.policy_versions[turn.start : turn.end]),
             *(["" if turn.reward is None else f"{turn.reward:g}"] if scored else []),
             _turn_text(row, turn, decode),
@@ -202,13 +246,13 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
 
 
 def _output(text: str) -> RenderableType:
-    lines = "\n".join(map(_printable, text.splitlines()))
+    lines = "\n".join(map(printable, text.splitlines()))
     return Text.assemble(("\nwhat the command wrote\n", "italic"), lines)
 
 
 def _tools(definitions: str) -> str:
     """Names of the tools, as text."""
-    return _printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
+    return printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
 
 
 def _short(row: Trajectory, branch_id: str | None) -> str:
@@ -222,13 +266,13 @@ def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
     cuts = np.flatnonzero(np.diff(state)) + 1
     text = Text()
     for ids, states in zip(np.split(row.token_ids[span], cuts), np.split(state, cuts), strict=True):
-        part = _printable(decode(ids.tolist()))
+        part = printable(decode(ids.tolist()))
         style = ("", CARRIED, TRAINED)[states.max(initial=0)]
         text.append(f"«{part}»" if style else part, style)
     return text
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Text that cannot steer the terminal: policies sample anything, so unprintable characters are shown."""
     shown = text.replace("\n", "↵")
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
@@ -245,7 +289,7 @@ def _range(versions: np.ndarray) -> str:
 def _reward(row: Trajectory) -> str:
     if row.reward is None:
         return "none"
-    parts = ", ".join(f"{_printable(name)} {value:g}" for name, value in row.reward_parts.items())
+    parts = ", ".join(f"{printable(name)} {value:g}" for name, value in row.reward_parts.items())
     return f"{row.reward:g}" + (f" ({parts})" if parts else "")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.reports.cleanup import spare_checkpoints
+from sf_core.reports.outcomes.figures import rollout_metrics
 from sf_core.scheduling.cluster import current_host, current_worker
 from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.commit import Outcome, commit, committed
@@ -132,4 +133,7 @@ def _write(run: OpenRun, iteration: int, trainer: Trainer, metrics: dict[str, fl
     """Store what the step made. Every rank calls it, and rank 0 gets the files."""
     version = trainer.version
     weights = trainer.save_weights(run.directory.weights_dir(version), run.weights(version - 1).uri)
-    return [*weights, write_metrics(run.directory, "train", iteration, [metrics])] if weights else []
+    if not weights:
+        return []
+    chosen = rollout_metrics(run.directory.read_manifest(iteration, "rollout"))
+    return [*weights, write_metrics(run.directory, "train", iteration, [metrics | chosen])]

@@ -19,6 +19,7 @@ from sf_core.dataplane.runs.events import Finished, read_event
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.scheduling.timeline import read_spans
 from storage import files, parquet
+from storage.metrics import read_metrics
 from storage.outcomes import SCHEMA
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -74,6 +75,7 @@ def check_result(config: RunConfig, *, steady_clock: bool = True) -> None:
         check_devices(config)
     summary = json.loads(files.read_bytes(directory.path("summary.json")))
     assert summary["iterations"] == config.train.iterations
+    assert summary["tokens_sampled"] == sum(span.tokens for span in read_spans(directory))
 
 
 def weights(config: RunConfig) -> list[str]:
@@ -247,6 +249,10 @@ def check_outcomes(config: RunConfig) -> None:
         dropped = {str(row["number"]): row["verdict"] for row in rows if row["verdict"] != "sealed"}
         assert dropped == data["rejected"]
         told += [row["number"] for row in rows]
+        [metrics] = read_metrics(RunDirectory(config.run_dir).metrics_file("train", k))
+        assert [metrics[f"groups_{kind}"] for kind in ("right", "mixed", "wrong")] == [
+            data[kind] for kind in ("right", "mixed", "wrong")
+        ]
         assert data["right"] + data["mixed"] + data["wrong"] <= len(rows)
         trained = _rewards(trajectories(config, k))
         assert trained == {group: sorted(row["rewards"]) for group, row in sealed.items()}

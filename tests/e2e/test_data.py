@@ -30,11 +30,12 @@ def folder(quickstart: RunConfig) -> Path:
     return Path(quickstart.run_dir).parents[1]
 
 
-def test_the_page_has_ten_queries() -> None:
-    assert [int(number) for number in re.findall(r"^(\d+)\. ", PAGE, re.MULTILINE)] == list(range(1, 11))
+def test_the_page_has_twelve_queries() -> None:
+    assert [int(number) for number in re.findall(r"^(\d+)\. ", PAGE, re.MULTILINE)] == list(range(1, 13))
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+# those of a run that chooses are in tests/storage/test_data_page.py
+@pytest.mark.parametrize("number", [k for k, text in enumerate(SNIPPETS) if "runs/choosing" not in text])
 def test_the_code_of_the_page_runs(
     folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

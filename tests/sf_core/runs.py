@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,24 @@ def trained_run(folder: Path, settings: dict[str, Any], batches: list[pa.Table])
 def copy_run(run: RunDirectory, folder: Path) -> RunDirectory:
     """Copy of a run in the folder, for a test that changes it."""
     return RunDirectory(str(shutil.copytree(run.uri, folder / run.run_id)))
+
+
+def group_row(number: int, scores: Sequence[float] = (), **changes: Any) -> dict[str, Any]:
+    """A row of `outcomes`; each session sampled ten tokens."""
+    row = {
+        "group_id": f"run-1.g{number}",
+        "number": number,
+        "source": "sums",
+        "task_index": number,
+        "task_id": f"sums-{number}",
+        "position": number + 1,
+        "need": 4,
+        "size": 4,
+        "version": 0,
+        "verdict": "sealed",
+        "rewards": list(scores),
+        "scores": list(scores),
+        "tokens": [10] * len(scores),
+        "statuses": ["finished"] * len(scores),
+    }
+    return row | changes

@@ -11,11 +11,13 @@ import pytest
 
 from storage.batches import BATCH_SCHEMA, write_batch
 from storage.metrics import write_metrics
+from storage.outcomes import SCHEMA as OUTCOMES
+from storage.outcomes import write_outcomes
 from storage.parquet import SCHEMA_VERSION
 from storage.run_directory import RunDirectory
 from storage.schema import SCHEMA, TURN
 from storage.trajectories import read_trajectories, write_trajectories
-from tests.sf_core.runs import configure, conversation, sample
+from tests.sf_core.runs import configure, conversation, group_row, sample
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -53,6 +55,10 @@ def test_every_column_a_batch_adds_is_documented() -> None:
     assert documented("Batches", "column") == types(added)
 
 
+def test_every_column_of_outcomes_is_documented_with_its_type_in_its_place() -> None:
+    assert list(documented("Outcomes", "column").items()) == list(types(OUTCOMES).items())
+
+
 def test_every_field_of_a_turn_is_documented() -> None:
     assert list(documented("Trajectories", "field of a turn")) == [field.name for field in TURN]
 
@@ -67,7 +73,7 @@ def test_make_run_trains_the_run_that_the_page_opens() -> None:
     ).stdout
     assert "sf train configs/quickstart.yaml --set run_id=quickstart\n" in shown
     opened = set(re.findall(r"runs/[^/\"']+(?=[/\"'])", "".join(SNIPPETS)))
-    assert opened == {"runs/quickstart"}
+    assert opened == {"runs/quickstart", "runs/choosing"}
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ones = [np.ones(2, np.float32)]
         write_batch(run, iteration, table, advantages=ones, weights=ones, decisions=["train"], part="batch-1")
     return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "cells"),
+    [
+        (11, [["0", "sums", "2", "1", "0", "0.75"], ["1", "sums", "3", "1", "1", "0.5"]]),
+        (12, [["sums", "4", "2", "2", "1", "0.5"]]),
+    ],
+)
+def test_queries_of_outcomes_count_groups_and_what_was_taken_again(
+    tmp_path: Path,
+    number: int,
+    cells: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = RunDirectory(str(tmp_path / "runs" / "choosing"))
+    rows = [
+        [group_row(0, [1, 1], task_index=5), group_row(1, [1, 0], task_index=6)],
+        [
+            group_row(2, [1, 1], task_index=5),
+            group_row(3, [], task_index=6, verdict="timeout"),
+            group_row(4, [0, 0], task_index=5, verdict="not_mixed"),
+        ],
+    ]
+    for iteration, left in enumerate(rows):
+        write_outcomes(run, iteration, left, "rollout-1")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(SNIPPETS[number - 1], f"docs/data.md, query {number}", "exec"), {})
+    shown = [line.strip("│ ").split() for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [[cell for cell in row if cell != "│"] for row in shown][2:] == cells
 
 
 METRICS = ("loss", "entropy", "kl", "grad_norm", "clip_fraction", "lag_mean")

@@ -17,11 +17,14 @@ import pyarrow as pa
 from sf_core.reports import devices as device_report
 from sf_core.reports.evaluations.answers import side_by_side
 from sf_core.reports.evaluations.comparison import MEASURED, read_comparisons
+from sf_core.reports.outcomes.figures import kinds_in
 from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window
 from sf_core.scheduling.timeline import Span, read_spans
 from storage.batches import read_batch
 from storage.errors import StorageError
+from storage.manifests import Manifest
+from storage.outcomes import outcomes_of
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import read_trajectories
 
@@ -47,6 +50,7 @@ def run_figures(view: RunView) -> dict[str, Any]:
             "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
             "missing": [stage for stage in STAGES if stage not in iteration.stages],
             "rollout": None if rollout is None else asdict(rollout),
+            "groups": kinds_in(iteration.stages.get("rollout")),
             "training": _training(iteration),
             "devices": devices.get(iteration.number, {}),
         }
@@ -119,14 +123,26 @@ def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
             rows += _group_rows(number, read_batch(run.path(ref.uri), columns))
     elif "rollout" in stages:
         columns = ["group_id", "session_id", "task_id", "reward"]
-        for ref in stages["rollout"].outputs:
+        for ref in stages["rollout"].files("trajectories"):
             table = read_trajectories(run.path(ref.uri), columns)
             waiting = pa.array(["not filtered yet"] * len(table), pa.string())
             rows += _group_rows(number, table.append_column("decision", waiting))
     if "rollout" in stages:
-        rejected = stages["rollout"].data["rejected"]
-        rows += [[number, f"{run.run_id}.g{index}", "", [], reason] for index, reason in rejected.items()]
+        rows += _rejected_rows(run, number, stages["rollout"])
     return rows
+
+
+def _rejected_rows(run: RunDirectory, iteration: int, rollout: Manifest) -> list[list[Any]]:
+    """Task and rewards of rejected groups are in the outcomes of runs that choose, and nowhere else."""
+    if not (rejected := rollout.data["rejected"]):
+        return []
+    known = {str(row["number"]): row for row in outcomes_of(run, rollout)}
+    nothing: dict[str, Any] = {"task_id": "", "rewards": []}
+    told = ((index, reason, known.get(index, nothing)) for index, reason in rejected.items())
+    return [
+        [iteration, f"{run.run_id}.g{index}", row["task_id"], row["rewards"], reason]
+        for index, reason, row in told
+    ]
 
 
 def _group_rows(iteration: int, table: pa.Table) -> list[list[Any]]:

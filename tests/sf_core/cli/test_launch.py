@@ -50,10 +50,17 @@ def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
         "run r is already finished; a larger train.iterations makes it go on, another run_id begins another "
         "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
     )
+    assert "tokens 1,000 sampled, 20 per second" in output, "of an earlier version"
     assert f"policy {run.policy_dir} use it sf serve {run.uri} trajectories" in output
     Path(run.policy_dir).mkdir()
     assert f"use it sf serve {run.uri} or vllm serve {run.policy_dir} " in sf("resume", run.uri)[1]
     assert "idle devices r0 50% (loading 42%, start 8%), t0 25% (start 25%) picture" in output
+
+
+def test_a_finished_run_says_how_much_of_what_was_sampled_counts(run: RunDirectory) -> None:
+    run.write_summary(SUMMARY | {"tokens_sampled": 1500})
+    output = sf("resume", run.uri)[1]
+    assert "tokens 1,500 sampled, 1,000 of them in sessions that count, 20 per second" in output
 
 
 def test_the_summary_names_the_prefect_server_that_shows_the_run(

@@ -64,4 +64,4 @@ def test_programs_read_runs_what_can_be_removed_and_iterations_as_json(here: Pat
     [iteration] = json.loads(sf("inspect", "sampled", "--json")[1])["iterations"]
     assert (iteration["iteration"], iteration["stages"], iteration["sessions"]) == (0, ["rollout"], 1)
     code, output = sf("inspect", "sampled", "--json", "--timeline")
-    assert (code, "leave --session and --timeline out" in output) == (2, True)
+    assert (code, "leave --session, --timeline and --tasks out" in output) == (2, True)

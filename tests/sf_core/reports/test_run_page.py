@@ -73,6 +73,18 @@ def test_an_iteration_is_a_row_and_the_newest_comes_first(run: RunDirectory) -> 
     assert page.table == [row | {"iteration": 1}, row | {"held-out reward": 0.75}]
 
 
+def test_a_run_that_chooses_shows_how_many_groups_were_right_mixed_and_wrong(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(run, train={"iterations": 4}, rollout={"gate": "mixed"})
+    turn(run, 0)  # of before the kinds were counted
+    monkeypatch.setitem(DATA, "rollout", DATA["rollout"] | {"right": 3, "mixed": 8, "wrong": 1})
+    turn(run, 1)
+    page = RunPage(run)
+    page.update(1)
+    assert [row["groups right/mixed/wrong"] for row in page.table] == ["3/8/1", ""]
+
+
 def test_another_attempt_shows_the_iterations_before_it(run: RunDirectory) -> None:
     for number in range(3):
         turn(run, number)

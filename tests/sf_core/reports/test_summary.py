@@ -1,11 +1,14 @@
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 from uuid import uuid4
 
-from sf_core.reports.summary import orchestration_seconds
+from sf_core.reports.summary import orchestration_seconds, summarise
 from sf_core.reports.view import RunView
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+from tests.sf_core.reports.html.report_runs import AT, commit_iteration, talk
+from tests.sf_core.runs import commit, configure
 
 
 def iteration(number: int, attempt: int, *stages: tuple[str, float, float]) -> list[Manifest]:
@@ -95,3 +98,15 @@ def test_tokens_that_were_sampled_outside_the_window_of_an_iteration_do_not_coun
 
 def test_what_no_stage_accounts_for_is_orchestration() -> None:
     assert without_a_stage(RUN) == 1 + (1 + 1) + 0
+
+
+def test_what_engines_sampled_is_counted_beside_the_tokens_of_sealed_sessions(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-1"))
+    config = configure(run, train={"iterations": 2})
+    commit(run, None, "start", data={"started_at": AT})
+    for number in range(2):
+        rows = [talk(f"run-1.g{number}.0.a1", "hello", "hi", [number])]
+        commit_iteration(run, number, rows, max_lag=0)
+    # 70 in each batch, of the 100 in each span
+    told = summarise(RunView(run), config)
+    assert (told["tokens_generated"], told["tokens_sampled"]) == (140, 200)

@@ -127,13 +127,14 @@ def test_figures_count_every_session_and_every_trained_token_once(run: RunDirect
 def test_a_run_is_a_table_of_its_iterations(run: RunDirectory) -> None:
     lines = shown(inspect_run(run.uri)).splitlines()
     assert lines[0].strip() == "run run-1"
-    assert [line.split() for line in lines[2:5]] == [
+    assert [line.split() for line in lines[3:6]] == [
         ["start", "0.250"],
         ["0", "0.500", "0.750", "0.00", "0", "6", "2", "2", "R", "F", "T", "P"],
         ["1", "1.000", "0.25", "1", "4", "1", "0", "R", ".", ".", "."],
     ]
     assert "--session run-1.g2.0.a1" in lines[-1]
-    assert lines[-4:-2] == ["failed sessions: timeout 2", "failed held-out sessions: agent_error 1"]
+    assert lines[-5:-3] == ["failed sessions: timeout 2", "failed held-out sessions: agent_error 1"]
+    assert "right/mixed" not in lines[1] and "--tasks" not in shown(inspect_run(run.uri))
 
 
 def test_a_run_that_has_just_begun_is_shown_empty(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-/* Line charts and the device timeline, as plain SVG that is drawn again when its place changes width. */
+/* Line charts, bands and the device timeline, as plain SVG that is drawn again when its place changes width. */
 
 const MARGIN = { left: 46, right: 12, top: 10, bottom: 24 };
 
@@ -69,6 +69,44 @@ function lineChart(title, series, { format = short, from = null, to = null, x = 
     };
     picture.addEventListener("pointermove", read);
     picture.addEventListener("pointerleave", () => { reading.textContent = ""; cursor.setAttribute("x1", -9); cursor.setAttribute("x2", -9); });
+    return picture;
+  });
+  return figure;
+}
+
+/* parts: [{name, colour, values}], one value for each of `at`, stacked from below in their order. */
+function bandChart(title, at, parts, { x = "iteration" } = {}) {
+  if (!at.length) return null;
+  const legend = el("ul", { class: "legend" }, ...parts.map((part) => el("li", { class: part.colour }, part.name)));
+  const plot = el("div", { class: "plot" }), reading = el("output");
+  const figure = el("figure", { class: "card chart" }, el("figcaption", {}, el("b", {}, title), reading), plot, legend);
+  const [x0, x1] = [at[0] - 0.5, at.at(-1) + 0.5];
+  const [, top] = rounded(range(at.map((_, i) => parts.reduce((sum, part) => sum + part.values[i], 0)), { from: 0 }));
+
+  drawAtWidth(plot, (width) => {
+    const height = 190;
+    const px = (v) => MARGIN.left + ((v - x0) / (x1 - x0)) * (width - MARGIN.left - MARGIN.right);
+    const py = (v) => height - MARGIN.bottom - (v / top) * (height - MARGIN.top - MARGIN.bottom);
+    const gap = Math.min(1, (px(1) - px(0)) / 8);
+    const bars = at.flatMap((k, i) => {
+      let below = 0;
+      return parts.map((part) => {
+        const from = below; below += part.values[i];
+        return svg("rect", { class: part.colour, x: px(k - 0.5) + gap / 2, width: px(k + 0.5) - px(k - 0.5) - gap, y: py(below), height: py(from) - py(below) });
+      });
+    });
+    const picture = svg("svg", { width, height, role: "img", "aria-label": title },
+      ...ticks(0, top, 4).flatMap((v) => [
+        svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: py(v), y2: py(v) }),
+        svg("text", { x: MARGIN.left - 6, y: py(v) + 4, "text-anchor": "end" }, short(v))]),
+      ...ticks(at[0], at.at(-1), Math.min(width / 70, at.at(-1) - at[0])).map((v) => svg("text", { x: px(v), y: height - 7, "text-anchor": "middle" }, short(v))),
+      ...bars);
+    picture.addEventListener("pointermove", (event) => {
+      const pointed = x0 + ((event.offsetX - MARGIN.left) / (width - MARGIN.left - MARGIN.right)) * (x1 - x0);
+      const nearest = at.reduce((best, k, i) => (Math.abs(k - pointed) < Math.abs(at[best] - pointed) ? i : best), 0);
+      reading.textContent = `${x} ${at[nearest]}: ` + parts.map((part) => `${part.name} ${short(part.values[nearest])}`).join(", ");
+    });
+    picture.addEventListener("pointerleave", () => { reading.textContent = ""; });
     return picture;
   });
   return figure;

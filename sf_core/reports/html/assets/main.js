@@ -25,6 +25,8 @@ function drawOverview(figures) {
   const heldOut = figures.held_out.map(([version, reward]) => [version, reward]);
   const device = (name) => rows.map((row) => [row.iteration, row.devices[name]]);
   const idle = idleNames(rows);
+  const counted = rows.filter((row) => row.groups);
+  const kind = (name, shown, colour) => ({ name: shown, colour, values: counted.map((row) => row.groups[name]) });
   const seconds = timed.reduce((sum, row) => sum + row.seconds, 0);
   const tiles = [
     ["held-out reward", heldOut.length ? [...new Set([heldOut[0], heldOut.at(-1)])].map(([, r]) => fixed(2)(r)).join(" \u2192 ") : "none"],
@@ -39,6 +41,8 @@ function drawOverview(figures) {
   byId("tiles").append(...tiles.filter(([, value]) => value).map(([name, value]) => el("div", { class: "card" }, el("dt", {}, name), el("dd", {}, value))));
   const charts = [
     lineChart("Reward", [{ name: "held-out", points: heldOut, dots: true }, { name: "training", points: of("reward_mean") }], { format: short }),
+    bandChart("Groups by their sessions", counted.map((row) => row.iteration),
+      [kind("right", "all right", "s3"), kind("mixed", "mixed", "s0"), kind("wrong", "all wrong", "s2")]),
     lineChart("Tokens per session and per trajectory", [
       { name: "sampled, session", points: rollouts.map((row) => [row.iteration, row.rollout.tokens_sampled / row.rollout.sessions]) },
       { name: "trajectory", points: training("length_mean") }], { from: 0 }),

@@ -1,6 +1,6 @@
 """Runs for the report, and its page in a browser."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from playwright.sync_api import Browser, Page
 from sf_core.scheduling.timeline import Span
 from storage.batches import write_batch
 from storage.manifests import Manifest
+from storage.outcomes import write_outcomes
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.trajectories import read_trajectories, write_trajectories
@@ -75,8 +76,15 @@ def goes_on(first: Trajectory, shared: int, said: str, answer: str, version: int
     )
 
 
-def commit_iteration(run: RunDirectory, number: int, rows: list[Trajectory]) -> None:
-    """Commit an iteration of ten seconds on device t0."""
+def commit_iteration(
+    run: RunDirectory,
+    number: int,
+    rows: list[Trajectory],
+    left: Sequence[dict[str, Any]] = (),
+    **told_more: Any,
+) -> None:
+    """Commit an iteration of ten seconds on device t0; `left` are the outcomes of groups that left, and
+    `told_more` is what the rollout of a run that chooses tells besides."""
     at = AT + 10 * number
     sampled = write_trajectories(run, number, rows, "part")
     table = read_trajectories(run.path(sampled.uri))
@@ -89,14 +97,16 @@ def commit_iteration(run: RunDirectory, number: int, rows: list[Trajectory]) -> 
         decisions=["train"] * len(table),
         part="part",
     )
-    outputs = {"rollout": [sampled], "filter": [batch]}
+    outcomes = [write_outcomes(run, number, left, "part")] if left else []
+    outputs = {"rollout": [sampled, *outcomes], "filter": [batch]}
     told: dict[str, dict[str, Any]] = {
         "rollout": {
             "rejected": {"7": "too old"},
             "failures": {},
             "sampled_tokens": 70,
             "reward_mean": mean_reward(rows),
-        },
+        }
+        | told_more,
         "filter": {"lags": [30]},
         "train": {"entropy": 1.5},
     }

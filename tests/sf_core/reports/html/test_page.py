@@ -8,10 +8,13 @@ from playwright.sync_api import Browser, Page, expect
 from sf_core.config import RunConfig
 from sf_core.reports.html.blocks import LAST_OUTPUT
 from sf_core.reports.html.page import write_report
+from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
+from storage.trajectories import write_trajectories
 from tests.sf_core.cli.test_main import sf
 from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, opened, talk
 from tests.sf_core.reports.test_tables import trajectory
+from tests.sf_core.runs import commit, group_row
 
 LIGHT, DARK = "rgb(246, 247, 249)", "rgb(20, 23, 28)"
 
@@ -131,6 +134,40 @@ def test_a_group_opens_its_own_sessions_and_a_rejected_one_none(run: RunDirector
         expect(page.locator("#session h3")).to_have_text("run-1.g2.0.a1")
         page.fill("#search", "run-1.g2")
         expect(page.locator("#count")).to_have_text("2 of 5 sessions")
+
+
+def test_a_run_that_chooses_shows_its_groups_by_kind_and_what_it_dropped(
+    run: RunDirectory, browser: Browser
+) -> None:
+    dropped = group_row(7, [1.0, 0.25], verdict="too old")
+    row = talk("run-1.g2.0.a1", "hello", "hi", [2])
+    commit_iteration(run, 2, [row], [group_row(2, [1.0]), dropped], right=1, mixed=6, wrong=2)
+    # a rollout whose batch is not filtered yet, with a group of before its attempt that is in no outcomes
+    outputs = [write_trajectories(run, 3, [row], "part"), write_outcomes(run, 3, [group_row(8)], "part")]
+    told = {"rejected": {"8": "timeout", "9": "max_lag"}, "failures": {}, "reward_mean": 1.0}
+    commit(run, 3, "rollout", outputs=outputs, data=told | {"right": 0, "mixed": 4, "wrong": 0})
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        chart = page.locator("figure.chart", has_text="Groups by their sessions")
+        expect(chart.locator(".legend li")).to_have_text(["all right", "mixed", "all wrong"])
+        # the two iterations that told of kinds
+        expect(chart.locator("rect")).to_have_count(2 * 3)
+        heights = chart.locator("rect").evaluate_all("all => all.map((one) => +one.getAttribute('height'))")
+        assert heights[1] == pytest.approx(6 * heights[0]) == pytest.approx(3 * heights[2])
+        chart.get_by_role("img").hover(position={"x": 60, "y": 60})
+        expect(chart.locator("output")).to_have_text("iteration 2: all right 1, mixed 6, all wrong 2")
+        cells = page.locator("#groups tbody tr", has_text="run-1.g7").first.locator("td")
+        expect(cells.nth(2)).to_have_text("sums-7")
+        expect(cells.nth(3).get_by_role("img")).to_have_attribute("aria-label", "1, 0.25")
+        expect(cells.nth(4)).to_have_text("0.625")
+        expect(page.locator("#groups tbody")).to_contain_text("not filtered yet")
+        for index, task in (("8", "sums-8"), ("9", "")):
+            cells = page.locator("#groups tbody tr", has_text=f"run-1.g{index}").first.locator("td")
+            expect(cells.nth(2)).to_have_text(task)
+
+
+def test_a_run_that_does_not_choose_has_no_groups_by_kind(run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        expect(page.get_by_text("Groups by their sessions")).to_have_count(0)
 
 
 def test_a_character_of_several_tokens_is_shown_where_it_is_complete(

@@ -1,0 +1,94 @@
+"""`sf inspect --tasks`: the tasks of a run that chooses, by source, with the hardest and the easiest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from sf_core.config import RunConfig
+from sf_core.recipes.outcomes import Success
+from sf_core.reports.outcomes.figures import (
+    KINDS,
+    SourceFigures,
+    TaskFigures,
+    count_sources,
+    count_tasks,
+    extreme_tasks,
+)
+from sf_core.reports.tables import make_table, printable, short_number
+from sf_core.reports.view import open_run
+from storage.outcomes import read_outcomes
+
+NUM_TASKS = 5
+"""Number of the hardest tasks that are shown, and of the easiest."""
+
+NAME_WIDTH = 30
+"""Most characters of a name, so that a row fits 80 columns."""
+
+
+def inspect_tasks(uri: str) -> RenderableType:
+    """Tables of sources and tasks. Raises ValueError with one sentence if there is no run or a file is
+    broken."""
+    view = open_run(uri)
+    rows = list(read_outcomes(view.run, before=len(view.committed("rollout"))))
+    rollout = view.run.read_config(RunConfig).rollout
+    if not rows:
+        return Text(_absence(view.run.run_id, rollout.chooses))
+    rules = rollout.curriculum
+    tasks = count_tasks(rows, rollout.success or Success())
+    named = sorted({source for stage in rules.stages for source in stage.shares}) if rules else []
+    sources = count_sources(tasks, rules.pool if rules else None, named)
+    hardest, easiest = extreme_tasks(tasks, NUM_TASKS)
+    what = "unseen, right, mixed, wrong: tasks, by their newest group\nshare: of right sessions"
+    outside = sum(row["task_index"] is None for row in rows)
+    if outside:
+        what += f"\ngroups from outside, whose tasks are not ours: {outside}"
+    return Group(
+        _sources(f"run {view.run.run_id}", sources),
+        *([_tasks("\nhardest tasks", hardest)] if hardest else []),
+        *([_tasks("\neasiest tasks", easiest)] if easiest else []),
+        Text("\n" + what, style="dim"),
+    )
+
+
+def _absence(run_id: str, chooses: bool) -> str:
+    if chooses:
+        return f"run {run_id}: no batch with outcomes of its groups is committed yet"
+    return (
+        f"run {run_id} has no outcomes of its groups: runs write them that have a rollout.gate, "
+        "rollout.curriculum, rollout.spare_sessions or rollout.least_sessions"
+    )
+
+
+def _sources(title: str, sources: dict[str, SourceFigures]) -> RenderableType:
+    table = make_table(title)
+    table.add_column("source", no_wrap=True, max_width=NAME_WIDTH)
+    for name in ("unseen", *KINDS, "groups", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for source, found in sorted(sources.items()):
+        numbers = [found.unseen, *(found.kinds[kind] for kind in KINDS), found.groups, found.tokens]
+        table.add_row(Text(_source(source)), *map(_number, numbers))
+    return table
+
+
+def _tasks(title: str, tasks: Sequence[TaskFigures]) -> RenderableType:
+    table = make_table(title)
+    table.add_column("task", no_wrap=True, max_width=NAME_WIDTH)
+    table.add_column("source", no_wrap=True, max_width=NAME_WIDTH // 2)
+    for name in ("share", "sessions", "groups", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for task in tasks:
+        names = (printable(task.task_id) or str(task.number), _source(task.source))
+        cells: Iterable[str] = (f"{task.share:.2f}", *map(_number, (task.sessions, task.groups, task.tokens)))
+        table.add_row(*map(Text, names), *cells)
+    return table
+
+
+def _source(name: str) -> str:
+    return printable(name) or "all"
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else short_number(value)
