@@ -18,6 +18,10 @@ from prefect.states import Cancelled
 
 from sf_core.config import RunConfig
 from sf_core.config.programs import Command
+from sf_core.recipes.curriculum import Curriculum
+from sf_core.recipes.gates import Mixed
+from sf_core.recipes.outcomes import Success
+from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
@@ -154,6 +158,41 @@ def test_a_command_is_chosen_as_agent_in_the_form(server: Server, browser: Brows
         client.set_flow_run_state(run.id, Cancelled(), force=True)
     given = RunConfig.model_validate(run.parameters["config"]).environment.agent
     assert given == Command(command=("claude", "-p"))
+
+
+@pytest.mark.timeout(600)
+def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
+    server: Server, cluster: Cluster, browser: Browser
+) -> None:
+    parts = {"name": "tests.e2e.parts_package:Echoes", **dict.fromkeys(("tasks", "agent", "reward"))}
+    rollout = {"success": {"part": "correct"}, "group_size": 4}
+    config = without_addresses(
+        cluster.config("chosen-in-the-form", environment=parts, rollout=rollout, train={"iterations": 2})
+    )
+    deployment = deployment_id(server, "train")
+    offer(server, deployment, config)
+    with server.worker() as worker, prefect_ui(browser, server.api) as ui:
+        ui.open_form(deployment)
+        ui.choose("gate", "mixed")
+        ui.choose("curriculum", "Curriculum")
+        ui.choose("pool", "int")
+        ui.fill_in("pool", "20")
+        ui.fill_in("solved", "0.5")
+        ui.field("gate").scroll_into_view_if_needed()
+        picture(ui, "prefect-curriculum")
+        run = submit(server, deployment, ui)
+        given = RunConfig.model_validate(run.parameters["config"]).rollout
+        assert (given.gate, given.success) == (Mixed(), Success(part="correct"))
+        assert given.curriculum == Curriculum(pool=20, solved=0.5)
+
+        ui.leave()
+        server.await_state(run, "Completed", 300, worker)
+        rows = list(read_outcomes(RunDirectory(config.run_dir), config.train.iterations))
+        sealed = [row for row in rows if row["verdict"] == "sealed"]
+        assert len(sealed) == config.train.iterations * config.rollout.groups_per_batch
+        right = [sum(score >= 1 for score in row["scores"]) for row in sealed]
+        assert all(0 < number < config.rollout.group_size for number in right), "the gate let it pass"
+        assert all(row["task_index"] < 20 for row in rows)
 
 
 @pytest.mark.nightly
