@@ -222,6 +222,8 @@ def test_groups_of_a_lost_batch_get_tasks_of_the_curriculum_again(
         told = [number for number, group in groups.items() if group.is_complete]
         lost = [number for number in groups if number < min(told)]
         assert [group.num_open for group in groups.values()][:2] == [2, 2] and len(lost) == 2
+        # one of its sessions was given out with the first of the next group
+        assert [member.attempt for member in groups[lost[1]].members] == [-1, 0]
         tasks = [group.pick.task for group in groups.values() if group.pick]
         assert {(task.source, task.number in range(40)) for task in tasks} == {("a", True)}
         assert driver.run.manager.tasks.in_flight == dict.fromkeys(tasks, 1), "no task twice"
