@@ -176,7 +176,9 @@ class AgentRunner:
         for session_id in answer["ended"]:
             if (ended := self._sessions.get(session_id)) is not None and not ended.done():
                 ended.cancel()
-                self._forget(session_id)
+                # a judge has the answers of others too, which another one gets
+                for other in [known for known, task in self._sessions.items() if task is ended]:
+                    self._forget(other)
         for claims in self._together(answer["sessions"]):
             task = asyncio.create_task(self._work(claims, answer["key"]))
             self._sessions |= {claim["session_id"]: task for claim in claims}

@@ -124,6 +124,11 @@ class Group:
         return True
 
     @property
+    def is_begun(self) -> bool:
+        """Whether one of its sessions was given out."""
+        return any(member.attempt >= self.first_attempt for member in self.members)
+
+    @property
     def is_complete(self) -> bool:
         return self.num_done >= self.need
 

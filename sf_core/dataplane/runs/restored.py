@@ -24,12 +24,16 @@ class RestoredManager(RolloutManager):
         if index in self._done:
             return
         self._admit_up_to(index)
-        if (plain := self.groups[index].pick) is not None:
-            self.tasks.release(plain.task)
+        group = self.groups[index]
+        if group.pick is not None:
+            self.tasks.release(group.pick.task)
         self.tasks.note(pick)
-        group = Group("train", index, pick.size, False, self.first_attempt, pick, version)
+        if group.is_begun:
+            # by an attempt that chose nothing, so that what it was is told now
+            group.pick, group.version = pick, version
+        else:
+            group = self._begin(Group("train", index, pick.size, False, self.first_attempt, pick, version))
         group.is_recorded = True
-        self._begin(group)
 
     def restore_attempt(self, claim: Claim) -> None:
         """Note that a session was given out before a restart, so that its attempt number is not reused."""
@@ -74,8 +78,10 @@ class RestoredManager(RolloutManager):
         self._consume(number for number in batch.groups if number in self.groups)
         for number, reason in batch.rejected.items():
             self._reject([number], reason)
-            self.rejected.pop(number, None)
         sealed = {*batch.groups, *batch.rejected}
+        for number in sealed:
+            # the rules of now may refuse what the batch has taken
+            self.rejected.pop(number, None)
         self._done |= sealed
         self._keep(index, batch, [outcome for outcome in self.ended if outcome.group in sealed])
         # others left while the file of the batch was written

@@ -79,7 +79,7 @@ class RolloutManager:
         self.ended_by: dict[int, list[Outcome]] = {}
         """The same for each of the last batches, with the groups that it took."""
         self.dropped_in_a_row: Counter[str] = Counter()
-        """Groups that were dropped since the last one that counts, by reason."""
+        """Groups of the run's own that were dropped since the last one that counts, by reason."""
         self.largest_group = rules.group_size + rules.spare_sessions
         self._done = set(done_groups)
         self._next_group = 0
@@ -346,7 +346,9 @@ class RolloutManager:
             if (group := self.groups.get(index)) is not None:
                 self._leave(group, reason)
                 self.rejected[index] = reason
-                self.dropped_in_a_row[reason] += 1
+                # nothing is sampled in place of one from outside until an agent there declares it
+                if not group.is_outside:
+                    self.dropped_in_a_row[reason] += 1
         return indices
 
     def _deadline(self, group: Group) -> int:

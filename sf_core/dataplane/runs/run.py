@@ -163,7 +163,8 @@ class ServedRun(TurnHost):
         try:
             await self._note_tasks(body.tasks)
             for answered in (self.sessions.get(session_id) for session_id in body.answered):
-                if answered is not None and not answered.is_external:
+                # the answer itself may have come before
+                if answered is not None and answered.answer is None and not answered.is_external:
                     answered.began_at = math.inf
             await self.changed.until(
                 lambda: self._is_released(body.runner) or self._give_out(body.runner, body.max, sessions),
@@ -224,8 +225,8 @@ class ServedRun(TurnHost):
             return False
         work = self.runners[runner].work
         if work == "reward" or not self.is_scored_elsewhere:
-            by_groups = self.spec.judges_groups
-            sessions += self.runners.take_answers(runner, limit, self.sessions, by_groups)
+            sessions += self.runners.take_answers(runner, limit, self.sessions)
+            sessions += self.judging.take(runner, limit - len(sessions))
         claims = (
             self.manager.claim(max(0, limit - len(sessions)), self.memory.is_full) if work == "agent" else ()
         )

@@ -48,15 +48,10 @@ class Runners(dict[str, Runner]):
         session.runner = ""
         self._answers.append(session)
 
-    def take_answers(
-        self, name: str, limit: int, open_ones: Mapping[str, Session], by_groups: bool
-    ) -> list[Session]:
-        """Open sessions whose answers this runner scores from now on, in the order of the queue; `by_groups`:
-        those of a group together, even beyond the limit."""
+    def take_answers(self, name: str, limit: int, open_ones: Mapping[str, Session]) -> list[Session]:
+        """Open sessions whose answers this runner scores from now on, in the order of the queue."""
         taken: list[Session] = []
-        while self._answers and limit > 0:
-            if len(taken) >= limit and not (by_groups and _are_of_one_group(taken[-1], self._answers[0])):
-                break
+        while self._answers and len(taken) < limit:
             session = self._answers.popleft()
             if open_ones.get(session.session_id) is session and not session.runner:
                 session.runner = name
@@ -84,12 +79,6 @@ class Runners(dict[str, Runner]):
         self[name].is_retiring = True
 
 
-def _are_of_one_group(one: Session, other: Session) -> bool:
-    if one.claim is None or other.claim is None or one.claim.place.split == "holdout":
-        return False
-    return one.claim.place[:2] == other.claim.place[:2]
-
-
 class Judging:
     """Answers of training groups whose sessions are scored together (`environment.group_reward`).
 
@@ -99,20 +88,22 @@ class Judging:
 
     def __init__(self, run: ServedRun) -> None:
         self._run = run
+        self._due: deque[int] = deque()
+        """Groups of which all sessions have answered, in the order in which they are judged."""
 
     def includes(self, session: Session) -> bool:
         is_training = session.claim is not None and session.claim.place.split == "train"
         return self._run.spec.judges_groups and is_training and not session.is_external
 
     def add(self, session: Session) -> None:
-        """Have an answer wait for the others of its group, and queue them if it is the last."""
-        session.runner, session.began_at, session.waits_for_group = "", math.inf, True
+        """Have an answer wait for the others of its group, and queue the group if it is the last."""
+        _have_wait(session)
         if session.claim is not None:
             self.proceed(session.claim)
 
     def proceed(self, claim: Claim) -> list[int]:
-        """Queue the answers of the group of this session, if all of its sessions have answered. Returns the
-        group if it is rejected, because some were scored and another one will not be with them."""
+        """Queue the group of this session, if all of its sessions have answered. Returns the group if it is
+        rejected, because some were scored and another one will not be with them."""
         run, group = self._run, self._run.manager.groups.get(claim.place.group)
         if not run.spec.judges_groups or claim.place.split == "holdout" or group is None:
             return []
@@ -121,10 +112,34 @@ class Judging:
         if group.is_half_judged and len(answered) - len(waiting) < group.num_left:
             run.manager.restore_rejected(group.index, "half_judged")
             return [group.index]
-        if len(waiting) == group.num_left:
+        if waiting and len(waiting) == group.num_left:
             for session in waiting:
                 session.waits_for_group, session.began_at = False, run.serving_s
-                run.runners.await_reward(session)
+            self._due.append(group.index)
+        return []
+
+    def take(self, runner: str, limit: int) -> list[Session]:
+        """Sessions whose answers this runner judges from now on: of whole groups, even beyond the limit."""
+        taken: list[Session] = []
+        while self._due and len(taken) < limit:
+            if (group := self._run.manager.groups.get(self._due.popleft())) is not None:
+                taken += self._whole(group)
+        for session in taken:
+            session.runner = runner
+        return taken
+
+    def _whole(self, group: Group) -> list[Session]:
+        """The answers of a group that no runner has; none if the end of one of them came in between. Then
+        the group is rejected, if that one was scored, or the others wait for another answer."""
+        unjudged = [
+            s for s in self._answered(group) if not s.runner and s.session_id not in self._run.closing
+        ]
+        if not unjudged or self.reject_halves([group]):
+            return []
+        if len(unjudged) == group.num_left:
+            return unjudged
+        for session in unjudged:
+            _have_wait(session)
         return []
 
     def lose(self, session: Session) -> None:
@@ -138,7 +153,10 @@ class Judging:
         if not self._run.spec.judges_groups:
             return False
         halves = [group for group in groups if group.is_half_judged]
-        return bool(self._run.reject_all(halves, "half_judged"))
+        if halves:
+            self._run.reject_all(halves, "half_judged")
+            self._run.count("rejected_groups.half_judged", len(halves))
+        return bool(halves)
 
     def _answered(self, group: Group) -> list[Session]:
         """Sessions of a group that have answered and are not scored yet, in order of their places. The end of
@@ -153,3 +171,8 @@ class Judging:
             and run.counts(session)
         ]
         return sorted(found, key=lambda session: session.claim or ())
+
+
+def _have_wait(session: Session) -> None:
+    """Have an answer, which no runner has any more, wait for others of its group."""
+    session.runner, session.began_at, session.waits_for_group = "", math.inf, True

@@ -56,13 +56,15 @@ def run_figures(view: RunView) -> dict[str, Any]:
         }
         for iteration, rollout in zip(iterations, rollouts, strict=True)
     ]
+    spans = read_spans(run)
     held_out = sorted(view.held_out_rewards(range(len(iterations) + 1)).items())
     return {
         "iterations": rows,
         "held_out": held_out,
         "answers": _answers(view, [version for version, _ in held_out]),
         "comparisons": read_comparisons(run.path(MEASURED)),
-        "timeline": _timeline(read_spans(run), windows.values()),
+        "timeline": _timeline(spans, windows.values()),
+        "tokens_sampled": sum(span.tokens for span in spans),
         "groups": list(chain.from_iterable(_groups(run, iteration) for iteration in iterations)),
     }
 

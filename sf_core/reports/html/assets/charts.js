@@ -74,10 +74,10 @@ function lineChart(title, series, { format = short, from = null, to = null, x = 
   return figure;
 }
 
-/* parts: [{name, colour, values}], one value for each of `at`, stacked from below in their order. */
+/* parts: [{name, legend, colour, values}], one value for each of `at`, stacked from below in their order. */
 function bandChart(title, at, parts, { x = "iteration" } = {}) {
   if (!at.length) return null;
-  const legend = el("ul", { class: "legend" }, ...parts.map((part) => el("li", { class: part.colour }, part.name)));
+  const legend = el("ul", { class: "legend" }, ...parts.map((part) => el("li", { class: part.colour }, part.legend)));
   const plot = el("div", { class: "plot" }), reading = el("output");
   const figure = el("figure", { class: "card chart" }, el("figcaption", {}, el("b", {}, title), reading), plot, legend);
   const [x0, x1] = [at[0] - 0.5, at.at(-1) + 0.5];
@@ -95,7 +95,7 @@ function bandChart(title, at, parts, { x = "iteration" } = {}) {
         return svg("rect", { class: part.colour, x: px(k - 0.5) + gap / 2, width: px(k + 0.5) - px(k - 0.5) - gap, y: py(below), height: py(from) - py(below) });
       });
     });
-    const picture = svg("svg", { width, height, role: "img", "aria-label": title },
+    const picture = svg("svg", { width, height, role: "img", "aria-label": `${title} by ${x}: ${parts.map((part) => part.legend).join(", ")}` },
       ...ticks(0, top, 4).flatMap((v) => [
         svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: py(v), y2: py(v) }),
         svg("text", { x: MARGIN.left - 6, y: py(v) + 4, "text-anchor": "end" }, short(v))]),

@@ -26,13 +26,13 @@ function drawOverview(figures) {
   const device = (name) => rows.map((row) => [row.iteration, row.devices[name]]);
   const idle = idleNames(rows);
   const counted = rows.filter((row) => row.groups);
-  const kind = (name, shown, colour) => ({ name: shown, colour, values: counted.map((row) => row.groups[name]) });
+  const kind = (name, legend, colour) => ({ name, legend, colour, values: counted.map((row) => row.groups[name]) });
   const seconds = timed.reduce((sum, row) => sum + row.seconds, 0);
   const tiles = [
     ["held-out reward", heldOut.length ? [...new Set([heldOut[0], heldOut.at(-1)])].map(([, r]) => fixed(2)(r)).join(" \u2192 ") : "none"],
     ["training reward", rollouts.length ? fixed(2)(rollouts.at(-1).rollout.reward_mean) : "none"],
     ["iterations", whole(rows.length)],
-    ["sampled tokens", whole(rollouts.reduce((sum, row) => sum + row.rollout.tokens_sampled, 0))],
+    ["sampled tokens", whole(figures.tokens_sampled)],
     ["tokens/s", seconds ? whole(timed.reduce((sum, row) => sum + row.sampled_tokens, 0) / seconds) : ""],
     ["time in iterations", seconds ? `${whole(seconds)} s` : ""],
     ["idle, all devices", percent(mean(rows.map(idleShare).filter(isNumber)))],
@@ -41,7 +41,7 @@ function drawOverview(figures) {
   byId("tiles").append(...tiles.filter(([, value]) => value).map(([name, value]) => el("div", { class: "card" }, el("dt", {}, name), el("dd", {}, value))));
   const charts = [
     lineChart("Reward", [{ name: "held-out", points: heldOut, dots: true }, { name: "training", points: of("reward_mean") }], { format: short }),
-    bandChart("Groups by their sessions", counted.map((row) => row.iteration),
+    bandChart("Groups", counted.map((row) => row.iteration),
       [kind("right", "all right", "s3"), kind("mixed", "mixed", "s0"), kind("wrong", "all wrong", "s2")]),
     lineChart("Tokens per session and per trajectory", [
       { name: "sampled, session", points: rollouts.map((row) => [row.iteration, row.rollout.tokens_sampled / row.rollout.sessions]) },

@@ -143,6 +143,13 @@ def test_groups_that_were_dropped_in_a_row_are_counted_by_reason() -> None:
     assert m.dropped_in_a_row == {}
 
 
+def test_groups_from_outside_that_are_dropped_do_not_end_a_run() -> None:
+    m = manager(outside_groups=2)
+    m.fail(m.declare(2)[0], "agent_error")
+    assert m.rejected == {0: "agent_error"}
+    assert not m.dropped_in_a_row
+
+
 # --- after a restart
 
 
@@ -194,3 +201,25 @@ def test_what_ended_while_a_batch_was_written_is_told_with_the_next_one() -> Non
     assert (again.ended, again.ended_by) == (m.ended, m.ended_by)
     assert [outcome.group for outcome in again.ended] == [1]
     assert again.tasks.past == m.tasks.past
+
+
+def test_a_group_begun_by_an_attempt_that_chose_nothing_keeps_its_sessions() -> None:
+    again = manager()
+    first, second = manager().claim(2)
+    assert again.restore_running(first)
+    again.restore_finished(first, got(0.5), 0)
+    assert again.restore_running(second)
+    again.set_rules(again.rules.model_copy(update={"gate": Varied()}), 1, 100)
+    again.restore_admitted(0, Pick(TaskRef("", 0), 0, 2, 2), 0)
+    assert progress(again, 0) == "DONE RUNNING"
+    assert again.tasks.in_flight == {TaskRef("", 0): 1}
+    assert second.attempt == again.groups[0].members[1].attempt
+
+
+def test_what_a_batch_has_taken_is_not_told_as_rejected_by_the_rules_of_now() -> None:
+    m, again = manager(groups_per_batch=1), manager(groups_per_batch=1, gate=Varied())
+    for claim in m.claim(2):
+        m.finish(claim, got(1.0), 0)
+        again.restore_finished(claim, got(1.0), 0)
+    again.restore_sealed(0, m.seal(0))
+    assert again.rejected == {}

@@ -62,7 +62,7 @@ class CurriculumDriver(Driver):
         if last < 0 or self.directory.read_manifest(last, "rollout") is not None:
             return
         answer = dict(await self.plane.sealers["run"].seal_batch(last, self.spec["attempt"]))
-        files = [FileRef(**ref) for ref in (*answer.pop("files"), *answer.pop("outcomes"))]
+        files = [FileRef(**ref) for ref in (*answer.pop("files"), *answer.pop("outcomes", ()))]
         manifest = Manifest(
             run_id="run", iteration=last, stage="rollout", attempt=1, outputs=files, data=answer
         )
@@ -94,6 +94,13 @@ class CurriculumDriver(Driver):
             done += [*manifest.data["groups"], *map(int, manifest.data["rejected"])]
         at = self.spec["attempt"] + 1
         await self.register(attempt=at, iteration=iteration, version=iteration, done_groups=sorted(done))
+
+    async def choose(self) -> None:
+        """A later attempt begins to choose, and another one ends that."""
+        chosen = self.spec["rollout"].get("curriculum") is not None
+        rules = {"curriculum": None if chosen else CURRICULA[0], "gate": "all" if chosen else "varied"}
+        self.rules |= rules
+        await self.begin_attempt()
 
     def memory(self) -> dict[str, Any]:
         manager = self.run.manager
@@ -165,6 +172,27 @@ def test_the_memory_of_a_run_opened_from_its_journal_is_that_of_the_run_that_wro
         await driver.restart()
         assert driver.memory() == memory
         assert driver.state() == state
+        await driver.plane.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(scenario(Path(folder)))
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(operations=st.lists(st.sampled_from([*OPERATIONS, *MORE, "choose", "choose"]), max_size=40))
+@example(operations=["claim", "finish", "choose", "claim"])
+def test_a_run_that_begins_to_choose_later_is_restored_too(
+    model_dir: str, renderer: Renderer, operations: list[str]
+) -> None:
+    async def scenario(folder: Path) -> None:
+        driver = CurriculumDriver(folder, model_dir, renderer, curriculum=None, gate="all")
+        await driver.register()
+        for operation in operations:
+            await getattr(driver, operation)()
+        memory, state = driver.memory(), driver.state()
+        await driver.restart()
+        assert driver.state() == state
+        assert driver.memory() == memory
         await driver.plane.close()
 
     with tempfile.TemporaryDirectory() as folder:

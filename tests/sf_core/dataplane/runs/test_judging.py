@@ -26,7 +26,7 @@ from tests.sf_core.dataplane.sessions.test_session import sample, user
 from tests.sf_core.dataplane.stand import Server, say
 
 OPERATIONS = ["take", "take", "answer", "answer", "answer", "fail", "judge", "judge", "judge_some", "drop"]
-OPERATIONS += ["lose", "seal", "seal", "publish", "restart", "begin_attempt", "compact"]
+OPERATIONS += ["lose", "fail_answer", "seal", "seal", "publish", "restart", "begin_attempt", "compact"]
 
 
 class JudgingDriver(Driver):
@@ -85,6 +85,11 @@ class JudgingDriver(Driver):
 
     async def drop(self) -> None:
         await self.report(self.to_judge()[:1], status="failed", cause="group")
+
+    async def fail_answer(self) -> None:
+        """The time of an answer is over."""
+        answers = [session for session in self.run.sessions.values() if session.answer is not None]
+        await self.report(answers[:1], status="failed", cause="reward")
 
     async def lose(self) -> None:
         await self.claimed("a", 0)
@@ -165,6 +170,49 @@ def test_without_its_judge_a_group_is_judged_again_from_all_answers_or_rejected(
         assert driver.run.manager.rejected == ({0: "half_judged"} if num_scored else {})
         answers = [s.session_id for s in await driver.claimed("d", 1) if s.answer is not None]
         assert answers == ([] if num_scored else [session.session_id for session in given])
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+def test_a_judge_that_was_lost_and_reports_late_leaves_no_group_that_is_half_judged(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await answered(driver, 3)
+        given = await driver.claimed("c", 1)
+        await driver.claimed("c", 0)
+        await driver.report(given[:1], status="finished", reward=1.0)
+        assert not [s for s in await driver.claimed("d", 1) if s.answer is not None]
+        assert driver.run.manager.rejected == {0: "half_judged"}
+        assert driver.run.counters["rejected_groups.half_judged"] == 1
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+def test_an_answer_that_ends_before_its_judge_has_it_leaves_the_others_waiting_for_another(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await answered(driver, 3)
+        first, *others = [s for s in driver.run.sessions.values() if s.answer is not None]
+        await driver.report([first], status="failed")
+        (again,) = await driver.claimed("a", 1, *[s.session_id for s in driver.of("a")])
+        assert again.session_id == "run.g0.0.a1"
+        assert [session.began_at for session in others] == [math.inf] * 2
+        sample(again, driver.renderer, [user("hi")], say(driver.renderer, "x"), version=0)
+        await driver.run.finish(again, FinishBody(status="answered", answer='"late"'))
+        assert await driver.claimed("c", 1) == [again, *others]
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+def test_an_answer_that_came_before_the_end_of_its_agent_was_told_ages_all_the_same(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await answered(driver, 3)
+        await driver.run.claim(ClaimBody(runner="b1", max=0, answered=["run.g0.0.a0"]))
+        assert driver.run.sessions["run.g0.0.a0"].began_at == driver.run.serving_s
 
     with_driver(tmp_path, model_dir, renderer, scenario)
 

@@ -36,6 +36,7 @@ def test_a_run_opens_offline_with_its_curves_devices_and_tables(run: RunDirector
         assert re.fullmatch(r"M[\d.]+,[\d.]+L[\d.]+,[\d.]+", reward.get_attribute("d") or "")
         expect(page.locator("#timeline rect.kind-busy")).to_have_count(2)
         expect(page.locator("#timeline .boundary")).to_have_count(1)
+        expect(page.locator("#tiles")).to_contain_text("sampled tokens200tokens/s")
         rows = page.locator("#iterations tbody tr")
         expect(rows.nth(1)).to_contain_text("1.000")
         expect(rows.nth(1)).to_contain_text("70 %")
@@ -147,14 +148,16 @@ def test_a_run_that_chooses_shows_its_groups_by_kind_and_what_it_dropped(
     told = {"rejected": {"8": "timeout", "9": "max_lag"}, "failures": {}, "reward_mean": 1.0}
     commit(run, 3, "rollout", outputs=outputs, data=told | {"right": 0, "mixed": 4, "wrong": 0})
     with opened(browser, write_report(run.uri, None, 16)) as page:
-        chart = page.locator("figure.chart", has_text="Groups by their sessions")
+        chart = page.locator("figure.chart", has_text="all wrong")
         expect(chart.locator(".legend li")).to_have_text(["all right", "mixed", "all wrong"])
         # the two iterations that told of kinds
         expect(chart.locator("rect")).to_have_count(2 * 3)
         heights = chart.locator("rect").evaluate_all("all => all.map((one) => +one.getAttribute('height'))")
         assert heights[1] == pytest.approx(6 * heights[0]) == pytest.approx(3 * heights[2])
-        chart.get_by_role("img").hover(position={"x": 60, "y": 60})
-        expect(chart.locator("output")).to_have_text("iteration 2: all right 1, mixed 6, all wrong 2")
+        chart.get_by_role("img", name="Groups by iteration: all right, mixed, all wrong").hover(
+            position={"x": 60, "y": 60}
+        )
+        expect(chart.locator("output")).to_have_text("iteration 2: right 1, mixed 6, wrong 2")
         cells = page.locator("#groups tbody tr", has_text="run-1.g7").first.locator("td")
         expect(cells.nth(2)).to_have_text("sums-7")
         expect(cells.nth(3).get_by_role("img")).to_have_attribute("aria-label", "1, 0.25")
@@ -167,7 +170,7 @@ def test_a_run_that_chooses_shows_its_groups_by_kind_and_what_it_dropped(
 
 def test_a_run_that_does_not_choose_has_no_groups_by_kind(run: RunDirectory, browser: Browser) -> None:
     with opened(browser, write_report(run.uri, None, 16)) as page:
-        expect(page.get_by_text("Groups by their sessions")).to_have_count(0)
+        expect(page.locator("figure.chart", has_text="Groups")).to_have_count(0)
 
 
 def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
