@@ -206,6 +206,24 @@ def test_an_answer_that_ends_before_its_judge_has_it_leaves_the_others_waiting_f
     with_driver(tmp_path, model_dir, renderer, scenario)
 
 
+@pytest.mark.parametrize("judges_groups", [False, True])
+def test_answers_that_would_be_scored_in_another_way_are_given_again_by_a_later_attempt(
+    tmp_path: Path, model_dir: str, renderer: Renderer, judges_groups: bool
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await driver.register(judges_groups=not judges_groups)
+        await answered(driver, 2)
+        await driver.register(judges_groups=judges_groups, attempt=2)
+        given = await driver.claimed("a", 3)
+        assert [session.session_id for session in given] == [f"run.g0.{i}.a1" for i in range(3)]
+        assert [session.answer for session in given] == [None] * 3
+        state = driver.state()
+        await driver.restart()
+        assert driver.state() == state
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
 def test_an_answer_waits_without_ageing_although_its_task_is_told_later(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
