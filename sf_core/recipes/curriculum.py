@@ -123,6 +123,15 @@ class Tasks:
         self.rules, self.success = rules, success or Success()
         self.group_size, self.spare = group_size, spare
 
+    def weigh(self) -> None:
+        """Weigh the tasks of all pools now, which takes a second for 30,000 that are remembered. The first
+        pick of a source would do it otherwise."""
+        if self.rules is None or self.rules.pool is None:
+            return
+        for source in {source for stage in self.rules.stages for source in stage.shares} or {""}:
+            if source not in self._books:
+                self._open_book(self.rules, self.rules.pool, source)
+
     def pick(self, group: int, batch: int) -> Pick:
         """The task of a new group, which batch number `batch` is expected to take. It is in flight from now
         on, until `release`."""
