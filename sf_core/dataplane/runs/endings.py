@@ -32,6 +32,9 @@ MAX_DROPPED_BATCHES = 10
 ALL_DROPPED = "all_dropped"
 """Why the groups are rejected that are in flight when it ends by that."""
 
+NOT_JUDGED = "not_judged"
+"""Why a group is rejected for which `environment.group_reward` gives no rewards."""
+
 
 class Endings:
     def __init__(self, run: ServedRun) -> None:
@@ -100,7 +103,10 @@ class Endings:
 
     def _way_out(self, dropped: Mapping[str, int]) -> str:
         """What to do when groups are dropped for these reasons."""
-        if max(dropped, key=lambda reason: dropped[reason]) not in GATE_REASONS:
+        most = max(dropped, key=lambda reason: dropped[reason])
+        if most == NOT_JUDGED:
+            return "environment.group_reward returns None for them; take larger groups, or other tasks"
+        if most not in GATE_REASONS:
             return f"mend what fails, the last was {self._run.outcomes.last_error or 'not recorded'}"
         return (
             f"rollout.gate {self._run.spec.rollout.gate.kind} lets none pass; take tasks that the policy "
@@ -131,8 +137,8 @@ class Endings:
         """Drop the group of a session, as its judge says."""
         run = self._run
         group = run.manager.groups.get(claim.place.group) if claim.place.split == "train" else None
-        rejected = run.reject_all([group] if group is not None else [], "not_judged")
-        run.count("rejected_groups.not_judged", len(rejected))
+        rejected = run.reject_all([group] if group is not None else [], NOT_JUDGED)
+        run.count(f"rejected_groups.{NOT_JUDGED}", len(rejected))
         self.refuse_endless_drops()
         run.changed.notify()
 

@@ -149,3 +149,17 @@ def test_counts_are_by_reason_and_what_fails_most_is_named(dropping: Play) -> No
         )
 
     dropping(scenario)
+
+
+def test_groups_that_their_judge_drops_name_the_judge(dropping: Play) -> None:
+    async def scenario(driver: Dropping) -> None:
+        for _ in range(20):
+            await driver.claim()
+            told = FinishBody(status="failed", cause="group", error="no majority")
+            await driver.run.finish(driver.given_out[0], told)
+        assert driver.fault() == (
+            "the last 20 groups were all dropped (not_judged 20), so that no batch gets full: "
+            "environment.group_reward returns None for them; take larger groups, or other tasks"
+        )
+
+    dropping(scenario)
