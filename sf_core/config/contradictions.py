@@ -117,7 +117,7 @@ _TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (
         lambda c: (c.rollout.least_sessions or 0) > c.rollout.group_size,
         "rollout.least_sessions ({c.rollout.least_sessions}) must not exceed rollout.group_size "
-        "({c.rollout.group_size})",
+        "({c.rollout.group_size}): lower it",
     ),
     (
         _without_pool,
@@ -158,7 +158,7 @@ _TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (
         lambda c: (sizes := _sizes(c)) is not None and sizes.fewer >= c.rollout.group_size,
         "rollout.curriculum.sizes.fewer ({c.rollout.curriculum.sizes.fewer}) must be below "
-        "rollout.group_size ({c.rollout.group_size})",
+        "rollout.group_size ({c.rollout.group_size}): lower it",
     ),
     (
         lambda c: (sizes := _sizes(c)) is not None and sizes.fewer == 1 and _compares(c),

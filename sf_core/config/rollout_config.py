@@ -55,7 +55,7 @@ class EnvironmentConfig(Settings):
     group_reward: Reference | None = None
     """Function (task, answers) -> a reward for each answer of a training group, in their order, or None to
     drop the group. It is called once, when the last session of the group has answered. Empty: each answer is
-    scored by itself. Held-out answers are, in any case."""
+    scored by itself. Held-out answers are always scored by `reward`."""
     prepare: Reference | None = None
     """Function task -> async context manager, entered before the session runs (`rollout.prepare_ahead`) and
     left after its agent. What it gives is the agent's third argument. Empty: the environment's, if the agent
@@ -73,17 +73,17 @@ class RolloutConfig(Settings):
     """Groups of each batch that agents outside declare (docs/a-product-that-learns.md); the others are of
     `environment`. With as many as `groups_per_batch` no worker needs to carry `agent`."""
     success: Success | None = None
-    """When a session counts as right, for `gate` and `curriculum`. Empty: with a reward of at least 1; then
-    the gate `varied` compares rewards."""
+    """When a session counts as right, for `gate` and `curriculum`. Empty: with a reward of at least 1. When
+    it is empty, the gate `varied` compares rewards instead."""
     gate: AnyGate = All()
-    """Which complete groups count; others are dropped and replaced."""
+    """Which complete groups count. Others are dropped and replaced."""
     curriculum: Curriculum | None = None
     """Which tasks are sampled, by what came of them. Empty: each task once, in order."""
     spare_sessions: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Sessions of a group that are begun beyond those that it needs. The first to finish count, and those
-    left are ended. Short sessions are the first to finish. 0: none."""
+    """Sessions of a group that are begun beyond those that it needs. The first to finish count, and the rest
+    are ended. Short sessions are the first to finish, so long answers count less often. 0: none."""
     least_sessions: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Sessions with which a group counts although others of it failed at their last attempt. Empty: all that
+    """Fewest sessions with which a group counts if others of it failed at their last attempt. Empty: all that
     it needs."""
     overlap: bool | None = None
     """Sample for the next batch while this one is trained on. Off: strictly on-policy. Empty: the default of

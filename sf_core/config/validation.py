@@ -79,6 +79,8 @@ def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
     if error["type"] == "string_pattern_mismatch":
         names = [name for name in reversed(error["loc"]) if name in PATTERNS]
         message = PATTERNS[names[0]] if names else message
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        message = "expected a mapping of its settings"
     message = message[0].lower() + message[1:]
     if error["type"] == "missing" and section is WorkerConfig and location.startswith("cluster."):
         message += _NEW_WORKER

@@ -193,10 +193,13 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     node = data
     if names[:2] == ["cluster", "workers"] and len(names) > 2:
         _write_workers(data)
-    for name in parents:
+    for at, name in enumerate(parents, start=1):
         child = node.get(name)
         if child is None:
             child = node[name] = {}
+        if isinstance(child, list):
+            whole = ".".join(names[:at])
+            raise ConfigError(f"--set {override}: {name} is a list: give all of it, as --set {whole}=[...]")
         if not isinstance(child, dict):
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
         node = child

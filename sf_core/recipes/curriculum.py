@@ -37,9 +37,9 @@ class Stage(Settings):
     """Shares of the sources, up to an iteration."""
 
     shares: dict[str, Weight] = Field(min_length=1)
-    """Sources, each with its share of the groups. Sources are the parts of the environment."""
+    """Parts of the environment, each with its share of the groups. Shares need not sum to 1."""
     until: int | None = Field(None, ge=1)
-    """First iteration of the next stage. Empty: the stage lasts to the end."""
+    """First iteration of the next stage. Empty, for the last stage alone: it lasts to the end."""
 
 
 class Sizes(Settings):
@@ -55,30 +55,34 @@ class Curriculum(Settings):
     """The last 8 groups of each task are remembered: which of their sessions were right, by `success`."""
 
     pool: int | None = Field(None, ge=1)
-    """Number of tasks of each source. Empty: there is no pool, and each task comes once, in order."""
+    """Number of tasks, of each part with `stages`. It must exceed the groups in flight: `groups_per_batch`
+    times 1 + the lag bound. Empty: there is no pool, and each task comes once, in order."""
     order: Literal["epochs", "draw"] = "epochs"
-    """epochs: each task of the pool once, shuffled, then again in another order. draw: the most useful of 64
-    tasks of the pool, by `utility`."""
+    """epochs: each task of the pool once, shuffled, then again in another order. draw: the task with the
+    highest `utility` of 64 of the pool."""
     solved: Chance = 1.0
-    """Chance that a task is taken when its turn comes, to the power of its last groups in a row that were
-    solved. 0: a solved task is not taken again (history resampling; SRPO, Zhang et al. 2025). 1: it is."""
+    """Chance that a task is taken when its turn comes after a solved group. After n solved groups in a row it
+    is the n-th power. With `order: draw` turns come in the groups of `explore` alone. 0: a solved task is not
+    taken again (history resampling; SRPO, Zhang et al. 2025). 1: solved tasks are taken like others."""
     unsolved: Chance = 1.0
-    """The same for groups in which no session was right (GRESO; Zheng et al. 2025)."""
+    """The same after groups in which no session was right (GRESO; Zheng et al. 2025)."""
     solved_share: float = Field(1.0, gt=0, le=1)
-    """Share of right sessions from which a group is solved. 1: all of them; less if rewards are noisy."""
+    """Lowest share of right sessions with which a group is solved. 1: all of them. Lower it if rewards are
+    noisy."""
     floor: Chance = 0.0
     """Lower bound of the chance that `solved` and `unsolved` give. 0: none."""
     utility: Literal["progress", "variance", "hard"] = "progress"
-    """Usefulness of a task, with `order: draw`; p is drawn from Beta(1 + right, 1 + wrong), the sessions that
-    are remembered (Thompson sampling). progress: |p of the newer half - p of the older half|, what is being
-    learnt or forgotten (Matiisen et al. 2017); variance, before a task has two groups. variance: p (1 - p),
-    that of a reward of 0 or 1, highest at 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, highest at 1/3."""
+    """Usefulness of a task, with `order: draw`. p is drawn from Beta(1 + right, 1 + wrong), which are the
+    remembered sessions of the task (Thompson sampling). progress: |p of the newer half - p of the older
+    half|, highest where something is learnt or forgotten (Matiisen et al. 2017). Before a task has two
+    groups, progress is variance. variance: p (1 - p), highest at 1/2 (BOTS, MoPPS). hard: p (1 - p)^2,
+    highest at 1/3."""
     explore: Chance = 0.1
-    """Share of groups that get the next task of `order: epochs` instead, with `order: draw`."""
+    """Share of groups whose task is the next of `order: epochs`, with `order: draw`."""
     stages: tuple[Stage, ...] = ()
-    """Shares of the environment's parts, by iteration. Empty: the environment deals its parts in turn."""
+    """Shares of the environment's parts, by iteration. Empty: the environment's parts take turns."""
     sizes: Sizes | None = None
-    """Number of sessions by task. Empty: each group has `group_size`."""
+    """Number of sessions of a group, by its task. Empty: each group has `group_size`."""
 
 
 class Past(NamedTuple):
@@ -122,6 +126,15 @@ class Tasks:
             self._books.clear()
         self.rules, self.success = rules, success or Success()
         self.group_size, self.spare = group_size, spare
+
+    def weigh(self) -> None:
+        """Weigh the tasks of all pools now, which takes a second for 30,000 that are remembered. The first
+        pick of a source would do it otherwise."""
+        if self.rules is None or self.rules.pool is None:
+            return
+        for source in {source for stage in self.rules.stages for source in stage.shares} or {""}:
+            if source not in self._books:
+                self._open_book(self.rules, self.rules.pool, source)
 
     def pick(self, group: int, batch: int) -> Pick:
         """The task of a new group, which batch number `batch` is expected to take. It is in flight from now

@@ -13,10 +13,11 @@ SAME = 1e-6
 
 
 class Success(Settings):
-    """When a session counts as right."""
+    """A session is right if a value of its reward reaches a bound."""
 
     part: str | None = Field(None, min_length=1)
-    """Named part of the reward that is compared. Empty: the reward itself."""
+    """Named part of the reward that is compared. A reward without this part fails its session. Empty: the
+    reward itself."""
     at_least: float = Field(1.0, ge=-1e9, le=1e9)
     """Lowest value with which a session is right."""
 

@@ -125,9 +125,10 @@ class RunPage:
         number, stages = iteration.number, iteration.stages
         start, end = iteration.window
         lags = stages["filter"].data["lags"]
-        row: Row = {
-            "iteration": number,
-            "reward": _rounded(iteration.reward, 4),
+        row: Row = {"iteration": number, "reward": _rounded(iteration.reward, 4)}
+        if self._config.rollout.chooses:
+            row["groups right/mixed/wrong"] = kinds_text(kinds_in(stages["rollout"]))
+        return row | {
             # an iteration makes the next version
             "failed sessions": failures_text(failures_of(stages["rollout"])),
             "held-out reward": _rounded(self._held_out.get(number + 1), 4),
@@ -136,9 +137,6 @@ class RunPage:
             "idle share": _rounded(idle, 3),
             "zero-advantage share": _rounded(stages["filter"].data.get("zero_advantage_share"), 3),
         }
-        if self._config.rollout.chooses:
-            row["groups right/mixed/wrong"] = kinds_text(kinds_in(stages["rollout"]))
-        return row
 
 
 def waits_table(waits: Sequence[Facts]) -> str:

@@ -4,6 +4,7 @@ press Cancel."""
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -18,7 +19,7 @@ from prefect.states import Cancelled
 
 from sf_core.config import RunConfig
 from sf_core.config.programs import Command
-from sf_core.recipes.curriculum import Curriculum
+from sf_core.recipes.curriculum import Curriculum, Stage
 from sf_core.recipes.gates import Mixed
 from sf_core.recipes.outcomes import Success
 from storage.outcomes import read_outcomes
@@ -160,7 +161,7 @@ def test_a_command_is_chosen_as_agent_in_the_form(server: Server, browser: Brows
     assert given == Command(command=("claude", "-p"))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
     server: Server, cluster: Cluster, browser: Browser
 ) -> None:
@@ -180,10 +181,14 @@ def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
         ui.fill_in("solved", "0.5")
         ui.field("gate").scroll_into_view_if_needed()
         picture(ui, "prefect-curriculum")
+        ui.field("stages").get_by_role("button", name="Add item").click()
+        ui.fill_in("shares", '{"low": 1}')
+        ui.field("stages").scroll_into_view_if_needed()
+        picture(ui, "prefect-stages")
         run = submit(server, deployment, ui)
         given = RunConfig.model_validate(run.parameters["config"]).rollout
         assert (given.gate, given.success) == (Mixed(), Success(part="correct"))
-        assert given.curriculum == Curriculum(pool=20, solved=0.5)
+        assert given.curriculum == Curriculum(pool=20, solved=0.5, stages=(Stage(shares={"low": 1}),))
 
         ui.leave()
         server.await_state(run, "Completed", 300, worker)
@@ -192,7 +197,11 @@ def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
         assert len(sealed) == config.train.iterations * config.rollout.groups_per_batch
         right = [sum(score >= 1 for score in row["scores"]) for row in sealed]
         assert all(0 < number < config.rollout.group_size for number in right), "the gate let it pass"
-        assert all(row["task_index"] < 20 for row in rows)
+        assert all((row["source"], row["task_index"] < 20) == ("low", True) for row in rows)
+        ui.open_run(run.id)
+        ui.open_artifact("iterations")
+        expect(ui.rows.nth(1)).to_contain_text(re.compile(r"\d+/[1-9]\d*/\d+"))
+        picture(ui, "prefect-groups")
 
 
 @pytest.mark.nightly

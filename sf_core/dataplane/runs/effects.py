@@ -51,10 +51,11 @@ class Effects:
                 earned = RewardBody(reward=reward, reward_parts=parts, step_rewards=steps)
                 sessions[session_id].earned = earned
             case events.Named(session_id) if session_id in sessions:
-                sessions[session_id].task_id = event.task_id
-                sessions[session_id].environment = event.environment
-                if sessions[session_id].began_at > run.serving_s:
-                    sessions[session_id].began_at = run.serving_s
+                named = sessions[session_id]
+                named.task_id, named.environment = event.task_id, event.environment
+                # an answer that came before this waits for others of its group
+                if named.answer is None and named.began_at > run.serving_s:
+                    named.began_at = run.serving_s
             case events.Answered(session_id) if session_id in sessions:
                 sessions[session_id].output = event.output
                 self._note_answer(sessions[session_id], event.answer)

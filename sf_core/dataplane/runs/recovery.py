@@ -28,6 +28,7 @@ from sf_core.dataplane.runs.results import outcome_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.runners import Runner
 from sf_core.dataplane.sessions.memory import Memory
+from sf_core.recipes.curriculum import Tasks
 from sf_core.recipes.outcomes import Outcome
 from storage.errors import StorageError
 from storage.outcomes import read_outcomes
@@ -56,10 +57,18 @@ async def _new_run(
 ) -> ServedRun:
     """A run with the progress that `spec` states. Raises ApiError 409 if its curriculum cannot be told what
     came of earlier groups."""
-    run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
-    if remembers:
-        run.manager.tasks.observe(await _read_outcomes(spec))
+    renderer = await read_renderer(spec.model_dir)
+    outcomes = await _read_outcomes(spec) if remembers else []
+    run = ServedRun(spec, renderer, journal, grace_s, memory)
+    if outcomes:
+        # nothing else has the run yet, and a large pool would hold up the other runs for seconds
+        await asyncio.to_thread(_remember, run.manager.tasks, outcomes)
     return run
+
+
+def _remember(tasks: Tasks, outcomes: list[Outcome]) -> None:
+    tasks.observe(outcomes)
+    tasks.weigh()
 
 
 async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
@@ -69,7 +78,9 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
         return []
     try:
         directory = RunDirectory(spec.run_dir)
-        rows = await asyncio.to_thread(lambda: list(read_outcomes(directory, spec.iteration)))
+        return await asyncio.to_thread(
+            lambda: [outcome_of(row) for row in read_outcomes(directory, spec.iteration)]
+        )
     except (ValueError, StorageError) as error:
         raise ApiError(
             409,
@@ -77,7 +88,6 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
             "remove rollout.curriculum from the configuration, or the manifests of this iteration and "
             "of later ones",
         ) from None
-    return [outcome_of(row) for row in rows]
 
 
 async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:

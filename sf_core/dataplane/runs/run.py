@@ -98,6 +98,8 @@ class ServedRun(TurnHost):
         if spec.attempt > self.spec.attempt:
             for session in [s for s in self.sessions.values() if not s.is_external]:
                 self._lose(session)
+                if session.session_id in self.sessions and spec.judges_groups != self.spec.judges_groups:
+                    self._take_back(session, "answers are scored in another way from now on")
             self.outcomes.forget_failures()
             self.manager.dropped_in_a_row.clear()
             self.fault = ""
@@ -227,9 +229,8 @@ class ServedRun(TurnHost):
         if work == "reward" or not self.is_scored_elsewhere:
             sessions += self.runners.take_answers(runner, limit, self.sessions)
             sessions += self.judging.take(runner, limit - len(sessions))
-        claims = (
-            self.manager.claim(max(0, limit - len(sessions)), self.memory.is_full) if work == "agent" else ()
-        )
+        free = max(0, limit - len(sessions))
+        claims = self.manager.claim(free, self.memory.is_full) if work == "agent" else ()
         for claim in claims:
             session = Session(claim.session_id(self.spec.run_id), claim, runner=runner)
             self.open(session)

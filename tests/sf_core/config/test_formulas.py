@@ -192,7 +192,9 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "environment": {"group_reward": "a:b"},
         "rollout": {"outside_groups": 1},
     },
-    "rollout.least_sessions (9) must not exceed rollout.group_size (8)": {"rollout": {"least_sessions": 9}},
+    "rollout.least_sessions (9) must not exceed rollout.group_size (8): lower it": {
+        "rollout": {"least_sessions": 9}
+    },
     "rollout.curriculum.pool (8) must exceed the groups in flight, rollout.groups_per_batch (4) times 1 + "
     "lag (1), because no task is sampled by two groups at once: raise it": {
         "rollout": {"groups_per_batch": 4, "curriculum": {"pool": 8}}
@@ -208,7 +210,9 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "(rollout.outside_groups): leave one of the two out": {
         "rollout": {"outside_groups": 32, "curriculum": {"pool": 100}}
     },
-    "rollout.curriculum.sizes.fewer (8) must be below rollout.group_size (8)": curriculum(sizes={"fewer": 8}),
+    "rollout.curriculum.sizes.fewer (8) must be below rollout.group_size (8): lower it": curriculum(
+        sizes={"fewer": 8}
+    ),
     "train.advantage group compares the sessions of a group, and rollout.curriculum.sizes.fewer is 1: raise "
     "it, or take train.advantage whitened": curriculum(sizes={"fewer": 1}),
     "rollout.gate mixed drops every group of 3 sessions (rollout.curriculum.sizes.fewer): raise": curriculum(

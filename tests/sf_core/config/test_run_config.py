@@ -25,6 +25,14 @@ def test_overrides_replace_values_of_the_file_and_add_new_ones(config_file: Path
     assert (config.seed, config.storage.root, config.rollout.group_size) == (7, "/data/runs", 16)
 
 
+def test_an_override_within_a_list_says_how_to_give_it() -> None:
+    sentence = (
+        "--set train.weights.0.kind=fresh: weights is a list: give all of it, as --set train.weights=[...]"
+    )
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load_config("dapo", ["train.weights.0.kind=fresh"])
+
+
 def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
     config = load_config(config_file)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
@@ -34,6 +42,11 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
     ("override", "sentence"),
     [
         ("rollout.gruop_size=4", "rollout.gruop_size: unknown key; allowed here: group_size, "),
+        ("rollout.success=answer", "rollout.success: expected a mapping of its settings, got 'answer'"),
+        (
+            "rollout.curriculum=[progress]",
+            "rollout.curriculum: expected a mapping of its settings, got ['progress']",
+        ),
         ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
         ("train.max_grad_norm=.inf", "train.max_grad_norm: input should be a finite number, got inf"),
         ("train.betas=[.nan, 0.9]", "train.betas.0: input should be a finite number, got nan"),

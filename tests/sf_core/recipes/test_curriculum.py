@@ -289,3 +289,22 @@ def test_groups_from_outside_are_of_no_task() -> None:
     tasks = tasks_of({})
     tasks.observe([Outcome(0, None, 4, 0, (), "sealed")])
     assert tasks.past == {} and tasks.positions == {}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"pool": 30, "solved": 0.0},
+        {"pool": 30, "stages": [{"shares": {"a": 1, "b": 2}, "until": 1}, {"shares": {"c": 1}}]},
+    ],
+)
+def test_the_picks_are_the_same_when_pools_are_weighed_before(rules: dict[str, Any]) -> None:
+    told = [outcome(group, TaskRef("a" if "stages" in rules else "", group), [1.0] * 4) for group in range(9)]
+    weighed, other = tasks_of(rules), tasks_of(rules)
+    for tasks in (weighed, other):
+        tasks.observe(told)
+    weighed.weigh()
+    assert [picked(weighed, 10, 20, batch) for batch in (0, 1)] == [
+        picked(other, 10, 20, batch) for batch in (0, 1)
+    ]

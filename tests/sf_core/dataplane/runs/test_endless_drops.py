@@ -139,19 +139,6 @@ def test_a_group_that_counts_begins_the_count_anew(dropping: Play) -> None:
     dropping(scenario)
 
 
-def test_a_judge_that_drops_all_groups_is_named(dropping: Play) -> None:
-    async def scenario(driver: Dropping) -> None:
-        for _ in range(20):
-            await driver.claim()
-            await driver.run.finish(driver.given_out[0], FinishBody(status="failed", cause="group"))
-        assert driver.fault() == (
-            "the last 20 groups were all dropped (not_judged 20), so that no batch gets full: "
-            "environment.group_reward returns None for them; have it return rewards, or leave it out"
-        )
-
-    dropping(scenario)
-
-
 def test_counts_are_by_reason_and_what_fails_most_is_named(dropping: Play) -> None:
     async def scenario(driver: Dropping) -> None:
         await driver.groups(3)
@@ -159,6 +146,20 @@ def test_counts_are_by_reason_and_what_fails_most_is_named(dropping: Play) -> No
         assert driver.fault() == (
             "the last 20 groups were all dropped (equal_rewards 3, agent_error 17), so that no batch gets "
             "full: mend what fails, the last was KeyError: x"
+        )
+
+    dropping(scenario)
+
+
+def test_groups_that_their_judge_drops_name_the_judge(dropping: Play) -> None:
+    async def scenario(driver: Dropping) -> None:
+        for _ in range(20):
+            await driver.claim()
+            told = FinishBody(status="failed", cause="group", error="no majority")
+            await driver.run.finish(driver.given_out[0], told)
+        assert driver.fault() == (
+            "the last 20 groups were all dropped (not_judged 20), so that no batch gets full: "
+            "environment.group_reward returns None for them; take larger groups, or other tasks"
         )
 
     dropping(scenario)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.agents.reports import Reports
-from sf_core.dataplane.bodies import ClaimBody, FinishBody
+from sf_core.dataplane.bodies import ClaimBody, FinishBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.group_rewards import majority
@@ -202,6 +202,37 @@ def test_an_answer_that_ends_before_its_judge_has_it_leaves_the_others_waiting_f
         sample(again, driver.renderer, [user("hi")], say(driver.renderer, "x"), version=0)
         await driver.run.finish(again, FinishBody(status="answered", answer='"late"'))
         assert await driver.claimed("c", 1) == [again, *others]
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+@pytest.mark.parametrize("judges_groups", [False, True])
+def test_answers_that_would_be_scored_in_another_way_are_given_again_by_a_later_attempt(
+    tmp_path: Path, model_dir: str, renderer: Renderer, judges_groups: bool
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await driver.register(judges_groups=not judges_groups)
+        await answered(driver, 2)
+        await driver.register(judges_groups=judges_groups, attempt=2)
+        given = await driver.claimed("a", 3)
+        assert [session.session_id for session in given] == [f"run.g0.{i}.a1" for i in range(3)]
+        assert [session.answer for session in given] == [None] * 3
+        state = driver.state()
+        await driver.restart()
+        assert driver.state() == state
+
+    with_driver(tmp_path, model_dir, renderer, scenario)
+
+
+def test_an_answer_waits_without_ageing_although_its_task_is_told_later(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario(driver: JudgingDriver) -> None:
+        await answered(driver, 2)
+        tasks = {"run.g0.0.a0": TaskName(task_id="t", environment="e")}
+        await driver.run.claim(ClaimBody(runner="b1", max=0, tasks=tasks))
+        session = driver.run.sessions["run.g0.0.a0"]
+        assert (session.task_id, session.began_at) == ("t", math.inf)
 
     with_driver(tmp_path, model_dir, renderer, scenario)
 
