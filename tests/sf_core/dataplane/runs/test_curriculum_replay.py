@@ -100,14 +100,15 @@ class CurriculumDriver(Driver):
     async def choose(self) -> None:
         """A later attempt begins to choose, and another one ends that."""
         chosen = self.spec["rollout"].get("curriculum") is not None
-        rules = {"curriculum": None if chosen else CURRICULA[0], "gate": "all" if chosen else "varied"}
-        self.rules |= rules
+        # under another gate, compacted, the end of a group would be judged anew
+        self.rules["curriculum"] = None if chosen else CURRICULA[0]
         await self.begin_attempt()
 
     def memory(self) -> dict[str, Any]:
         manager = self.run.manager
         return {
-            "past": dict(sorted(manager.tasks.past.items())),
+            # without a curriculum none is needed, and after a restart there is none
+            "past": dict(sorted(manager.tasks.past.items())) if manager.rules.curriculum else {},
             "positions": manager.tasks.positions,
             "in_flight": manager.tasks.in_flight,
             # the journal of an attempt that chooses nothing does not tell their versions
