@@ -199,6 +199,7 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
             if opened.claim is not None and not opened.claim.is_outside:
                 run.manager.restore_attempt(opened.claim)
     run.manager.dropped_in_a_row.clear()
+    run.note_admitted(run.manager.pick_untold())
     return True
 
 

@@ -28,11 +28,12 @@ class RestoredManager(RolloutManager):
         if group.pick is not None:
             self.tasks.release(group.pick.task)
         self.tasks.note(pick)
-        if group.is_begun:
-            # by an attempt that chose nothing, so that what it was is told now
+        if group.num_open < group.size:
+            # begun by an attempt that chose nothing, so that what it was is told now
             group.pick, group.version = pick, version
         else:
-            group = self._begin(Group("train", index, pick.size, False, self.first_attempt, pick, version))
+            planned = Group("train", index, pick.size, False, self.first_attempt, pick, version)
+            group = self._begin_in_place(planned)
         group.is_recorded = True
 
     def restore_attempt(self, claim: Claim) -> None:
@@ -71,7 +72,30 @@ class RestoredManager(RolloutManager):
     def restore_rejected(self, index: int, reason: str) -> None:
         if index not in self._done:
             self._admit_up_to(index)
+            group = self.groups[index]
+            if self.rules.chooses and group.pick is not None and not (group.is_recorded or group.is_begun):
+                # from outside: of others, the task is told before
+                self.tasks.release(group.pick.task)
+                group.pick = None
             self._reject([index], reason)
+
+    def pick_untold(self) -> list[int]:
+        """Have the curriculum pick for groups that were begun because later ones were told: what became of
+        them is not in the journal any more. Returns these groups."""
+        if self.rules.curriculum is None:
+            return []
+        own = [group for group in self.groups.values() if not group.is_outside]
+        untold = {
+            group.index: place
+            for place, group in enumerate(own)
+            if not group.is_recorded and group.num_open == group.size
+        }
+        for index in untold:
+            if (plain := self.groups[index].pick) is not None:
+                self.tasks.release(plain.task)
+        for index, place in untold.items():
+            self._begin_in_place(self._picked(index, place))
+        return [*untold]
 
     def restore_sealed(self, index: int, batch: Batch) -> None:
         """Note a batch that was sealed before a restart."""
@@ -94,6 +118,12 @@ class RestoredManager(RolloutManager):
         if claim.place.split == "train":
             self._admit_up_to(claim.place.group)
         return self._group(claim)
+
+    def _begin_in_place(self, group: Group) -> Group:
+        """Begin a group in place of the one with its number, whose attempts are not given out again."""
+        for member, earlier in zip(group.members, self.groups[group.index].members, strict=False):
+            member.attempt, member.num_failures = earlier.attempt, earlier.num_failures
+        return self._begin(group)
 
     def _admit_up_to(self, index: int) -> None:
         """Begin all groups up to this one as the rules without a curriculum would: what else was picked is

@@ -300,10 +300,14 @@ class RolloutManager:
         index = self._next_group
         if outside is not None:
             return self._begin(Group("train", index, outside, True, self.first_attempt, version=self.version))
+        return self._begin(self._picked(index, self._num_groups()))
+
+    def _picked(self, index: int, num_before: int) -> Group:
+        """A group with the task that the curriculum picks for it, behind so many others."""
         # the batch that it would fill, were the groups before it in earlier ones
-        batch = self.next_batch + self._num_groups() // max(1, self._places(outside=False))
+        batch = self.next_batch + num_before // max(1, self._places(outside=False))
         pick = self.tasks.pick(index, batch)
-        return self._begin(Group("train", index, pick.size, False, self.first_attempt, pick, self.version))
+        return Group("train", index, pick.size, False, self.first_attempt, pick, self.version)
 
     def _begin(self, group: Group) -> Group:
         self.groups[group.index] = group

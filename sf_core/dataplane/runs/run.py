@@ -176,12 +176,12 @@ class ServedRun(TurnHost):
             runner.num_polls -= 1
             runner.silent_s = 0.0
         if opened := [session for session in sessions if session.answer is None]:
-            self._note_admitted(session.claim.place.group for session in opened if session.claim is not None)
+            self.note_admitted(session.claim.place.group for session in opened if session.claim is not None)
             # if this is refused, the runner does not name them in its next claim, and they are taken back
             await self.journal.attend(self.journal.append(events.Opened.of(opened)))
         return sessions, self._is_released(body.runner)
 
-    def _note_admitted(self, indices: Iterable[int]) -> None:
+    def note_admitted(self, indices: Iterable[int]) -> None:
         """Record what the groups are whose first sessions, or whose end, are recorded next."""
         if not self.spec.rollout.chooses:
             return
@@ -298,7 +298,7 @@ class ServedRun(TurnHost):
     def reject_all(self, groups: list[Group], reason: str) -> list[events.Rejected]:
         """Reject groups, as the events that are returned say."""
         rejected = [events.Rejected(group.index, reason) for group in groups]
-        self._note_admitted(group.index for group in groups)
+        self.note_admitted(group.index for group in groups)
         for event in rejected:
             self.journal.note(event)
             self.effects.apply(event)

@@ -32,6 +32,16 @@ from tests.sf_core.runs import configure, conversation, sample
 
 ITERATION = 1
 
+RULES: dict[str, Any] = {
+    "iteration": ITERATION,
+    "groups_per_batch": 3,
+    "group_size": 3,
+    # names of groups of one and of two digits sort otherwise than their numbers
+    "done_groups": list(range(9)),
+    "top_p": 1.0,
+    "follows_grammars": True,
+}
+
 
 @dataclass
 class Sampled:
@@ -87,15 +97,7 @@ def sampled(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Samp
         directory = RunDirectory(str(tmp_path / "run"))
         configure(directory)
         run = Sampled(server, directory, RunRef("run", directory.uri, url, attempt=1))
-        # names of groups of one and of two digits sort otherwise than their numbers
-        server.register(
-            iteration=ITERATION,
-            groups_per_batch=3,
-            group_size=3,
-            done_groups=list(range(9)),
-            top_p=1.0,
-            follows_grammars=True,
-        )
+        server.register(**RULES)
         server.connect(lambda prompt, seed: say(renderer, "x" * (run.lengths.pop(0) - 1)))
         yield run
 
@@ -129,6 +131,16 @@ def fill(run: Sampled) -> None:
     run.ask(twelve[2], [user("a")], 6)
     for claim, reward in zip([*nine, *eleven, *twelve], [1, 0, 0, 0.5, 0.5, 0.5, 2, 6, 4], strict=True):
         run.finish(claim, reward)
+
+
+def test_what_came_of_groups_is_no_trajectory(sampled: Sampled) -> None:
+    sampled.server.register(**RULES, least_sessions=3)
+    fill(sampled)
+    sampled.batch()
+    made, filtered = (sampled.directory.read_manifest(ITERATION, stage) for stage in ("rollout", "filter"))
+    assert made is not None and filtered is not None
+    assert len(made.files("outcomes")) == 1
+    assert [*filtered.inputs] == [ref.uri for ref in made.files("trajectories")]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import arrow_stream as stream_module
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream
 from storage.manifests import Manifest
+from storage.outcomes import write_outcomes
 from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
 from storage.trajectories import SCHEMA, read_trajectories, to_rows, write_trajectories
@@ -84,7 +85,10 @@ def test_a_committed_batch_is_read_from_the_run_directory(serving: Server) -> No
     directory = RunDirectory(f"{serving.run_dir}/run")
     rows = to_rows(read_trajectories(sealed_file(serving)))[:1]
     ref = write_trajectories(directory, 7, rows, "other")
-    directory.commit_manifest(Manifest(run_id="run", iteration=7, stage="rollout", attempt=1, outputs=[ref]))
+    outputs = [write_outcomes(directory, 7, [], "other"), ref]
+    directory.commit_manifest(
+        Manifest(run_id="run", iteration=7, stage="rollout", attempt=1, outputs=outputs)
+    )
     assert read(serving.http.get(PATH.format(7))).num_rows == 1
 
 

@@ -177,3 +177,21 @@ def test_groups_whose_task_was_taken_again_are_counted(server: Server, renderer:
     register(server, renderer, groups_per_batch=2, curriculum={"pool": 1})
     claim(server, "a0", 4)
     assert figures(server)["sf_repeated_tasks_total", "run"] == 1
+
+
+def test_claims_name_the_task_that_was_picked(server: Server, renderer: Renderer) -> None:
+    stages = [{"shares": {"sums": 1.0}}]
+    register(server, renderer, groups_per_batch=2, curriculum={"pool": 99, "stages": stages})
+    server.post("/runs/run/evaluations/0", {"num_tasks": 2})
+    given = claim(server, "a0", 6)["sessions"]
+    held_out, trained = given[:2], given[2:]
+    assert [(each["source"], each["task_index"]) for each in held_out] == [("", 0), ("", 1)]
+    first, second = [{(each["source"], each["task_index"]) for each in trained[i : i + 2]} for i in (0, 2)]
+    assert len(first) == len(second) == 1 and first != second, "one task by group"
+    assert first | second <= {("sums", number) for number in range(99)}
+    assert not (first | second) & {("sums", 0), ("sums", 1)}, "its number is not that of its group"
+    # its answer comes with the same task
+    claim(server, "s0", 0, "reward")
+    answer_all(server, {"sessions": trained[:1]})
+    [again] = claim(server, "s0", 9, "reward")["sessions"]
+    assert {(again["source"], again["task_index"])} == first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane.runs.effects import compaction
 from sf_core.dataplane.runs.results import outcome_of
 from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.recipes.curriculum import Tasks
@@ -108,7 +110,11 @@ class CurriculumDriver(Driver):
             "past": dict(sorted(manager.tasks.past.items())),
             "positions": manager.tasks.positions,
             "in_flight": manager.tasks.in_flight,
-            "picks": {index: (group.pick, group.version) for index, group in manager.groups.items()},
+            # the journal of an attempt that chooses nothing does not tell their versions
+            "picks": {
+                index: (group.pick, group.version if group.is_recorded else None)
+                for index, group in manager.groups.items()
+            },
             "ended": manager.ended,
             "next": next_picks(manager),
         }
@@ -181,6 +187,7 @@ def test_the_memory_of_a_run_opened_from_its_journal_is_that_of_the_run_that_wro
 @settings(max_examples=examples(50), deadline=None)
 @given(operations=st.lists(st.sampled_from([*OPERATIONS, *MORE, "choose", "choose"]), max_size=40))
 @example(operations=["claim", "finish", "choose", "claim"])
+@example(operations=[*["play", "claim"] * 2, "play", "seal", "publish", "go_on_while_it_is_compacted_twice"])
 def test_a_run_that_begins_to_choose_later_is_restored_too(
     model_dir: str, renderer: Renderer, operations: list[str]
 ) -> None:
@@ -197,6 +204,40 @@ def test_a_run_that_begins_to_choose_later_is_restored_too(
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(scenario(Path(folder)))
+
+
+def test_groups_of_a_lost_batch_get_tasks_of_the_curriculum_again(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario() -> None:
+        # the journal has the groups of the last batch alone, and the flow has lost two
+        rules = {"pool": 40, "stages": [{"shares": {"a": 1.0}}]}
+        driver = CurriculumDriver(tmp_path, model_dir, renderer, curriculum=rules, gate="all")
+        await driver.register()
+        while driver.run.manager.next_batch < 5:
+            for operation in ("play", "seal", "publish"):
+                await getattr(driver, operation)()
+        await driver.go_back()
+        groups = driver.run.manager.groups
+        told = [number for number, group in groups.items() if group.is_complete]
+        lost = [number for number in groups if number < min(told)]
+        assert [group.num_open for group in groups.values()][:2] == [2, 2] and len(lost) == 2
+        # one of its sessions was given out with the first of the next group
+        assert [member.attempt for member in groups[lost[1]].members] == [-1, 0]
+        tasks = [group.pick.task for group in groups.values() if group.pick]
+        assert {(task.source, task.number in range(40)) for task in tasks} == {("a", True)}
+        assert driver.run.manager.tasks.in_flight == dict.fromkeys(tasks, 1), "no task twice"
+        memory = driver.memory()
+        for compacts in (False, True):
+            if compacts:
+                await driver.run.compact(partial(compaction, driver.run))
+            await driver.restart()
+            assert driver.memory() == memory
+        await driver.go_back()
+        assert driver.memory()["picks"].items() >= {n: memory["picks"][n] for n in lost}.items()
+        await driver.plane.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("curriculum", CURRICULA)
