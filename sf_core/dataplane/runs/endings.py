@@ -33,11 +33,7 @@ ALL_DROPPED = "all_dropped"
 """Why the groups are rejected that are in flight when it ends by that."""
 
 NOT_JUDGED = "not_judged"
-<<<<<<< HEAD
 """Why a group is rejected for which `environment.group_reward` gives no rewards."""
-=======
-"""Why a group is rejected whose judge gives it no rewards."""
->>>>>>> rows
 
 
 class Endings:
@@ -109,11 +105,7 @@ class Endings:
         """What to do when groups are dropped for these reasons."""
         most = max(dropped, key=lambda reason: dropped[reason])
         if most == NOT_JUDGED:
-<<<<<<< HEAD
             return "environment.group_reward returns None for them; take larger groups, or other tasks"
-=======
-            return "environment.group_reward returns None for them; have it return rewards, or leave it out"
->>>>>>> rows
         if most not in GATE_REASONS:
             return f"mend what fails, the last was {self._run.outcomes.last_error or 'not recorded'}"
         return (
