@@ -139,19 +139,6 @@ def test_a_group_that_counts_begins_the_count_anew(dropping: Play) -> None:
     dropping(scenario)
 
 
-def test_a_judge_that_drops_all_groups_is_named(dropping: Play) -> None:
-    async def scenario(driver: Dropping) -> None:
-        for _ in range(20):
-            await driver.claim()
-            await driver.run.finish(driver.given_out[0], FinishBody(status="failed", cause="group"))
-        assert driver.fault() == (
-            "the last 20 groups were all dropped (not_judged 20), so that no batch gets full: "
-            "environment.group_reward returns None for them; have it return rewards, or leave it out"
-        )
-
-    dropping(scenario)
-
-
 def test_counts_are_by_reason_and_what_fails_most_is_named(dropping: Play) -> None:
     async def scenario(driver: Dropping) -> None:
         await driver.groups(3)
