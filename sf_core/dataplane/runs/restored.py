@@ -72,11 +72,6 @@ class RestoredManager(RolloutManager):
     def restore_rejected(self, index: int, reason: str) -> None:
         if index not in self._done:
             self._admit_up_to(index)
-            group = self.groups[index]
-            if self.rules.chooses and group.pick is not None and not (group.is_recorded or group.is_begun):
-                # from outside: of others, the task is told before
-                self.tasks.release(group.pick.task)
-                group.pick = None
             self._reject([index], reason)
 
     def pick_untold(self) -> list[int]:

@@ -108,24 +108,6 @@ def test_groups_from_outside_are_told_without_a_task_and_not_counted(
     asyncio.run(scenario())
 
 
-def test_groups_from_outside_have_no_task_in_a_run_that_starts_over_either(
-    tmp_path: Path, model_dir: str, renderer: Renderer
-) -> None:
-    async def scenario() -> None:
-        driver = Teller(tmp_path, model_dir, renderer)
-        rules = RULES | {"groups_per_batch": 2, "outside_groups": 1, "curriculum": {"pool": 9}}
-        await driver.register(**rules, gate="varied")
-        for reward in (1.0, 0.0):
-            for session in await declare_group(driver.run, GroupBody(size=2, task_id="ticket")):
-                await driver.end(session, reward)
-        await driver.register(attempt=2, iteration=5, version=5)
-        assert {outcome.group: outcome.pick for outcome in driver.run.manager.ended} == {0: None, 1: None}
-        assert (driver.run.manager.tasks.past, driver.run.manager.tasks.in_flight) == ({}, {})
-        await driver.plane.close()
-
-    asyncio.run(scenario())
-
-
 def test_a_run_that_does_not_choose_tells_what_it_always_has(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
