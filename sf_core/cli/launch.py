@@ -232,7 +232,7 @@ def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) ->
     failure = ""
     if code:
         reason = _reason(log, log_bytes, code)
-        failure = f"{reason}; log: {_log_of_session(reason, stack.logs) or log}"
+        failure = f"{reason.removesuffix('.')}; log: {_log_of_session(reason, stack.logs) or log}"
     return failure, [name for name, pid in stack.pids().items() if before.get(name, pid) != pid]
 
 

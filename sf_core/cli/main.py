@@ -316,6 +316,7 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
         agent_of,
         check_host,
         environment_of,
+        group_reward_of,
         prepare_of,
         reward_of,
         tasks_of,
@@ -325,7 +326,7 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
 
     sys.path.insert(0, os.getcwd())
     try:
-        for checked in (environment_of, tasks_of, reward_of, prepare_of):
+        for checked in (environment_of, tasks_of, reward_of, group_reward_of, prepare_of):
             checked(config.environment)
         # a program and a sandbox need not be here if the workers are elsewhere
         workers_are_here = scheduler_of(config) is None

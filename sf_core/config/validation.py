@@ -26,6 +26,14 @@ _NEW_WORKER = (
 )
 
 
+_EXPECTED = {
+    "model_type": "expected a mapping of its settings",
+    "dict_type": "expected a mapping",
+    "tuple_type": "expected a list",
+}
+"""What pydantic says of these types in words of Python."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run; the message is one sentence for the user."""
 
@@ -79,8 +87,7 @@ def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
     if error["type"] == "string_pattern_mismatch":
         names = [name for name in reversed(error["loc"]) if name in PATTERNS]
         message = PATTERNS[names[0]] if names else message
-    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        message = "expected a mapping of its settings"
+    message = _EXPECTED.get(error["type"], message)
     message = message[0].lower() + message[1:]
     if error["type"] == "missing" and section is WorkerConfig and location.startswith("cluster."):
         message += _NEW_WORKER

@@ -29,6 +29,7 @@ def sf(*arguments: str) -> tuple[int, str]:
         ("environment.agent=nowhere:agent", "environment.agent: nowhere:agent: cannot import nowhere"),
         ("environment.agent={command: [nobody]}", "environment.agent: there is no program 'nobody' on this"),
         ("environment.reward=json:score", "environment.reward: json:score: module json has no score"),
+        ("environment.group_reward=json:vote", "environment.group_reward: json:vote: module json has no"),
         ("policy.model=/nowhere", "policy.model: /nowhere does not exist"),
         ("storage.root=/dev/null/runs", "/dev/null/runs: the storage failed"),
     ],

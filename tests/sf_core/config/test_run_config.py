@@ -47,6 +47,10 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
             "rollout.curriculum=[progress]",
             "rollout.curriculum: expected a mapping of its settings, got ['progress']",
         ),
+        (
+            "rollout.curriculum.stages={until: 3}",
+            "rollout.curriculum.stages: expected a list, got {'until': 3}",
+        ),
         ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
         ("train.max_grad_norm=.inf", "train.max_grad_norm: input should be a finite number, got inf"),
         ("train.betas=[.nan, 0.9]", "train.betas.0: input should be a finite number, got nan"),

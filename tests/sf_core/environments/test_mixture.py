@@ -256,7 +256,7 @@ def test_a_task_of_no_part_is_refused() -> None:
         ({"": {}}, "environment.settings.parts: a part needs a name"),
         (
             {"words": "quickstart"},
-            "environment.settings.parts.words: input should be an object, got 'quickst",
+            "environment.settings.parts.words: expected a mapping of its settings, got 'quickst",
         ),
         (
             {"words": WORDS, "rules": {"name": "quickstat"}},
