@@ -37,8 +37,8 @@ COMMANDS = {
     "real_model": "benchmarks.real_model",
     "trainer": "benchmarks.trainer",
     "recipes": "benchmarks.recipes",
-    # three hours; --lines goes on with those of the file
-    "curricula": "benchmarks.curricula --lines runs/curricula.jsonl",
+    # three hours; goes on with the runs of the file
+    "curricula": "benchmarks.curricula --lines benchmarks/results/curricula.jsonl",
     "group_sessions": "benchmarks.group_sessions",
     "capture": "benchmarks.capture",
     "storage": "benchmarks.storage",

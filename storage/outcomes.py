@@ -38,11 +38,14 @@ SCHEMA = pa.schema(
 )
 
 NUM_READERS = 16
+"""Files that are read at once."""
 
 
 def write_outcomes(
     run: RunDirectory, iteration: int, rows: Sequence[Mapping[str, Any]], part: str
 ) -> FileRef:
+    """Write rows with the columns of SCHEMA, but for `run_id`, which is the run's. Equal rows give equal
+    bytes under the same name. Raises OSError if the storage fails."""
     table = pa.Table.from_pylist([{"run_id": run.run_id, **row} for row in rows], schema=SCHEMA)
     uri = f"{run.partition('outcomes', iteration)}/{part}.parquet"
     return run.relative(parquet.write_table(uri, table))
