@@ -96,6 +96,9 @@ class Endings:
         total = sum(dropped.values())
         if total < MAX_DROPPED_BATCHES * self._run.spec.rollout.groups_per_batch:
             return ""
+        if self._run.outcomes.failures_in_a_row >= total:
+            # no session succeeds, which the wait for the batch ends with what the last one said
+            return ""
         return (
             f"the last {total} groups were all dropped ({failures_text(dropped)}), so that no batch gets "
             f"full: {self._way_out(dropped)}"
