@@ -98,9 +98,10 @@ CLAIMS = (
     Claim(".5/.1/0 flips .1", "srpo", 0.68),
     Claim(".3/.3/.1 told of others", "progress", 1.0, holds_one=True),
 )
-"""Of a toy learner under the real rollout manager, before the first run. It also had progress spend 20 % of
-its tokens on random tasks. The toy's steps grow with the share of groups that teach; AdamW's grow with its
-root at most, so smaller effects, and more tokens for dapo, would be no surprise."""
+"""Predictions from a toy learner under the real rollout manager, written before the first run. In the toy,
+progress also spent 20 % of its tokens on random tasks. The toy's steps grow with the share of groups that
+teach. AdamW's grow with its root at most, so smaller effects, and more tokens for dapo, would be no
+surprise."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Environment(Settings):
 
     @property
     def classes(self) -> list[type[Environment]]:
-        """Those whose files say what it demonstrates."""
+        """Classes whose files decide what it demonstrates."""
         return [type(self)]
 
     @property

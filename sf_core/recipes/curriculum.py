@@ -92,7 +92,7 @@ class Past(NamedTuple):
     need: int
     """Sessions that it needed."""
     scores: tuple[float, ...]
-    """Those of its sessions that ended and count; none if it ended without."""
+    """Scores of its sessions that count; empty if none does."""
 
 
 class Tasks:
@@ -315,7 +315,7 @@ class _Book:
     def _utilities(
         self, random: np.random.Generator, counts: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """Of tasks with these counts [N, 2, 2]."""
+        """Utilities [N] of tasks with these counts [N, 2, 2]."""
         if self.rules.utility == "progress":
             p = random.beta(1 + counts[:, 1, 0], 1 + counts[:, 1, 1])
             # what has been sampled once has no older half

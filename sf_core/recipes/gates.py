@@ -59,7 +59,7 @@ def num_right(results: Sequence[Result], success: Success) -> int:
 
 
 Kind = Literal["right", "mixed", "wrong"]
-"""Of a group: all of its sessions, some or none were right."""
+"""Whether all, some or none of the sessions of a group were right."""
 
 
 def kind_of(results: Sequence[Result], success: Success) -> Kind:

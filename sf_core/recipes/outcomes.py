@@ -69,8 +69,8 @@ class Outcome(NamedTuple):
     version: int
     """Policy version when the group was begun."""
     results: tuple[Result, ...]
-    """Those of its sessions that counted, in order of their places; with a dropped group there may be
-    fewer than it needed."""
+    """Results of the sessions that counted, in order of their places. A dropped group may have fewer than it
+    needed."""
     verdict: str
     """`sealed`, or why the group was dropped."""
 

@@ -78,15 +78,18 @@ class Endings:
             f"{run.spec.tasks} changes between two calls: sessions of group {claim.place.group}, which work "
             f"on one task, got {shown}. Equal arguments must give equal tasks, in every process",
             "task_changed",
-            [g for g in run.manager.groups.values() if not (g.is_outside or g.is_complete)],
+            self._incomplete(),
         )
         return True
 
     def refuse_endless_drops(self) -> None:
         """End the run if nothing of what it has sampled for ten batches counts: it would go on for ever."""
         if fault := self.fault_of_drops():
-            groups = [g for g in self._run.manager.groups.values() if not (g.is_outside or g.is_complete)]
-            self.end_run_by(fault, ALL_DROPPED, groups)
+            self.end_run_by(fault, ALL_DROPPED, self._incomplete())
+
+    def _incomplete(self) -> list[Group]:
+        """The run's own groups that are not complete."""
+        return [g for g in self._run.manager.groups.values() if not (g.is_outside or g.is_complete)]
 
     def fault_of_drops(self) -> str:
         """What is to be said of a run whose groups were all dropped for ten batches; empty of any other."""

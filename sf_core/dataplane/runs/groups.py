@@ -124,11 +124,6 @@ class Group:
         return True
 
     @property
-    def is_begun(self) -> bool:
-        """Whether one of its sessions was given out."""
-        return any(member.attempt >= self.first_attempt for member in self.members)
-
-    @property
     def is_complete(self) -> bool:
         return self.num_done >= self.need
 
@@ -143,7 +138,7 @@ class Group:
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """Those of members that count, in order of their places."""
+        """Results of the members that count, in order of their places."""
         return tuple(member.result for member in self.members if member.result is not None)
 
     @property

@@ -73,9 +73,9 @@ def result_of(finished: FinishedSession, success: Success | None) -> Result:
     score = finished.reward
     if success is not None and success.part is not None:
         score = rows[0].reward_parts.get(success.part, 0.0) if rows else 0.0
-    tokens = sum(int(row.loss_mask.sum()) for row in rows)
     has_failed = finished.status in REASONS
     task_id = rows[0].task_id if rows else ""
+    tokens = _num_sampled(finished)
     return Result(finished.reward, 0.0 if has_failed else score, tokens, finished.status, task_id)
 
 
