@@ -366,9 +366,9 @@ def _turn(
         message,
         finish_reason,
         ",".join(generation.engines),
-        generation.sampling,
+        generation.request.sampling,
         generation.interruptions,
         num_unparsed_calls,
         index,
-        bool(generation.grammar),
+        bool(generation.request.grammar),
     )

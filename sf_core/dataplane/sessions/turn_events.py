@@ -226,7 +226,7 @@ class RecordedTurn:
         if self.turn is not None:
             generation.interruptions = self.turn.interruptions
             generation.finish(self.turn.finish_reason)
-        elif len(ids) and int(ids[-1]) in generation.stop_token_ids:
+        elif len(ids) and int(ids[-1]) in generation.request.stop_token_ids:
             generation.finish(FinishReason.STOP)
         elif len(ids):
             generation.absorb(Chunk(generation.request_id, [], [], 0, FinishReason.ABORT), "")

@@ -34,7 +34,7 @@ from sf_core.dataplane.sessions.turn_events import RecordedTurn, Tokens, TurnKey
 from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, TokenLogprob, encode_arguments
 from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.types import FinishReason, Sampling
+from sf_core.types import FinishReason, GenerationRequest, Sampling
 
 NO_FORMAT = (
     "The policy cannot call tools: its chat template writes calls in no known format. Put `tool_format` into "
@@ -122,14 +122,17 @@ class TurnService:
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
         """Whether the turn may end before the engine ends it, so that tokens are read one by one."""
         self._generation = Generation(
-            f"{next(_request_numbers)}",
-            prompt_ids,
-            self._sampling(sample, nth),
-            min(run.spec.context_length - len(prompt_ids), self._budget()),
-            run.renderer.stop_token_ids,
-            stream=request.stream or self._ends_early,
+            GenerationRequest(
+                f"{next(_request_numbers)}",
+                prompt_ids,
+                0,
+                min(run.spec.context_length - len(prompt_ids), self._budget()),
+                run.renderer.stop_token_ids,
+                self._sampling(sample, nth),
+                request.stream or self._ends_early,
+                grammar,
+            ),
             floor=max(prompt.version, session.floor),
-            grammar=grammar,
         )
         self._generation.session_id = session.session_id
         self._generation.pace = run.pace
@@ -167,7 +170,7 @@ class TurnService:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self._generation.prompt_ids)
+        return len(self._generation.request.prompt_ids)
 
     async def pieces(self) -> AsyncIterator[Pieces]:
         """The parts of the answer as they become final. After the last one the turn is in the session."""
@@ -208,7 +211,7 @@ class TurnService:
             self.turn.message,
             "tool_calls" if called else generation.finish_reason.value,
             self._stops.found,
-            len(generation.prompt_ids),
+            len(generation.request.prompt_ids),
             len(generation.token_ids),
             self._logprobs,
         )
