@@ -33,7 +33,6 @@ from sf_core.dataplane.sessions.turn_events import (
     TurnEvent,
     TurnKey,
     read_turn_event,
-    replay,
 )
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
@@ -168,7 +167,7 @@ class Record:
         """The session as a restart makes it of its journal."""
         session = Session(self.session.session_id)
         for event in self.journal:
-            replay(session, event)
+            session.apply(event)
         return session
 
     def restart(self) -> None:

@@ -17,7 +17,7 @@ from sf_core.dataplane.gateway.dialects.chat import Chat
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Session, Turn
 from sf_core.dataplane.sessions.turn_events import RecordedTurn, TurnKey
-from sf_core.dataplane.turns.turn import turn_seed
+from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -328,7 +328,7 @@ def test_turns_whose_answer_nobody_got_are_not_trained(renderer: Renderer) -> No
 
 def test_the_seed_of_a_turn_depends_on_its_place_and_on_what_failed_there() -> None:
     places = (("train", 0, 0), ("train", 0, 1))
-    seeds = {turn_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1), (0, 1, 2))}
+    seeds = {derive_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1), (0, 1, 2))}
     assert len(seeds) == 48
     assert all(0 <= seed < 2**64 for seed in seeds)
 
