@@ -197,7 +197,7 @@ def test_a_reward_that_comes_after_the_lag_bound_is_kept_and_does_not_train(
         for session in late:
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
             assert session.claim is not None
-            driver.run.note_started(session.claim, 0)
+            driver.run.turns.note_started(session.claim, 0)
         await driver.run.finish(late[0], FinishBody(status="finished", reward=1.0))
         # a data plane that was told of a newer version meanwhile
         await driver.register(attempt=2, iteration=1, version=1)
