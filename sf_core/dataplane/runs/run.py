@@ -355,7 +355,7 @@ class ServedRun:
     @property
     def is_over(self) -> bool:
         """Whether it is released, has no engine connected, and leaves nothing in the journal alone."""
-        return self.released and not (self.router.links or self.unfinished or self.results.opened)
+        return self.released and not (self.router.engines or self.unfinished or self.results.opened)
 
     async def leave(self) -> None:
         """Stop serving the run; its journal and its directory hold all there is of it."""
