@@ -139,9 +139,8 @@ async def test_whatever_happens_every_generation_ends_whole_and_in_order(
     await happening.settle()
     for generation in cluster.generations:
         check_tokens(generation)
-    assert all(
-        not engine.connection.in_flight and not engine.connection.outstanding for engine in cluster.engines
-    )
+    connections = [engine.connection for engine in cluster.engines]
+    assert not any(connection.in_flight or connection.outstanding for connection in connections)
 
 
 class Training(Events):
