@@ -84,7 +84,7 @@ class DataPlane:
                 elif await begin_attempt(run, spec):
                     self.sealers[spec.run_id].forget()
                 await run.journal.attend(run.journal.flush())
-                stale = [link for link in run.router.links if link.attempt < spec.attempt]
+                stale = [engine for engine in run.router.engines if engine.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
             if self._open_runs is not None:
                 self._open_runs.add(spec.run_id, run.journal.path)
@@ -105,7 +105,7 @@ class DataPlane:
         if spec.attempt < run.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
         run.release()
-        self._take_away(list(run.router.links), run, "the run begins anew")
+        self._take_away(list(run.router.engines), run, "the run begins anew")
         await self.stores[spec.run_id].close()
         fresh = await begin_anew(run, spec)
         self._serve(fresh)
@@ -163,14 +163,13 @@ class DataPlane:
         if weights.version < run.router.weights.version:
             raise ApiError(409, f"Version {run.router.weights.version} is published already.")
         started = time.monotonic()
-        engines = await run.publish(weights)
-        refusals = [link.refuses for link in run.router.links if link.refuses]
-        links = run.router.links
-        held = sorted({link.first_version if link.version is None else link.version for link in links})
+        versions = await run.publish(weights)
+        engines = run.router.engines
+        held = {e.first_version if e.version is None else e.version for e in engines}
         return {
-            "engines": engines,
-            "refusals": refusals,
-            "held": held,
+            "engines": versions,
+            "refusals": [engine.refuses for engine in engines if engine.refuses],
+            "held": sorted(held),
             "seconds": time.monotonic() - started,
         }
 
@@ -178,22 +177,22 @@ class DataPlane:
         """Have the engines of a lease yield. Returns how many left, and how many of them were dropped because
         they had not yielded in time. An engine of the lease that connects later is turned away."""
         await run.revoke(lease_id)
-        links = [link for link in run.router.links if link.lease_id == lease_id]
-        leaving = [asyncio.ensure_future(run.router.take_away(link, "revoked")) for link in links]
+        engines = [engine for engine in run.router.engines if engine.lease_id == lease_id]
+        leaving = [asyncio.ensure_future(run.router.take_away(engine, "revoked")) for engine in engines]
         if leaving:
             await asyncio.wait(leaving, timeout=within_s)
-        late = [link for link in links if not link.gone.is_set()]
-        for link in late:
-            log.warning("engine %s did not yield within %g s: it is dropped", link.engine_id, within_s)
-            run.router.lose(link)
+        late = [engine for engine in engines if not engine.gone.is_set()]
+        for engine in late:
+            log.warning("engine %s did not yield within %g s: it is dropped", engine.engine_id, within_s)
+            run.router.lose(engine)
         run.counters["engines_dropped"] += len(late)
         await asyncio.gather(*leaving)
-        return {"engines": len(links), "dropped": len(late)}
+        return {"engines": len(engines), "dropped": len(late)}
 
     async def release(self, run: ServedRun) -> None:
         run.release()
         await run.journal.flush()
-        self._take_away(list(run.router.links), run, "released")
+        self._take_away(list(run.router.engines), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
         # a run with results that are not written yet is for the next process too
         if self._open_runs is not None and not run.state.results.opened:
@@ -240,9 +239,9 @@ class DataPlane:
         if self._open_runs is not None:
             self._open_runs.close()
 
-    def _take_away(self, links: list[EngineConnection], run: ServedRun, reason: str) -> None:
-        for link in links:
-            task = asyncio.ensure_future(run.router.take_away(link, reason))
+    def _take_away(self, engines: list[EngineConnection], run: ServedRun, reason: str) -> None:
+        for engine in engines:
+            task = asyncio.ensure_future(run.router.take_away(engine, reason))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 

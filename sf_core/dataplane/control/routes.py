@@ -232,11 +232,11 @@ async def resume(run: ServedRun, body: bodies.ResumeBody) -> Answer:
 
 @_post(RUN + "/engines/{engine_id:path}/drain", "Let an engine end its turns and go.", recorded=True)
 async def drain(run: ServedRun, engine_id: str) -> Answer:
-    link = run.router.find(engine_id)
+    engine = run.router.find(engine_id)
     # if its connection breaks meanwhile, it must not be taken back
-    await run.revoke(link.lease_id)
-    run.router.drain(link, "drained")
-    return {"running": len(link.in_flight)}
+    await run.revoke(engine.lease_id)
+    run.router.drain(engine, "drained")
+    return {"running": len(engine.in_flight)}
 
 
 @_post(RUN + "/runners/{runner:path}/retire", "Give a runner nothing new.")

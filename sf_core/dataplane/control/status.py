@@ -58,15 +58,15 @@ def run_status(run: ServedRun) -> RunStatus:
         "released": run.released,
         "engines": [
             {
-                "id": link.engine_id,
-                "worker": link.worker,
-                "version": link.version,
-                "state": link.state,
-                "running": len(link.in_flight),
-                "tokens": link.num_tokens,
-                "seconds": time.monotonic() - link.serving_since if link.serving_since else 0.0,
+                "id": engine.engine_id,
+                "worker": engine.worker,
+                "version": engine.version,
+                "state": engine.state,
+                "running": len(engine.in_flight),
+                "tokens": engine.num_tokens,
+                "seconds": time.monotonic() - engine.serving_since if engine.serving_since else 0.0,
             }
-            for link in router.links
+            for engine in router.engines
         ],
         "tokens_total": run.meter.total,
         "tokens_per_second": run.meter.per_second(),
@@ -121,7 +121,7 @@ def _workforce(run: ServedRun) -> dict[str, Any]:
     """Whether engines and runners work on what is waited for, and with what success."""
     return {
         # an engine that loads counts too: starting one may take any time
-        "engines": len(run.router.links),
+        "engines": len(run.router.engines),
         # None: agents outside do all the work
         "runners": None if run.spec.rollout.is_outside else num_runners(run),
         "failures_in_a_row": run.state.recent.failures_in_a_row,
@@ -147,7 +147,7 @@ def _awaited(run: ServedRun, what: str) -> str:
 def _obstacles(run: ServedRun) -> list[str]:
     """What keeps sessions from finishing."""
     obstacles = [] if run.router.is_serving else [run.router.obstacle()]
-    obstacles += [link.refuses for link in run.router.links if link.refuses]
+    obstacles += [engine.refuses for engine in run.router.engines if engine.refuses]
     if not num_runners(run) and not run.spec.rollout.is_outside:
         obstacles.append("no agent runner is connected")
     if run.journal.failure is not None:

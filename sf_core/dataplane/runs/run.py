@@ -129,7 +129,7 @@ class ServedRun:
     def is_over(self) -> bool:
         """Whether it is released, has no engine connected, and leaves nothing in the journal alone."""
         is_recorded = not (self.sessions or self.closing or self.state.results.opened)
-        return self.released and is_recorded and not self.router.links
+        return self.released and is_recorded and not self.router.engines
 
     def refusal(self) -> ApiError:
         """What requests are told once the run is released."""

@@ -108,10 +108,10 @@ class Driver:
         await self.run.resume(None)
 
     async def pause_engine(self) -> None:
-        link = EngineConnection("engine", "lease", "worker", 1, 8, lambda frame: None)
-        self.run.router.add(link)
+        engine = EngineConnection("engine", "lease", "worker", 1, 8, lambda frame: None)
+        self.run.router.add(engine)
         await self.run.pause("evacuate", "engine")
-        self.run.router.lose(link)
+        self.run.router.lose(engine)
 
     async def resume_engine(self) -> None:
         await self.run.resume("engine")
