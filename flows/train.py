@@ -18,8 +18,8 @@ from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
 from sf_core.stages.settling.first_tasks import check_held_out, foreseen
 from sf_core.stages.settling.sizes import Sizes, check_memory
+from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.settling.stored_config import settled
-from sf_core.stages.start import check_start
 from tasks.cluster import (
     TaggedTaskRunner,
     crashing_without_scheduler,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.training.megatron.limits import check_shape
+from sf_core.settings import load_object
 from sf_core.training.protocol import TrainerBackend
 
 
@@ -26,9 +26,14 @@ class TrainerKind:
     """Training workers import torch before they are ready."""
     extra: str | None = None
     """The optional dependencies of ours that it needs, by the name under which it imports them."""
-    check_shape: Callable[[Mapping[str, Any], TrainConfig], None] = lambda shape, settings: None
-    """Raises ValueError, one sentence, if it cannot train a policy of this shape, which is named as in
-    Hugging Face's config.json, with these settings."""
+    limits: str | None = None
+    """Reference to a `check_shape`, for a backend that cannot train every policy."""
+
+    def check_shape(self, shape: Mapping[str, Any], settings: TrainConfig) -> None:
+        """Raises ValueError, one sentence, if the backend cannot train a policy of this shape, which is named
+        as in Hugging Face's config.json, with these settings."""
+        if self.limits is not None:
+            load_object(self.limits)(shape, settings)
 
 
 TRAINERS = {
@@ -38,7 +43,7 @@ TRAINERS = {
         computes_weights=True,
         needs_torch=True,
         extra="megatron",
-        check_shape=check_shape,
+        limits="sf_core.training.megatron.limits:check_shape",
     ),
     "emulated": TrainerKind("sf_core.training.emulated", computes_weights=False, needs_torch=False),
 }
