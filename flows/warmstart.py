@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prefect import flow
 
-from sf_core.cli.live import tell
 from sf_core.config import RunConfig
+from sf_core.reports.log_lines import tell
 from sf_core.scheduling.cluster import await_plan
 from sf_core.stages.commit import committed
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
