@@ -14,11 +14,10 @@ from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import concerns_of, sum_concerns
 from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
 from sf_core.reports.evaluations.answers import Answer, side_by_side
-from sf_core.reports.outcomes.figures import kinds_in, kinds_text
+from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.tables import cut_short
-from sf_core.reports.tensorboard import write_events
-from sf_core.reports.view import Iteration, RunView, failures_of
+from sf_core.reports.view import Iteration, RunView, failures_of, kinds_in, kinds_text
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 

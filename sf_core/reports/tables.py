@@ -22,8 +22,7 @@ from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports import devices
 from sf_core.reports.concerns import summed_concerns
 from sf_core.reports.evaluations.answers import Answer
-from sf_core.reports.outcomes.figures import kinds_in, kinds_text
-from sf_core.reports.view import RolloutFigures, failures_of, open_run
+from sf_core.reports.view import RolloutFigures, failures_of, kinds_in, kinds_text, open_run
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sf_core.reports.devices import draw_timelines, record_figures
+from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.summary import summarise
-from sf_core.reports.tensorboard import write_events
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.registry import trainer_kind

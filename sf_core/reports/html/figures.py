@@ -17,8 +17,7 @@ import pyarrow as pa
 from sf_core.reports import devices as device_report
 from sf_core.reports.evaluations.answers import side_by_side
 from sf_core.reports.evaluations.comparison import MEASURED, read_comparisons
-from sf_core.reports.outcomes.figures import kinds_in
-from sf_core.reports.view import Iteration, RunView
+from sf_core.reports.view import Iteration, RunView, kinds_in
 from sf_core.scheduling.figures import Window
 from sf_core.scheduling.timeline import Span, read_spans
 from storage.batches import read_batch
