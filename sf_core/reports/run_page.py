@@ -13,13 +13,12 @@ from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import concerns_of, sum_concerns
 from sf_core.reports.evaluations.answers import Answer, compare_ends
-from sf_core.reports.outcomes.figures import kinds_in, kinds_text
+from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.series import RunSeries, read_devices, record_devices
 from sf_core.reports.tables import cut_short, device_cells
-from sf_core.reports.tensorboard import write_events
 from sf_core.reports.timeline import timeline_picture
-from sf_core.reports.view import Iteration, RunView, failures_of
+from sf_core.reports.view import Iteration, RunView, failures_of, kinds_text
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
@@ -122,7 +121,7 @@ class RunPage:
         lags, devices = filtered.data["lags"], series.devices.get(number)
         row: Row = {"iteration": number, "reward": _rounded(iteration.reward, 4)}
         if self._config.rollout.chooses:
-            row["groups right/mixed/wrong"] = kinds_text(kinds_in(rollout))
+            row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)
         return row | {
             # an iteration makes the next version
             "failed sessions": failures_text(failures_of(rollout)),

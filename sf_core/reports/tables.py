@@ -21,10 +21,9 @@ from sf_core.config.failures import failures_text
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import Answer
-from sf_core.reports.outcomes.figures import kinds_in, kinds_text
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
-from sf_core.reports.view import open_run
+from sf_core.reports.view import kinds_text, open_run
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
@@ -72,7 +71,7 @@ TRAINED, CARRIED = "bold green underline", "green underline"
 def inspect_run(uri: str) -> RenderableType:
     """A table of iterations. Raises ValueError with one sentence if there is no run or a file is broken."""
     series = RunSeries(open_run(uri))
-    groups = {i.number: kinds_text(kinds_in(i.stages.get("rollout"))) for i in series.iterations}
+    groups = {i.number: kinds_text(i.kinds) for i in series.iterations}
     chooses = any(groups.values())
     table = make_table(f"run {series.run.run_id}")
     if chooses:
@@ -108,7 +107,7 @@ def run_data(uri: str) -> dict[str, Any]:
         | (asdict(series.rollouts[iteration.number]) if iteration.number in series.rollouts else {})
         # what of it trains is tokens_sampled
         | {"tokens_of_engines": series.sampled_by_devices(iteration.number)}
-        | {"groups": kinds_in(iteration.stages.get("rollout"))}
+        | {"groups": iteration.kinds}
         for iteration in series.iterations
     ]
     # JSON has no numbers as keys

@@ -16,6 +16,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.recipes.gates import KINDS, Kind
 from sf_core.scheduling.figures import Window
 from storage import files
 from storage.manifests import Manifest
@@ -62,6 +63,10 @@ class Iteration:
             return before.data["finished_at"], last.data["finished_at"]
         begun = next(m for stage in STAGES if (m := self.stages[stage]).attempt == last.attempt)
         return begun.data["started_at"], last.data["finished_at"]
+
+    @property
+    def kinds(self) -> dict[Kind, int] | None:
+        return kinds_in(self.stages.get("rollout"))
 
     @property
     def seconds(self) -> float:
@@ -252,6 +257,17 @@ def stage_time(manifest: Manifest) -> Window:
 def failures_of(manifest: Manifest) -> dict[str, int]:
     """Numbers of failed sessions of a rollout or an evaluation that count, by the reason."""
     return dict(manifest.data["failures"])
+
+
+def kinds_in(manifest: Manifest | None) -> dict[Kind, int] | None:
+    """Groups that left with a batch, by whether all, some or none of their sessions were right. None if the
+    run did not choose, or if it is of before they were counted."""
+    told = {} if manifest is None else manifest.data
+    return {kind: told[kind] for kind in KINDS} if told.keys() >= set(KINDS) else None
+
+
+def kinds_text(kinds: Mapping[Kind, int] | None) -> str:
+    return "" if kinds is None else "/".join(str(kinds[kind]) for kind in KINDS)
 
 
 def _did_you_mean(name: str, names: list[str]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.series import record_devices
 from sf_core.reports.summary import summarise
-from sf_core.reports.tensorboard import write_events
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sf_core.child_processes import MARK
 from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.stack.supervisor import call
-from sf_core.cli.stack.supervisord_child import MARK
 from sf_core.config.yaml_file import load_config
 from sf_core.reports.series import read_devices
 from storage.files import read_bytes

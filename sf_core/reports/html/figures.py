@@ -15,7 +15,6 @@ import pyarrow as pa
 
 from sf_core.reports.evaluations.answers import compare_ends
 from sf_core.reports.evaluations.comparison import MEASURED, read_comparisons
-from sf_core.reports.outcomes.figures import kinds_in
 from sf_core.reports.series import RunSeries, record_devices
 from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window, by_worker
@@ -48,7 +47,7 @@ def run_figures(view: RunView) -> dict[str, Any]:
             "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
             "missing": [stage for stage in STAGES if stage not in iteration.stages],
             "rollout": rollouts.get(number),
-            "groups": kinds_in(iteration.stages.get("rollout")),
+            "groups": iteration.kinds,
             "training": _training(iteration),
             "devices": series.devices.get(number, {}),
         }
