@@ -31,7 +31,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import Begun, Ended, NewPrompt, TurnKey
 from sf_core.models.builtin import make_policy
-from sf_core.types import Chunk, FinishReason, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 TOKEN_DELAY_MS = 10
 TOKENS_PER_TURN = 200
@@ -226,7 +226,8 @@ async def _record_session(run: ServedRun, session: Session) -> None:
     for _ in range(TURNS_PER_SESSION):
         prompt = session.open_ids([*ids, 8])
         key = TurnKey(session.session_id, prompt.index, session.begin_sample(prompt, 0))
-        generation = Generation("r", prompt.full_ids(), Sampling(), 2**20, (), stream=False, floor=0)
+        request = GenerationRequest("r", prompt.full_ids(), 0, 2**20, (), Sampling())
+        generation = Generation(request, floor=0)
         sampled = list(range(TOKENS_PER_TURN))
         chunk = Chunk("r", sampled, [-0.5] * TOKENS_PER_TURN, 0, FinishReason.STOP)
         generation.absorb(chunk, "e0")

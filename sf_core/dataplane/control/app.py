@@ -55,7 +55,7 @@ def make_app(key: str | None = None, options: DataplaneOptions = DEFAULTS) -> St
         ],
         middleware=[
             Middleware(Observed, metrics=metrics),
-            Middleware(KeyCheck, key=key, runs=plane.runs.values),
+            Middleware(KeyCheck, key=key, specs=lambda: [run.spec for run in plane.runs.values()]),
         ],
         exception_handlers=REFUSALS,
         lifespan=lifespan,

@@ -23,7 +23,7 @@ class TypicalLength:
     def remaining(self, generation: Generation) -> int:
         """Estimated tokens still to sample: at least 1, at most the rest of the budget."""
         produced = len(generation.token_ids)
-        return expected_rest(self._mean, produced, generation.max_tokens - produced)
+        return expected_rest(self._mean, produced, generation.request.max_tokens - produced)
 
 
 def expected_rest(mean: float, produced: int, budget: int) -> int:

@@ -2,7 +2,7 @@
 events a restart needs.
 
 Owns the effects on groups, runners, results and router; those of registrations are in recovery.py, those of
-turns in turns/host.py. Three decisions take effect before their event is recorded: claims
+turns in turns/live_turn.py. Three decisions take effect before their event is recorded: claims
 (RolloutManager.claim), the choice of a batch (RolloutManager.seal) and published weights (DataPlane.publish).
 Their effects here are for restarts alone.
 """
@@ -97,7 +97,7 @@ class Effects:
             case events.Released():
                 run.release()
             case OfTurn() | Overflowed():
-                run.recover_turn(event)
+                run.turns.recover(event)
         return []
 
     def _drop_group(self, index: int) -> None:

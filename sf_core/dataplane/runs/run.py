@@ -1,7 +1,7 @@
 """One run in the data plane: its attempts, its runners, and the sessions that they claim and finish.
 
 Joins router, rollout manager and journal. Owns which sessions runners and agents work on. The results of
-finished ones are in results.py, what turns need is in host.py. Speaks no HTTP.
+finished ones are in results.py, their turns in turns/. Speaks no HTTP.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from sf_core.dataplane.bodies import (
     TaskName,
 )
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.journal.journal import Compaction, Journal
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
@@ -35,11 +36,11 @@ from sf_core.dataplane.runs.restored import RestoredManager
 from sf_core.dataplane.runs.results import RecentResults, Results, TokenRate
 from sf_core.dataplane.runs.runners import Judging, Runner, Runners
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
-from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.finished import FinishedSession, finish_session
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.signals import Signal
-from sf_core.dataplane.turns.host import TurnHost
+from sf_core.dataplane.turns.live_turn import LiveTurns
 from sf_core.recipes.outcomes import Outcome
 from sf_core.types import WeightsRef
 
@@ -53,7 +54,7 @@ def limits_of(spec: RunSpec) -> Limits:
     return Limits(spec.max_waiting, spec.rollout.request_patience_s, spec.engine_silence_s)
 
 
-class ServedRun(TurnHost):
+class ServedRun:
     def __init__(
         self,
         spec: RunSpec,
@@ -62,8 +63,18 @@ class ServedRun(TurnHost):
         grace_s: float = DataplaneOptions.grace_s,
         memory: Memory | None = None,
     ) -> None:
-        router = Router(WeightsRef(spec.version, spec.weights_uri), limits_of(spec), renderer.num_ids)
-        super().__init__(spec, renderer, journal, router, grace_s, memory or Memory(), self._note_started)
+        self.spec, self.renderer, self.journal = spec, renderer, journal
+        self.router = Router(WeightsRef(spec.version, spec.weights_uri), limits_of(spec), renderer.num_ids)
+        self.grace_s, self.memory = grace_s, memory or Memory()
+        self.released = False
+        """The run is over, unless another attempt of its flow goes on with it."""
+        self.sessions: dict[str, Session] = {}
+        """Open sessions, by id."""
+        self.counters: Counter[str] = Counter()
+        self.turns = LiveTurns(
+            *(spec, renderer, self.router, journal, grace_s, self.memory, self.counters, self.sessions),
+            self._note_started,
+        )
         self.manager = self._new_manager()
         self.results = Results(self.memory)
         self.closing = Closing()
@@ -103,7 +114,8 @@ class ServedRun(TurnHost):
             self.outcomes.forget_failures()
             self.manager.dropped_in_a_row.clear()
             self.fault = ""
-        self.spec, self.released = spec, False
+        self.spec = self.turns.spec = spec
+        self.released = False
         self.router.closed, self.router.limits = None, limits_of(spec)
         self.manager.set_rules(spec.rollout, spec.lag_bound, spec.num_batches)
         if spec.version > self.router.weights.version:
@@ -237,10 +249,45 @@ class ServedRun(TurnHost):
             sessions.append(session)
         return bool(sessions)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all iterations are done. A run that only evaluated has none."""
+        return 0 < self.spec.num_batches <= self.router.weights.version
+
+    def refusal(self) -> ApiError:
+        """What requests are told once the run is released."""
+        why = f"all of its {self.spec.num_batches} iterations are done"
+        if not self.is_complete:
+            why = "no flow works on it until one is started again"
+        message = f"Run {self.spec.run_id} has ended: {why}; `sf serve RUN` serves its policy."
+        retry_after_s = None if self.is_complete else RETRY_AFTER_S
+        return ApiError(503, message, code="run_over", retry_after_s=retry_after_s)
+
     def open(self, session: Session) -> None:
+        """Serve this session from now on."""
         if session.is_external or not self.spec.rollout.prepare_ahead:
             session.began_at = self.serving_s
-        super().open(session)
+        if session.claim is not None and session.claim.place.split == "holdout":
+            session.floor = session.claim.place.group
+        self.sessions[session.session_id] = session
+        self.memory.add(session)
+
+    def forget(self, session_id: str) -> None:
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            self.memory.remove(session)
+
+    def drop(self, session: Session, reason: str) -> None:
+        """Stop serving a session; clients that still wait for a turn of it are told the reason."""
+        self.forget(session.session_id)
+        for name, number in session.branch_reasons.items():
+            self.count(f"branches.{name}", number)
+        self.count("abandoned_turns", session.num_unfinished)
+        for generation in list(session.running):
+            self.router.cancel(generation, reason)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter of the run."""
+        self.counters[name] += number
 
     def _note_started(self, claim: Claim, version: int) -> None:
         self.manager.note_started(claim, version)
@@ -275,7 +322,8 @@ class ServedRun(TurnHost):
     def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
         """Stop serving a session and return its result. Raises whatever its export raises."""
         self.drop(session, report.parting)
-        return self.export(session, report)
+        self.turns.set_aside_unanswered(session)
+        return finish_session(self.spec, session, report, self.renderer.stop_token_ids)
 
     async def reject(self, indices: list[int]) -> None:
         """Count and record groups that an event has rejected."""

@@ -124,16 +124,12 @@ class Cluster:
         sampling: Sampling | None = None,
         grammar: str = "",
     ) -> Generation:
-        generation = Generation(
-            f"g{len(self.generations)}",
-            array("i", prompt_ids),
-            sampling or Sampling(seed=len(self.generations)),
-            max_tokens,
-            stop,
-            stream=stream,
-            floor=floor,
-            grammar=grammar,
+        number = len(self.generations)
+        sampling = sampling or Sampling(seed=number)
+        request = GenerationRequest(
+            f"g{number}", array("i", prompt_ids), 0, max_tokens, stop, sampling, stream, grammar
         )
+        generation = Generation(request, floor=floor)
         self.generations.append(generation)
         self.router.submit(generation)
         return generation
@@ -153,9 +149,12 @@ class Cluster:
         raise AssertionError("generations are left over")
 
 
-def turn(num_prompt: int, near: CacheHint | None = None) -> Generation:
+def turn(
+    num_prompt: int, near: CacheHint | None = None, max_tokens: int = 100, stream: bool = False
+) -> Generation:
     """A generation that no router has yet."""
-    generation = Generation("g", array("i", [5] * num_prompt), Sampling(), 100, (), stream=False, floor=0)
+    request = GenerationRequest("g", array("i", [5] * num_prompt), 0, max_tokens, (), Sampling(), stream)
+    generation = Generation(request, floor=0)
     generation.near = near
     return generation
 
@@ -174,7 +173,8 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 def check_tokens(generation: Generation) -> None:
-    expected = script(generation.prompt_ids, generation.sampling.seed)[: generation.max_tokens]
+    asked = generation.request
+    expected = script(list(asked.prompt_ids), asked.sampling.seed)[: asked.max_tokens]
     token_ids, versions = generation.token_ids.tolist(), generation.versions.tolist()
     if generation.cancelled is None:
         assert token_ids == expected

@@ -45,8 +45,7 @@ def test_the_estimate_of_what_is_to_come_keeps_to_the_budget(
     typical = TypicalLength()
     for length in lengths:
         typical.learn(length)
-    generation = turn(5)
-    generation.max_tokens = budget + produced
+    generation = turn(5, max_tokens=budget + produced)
     generation.absorb(Chunk("g", [7] * produced, [0.0] * produced, 0), "a")
     assert 1 <= typical.remaining(generation) <= budget
 

@@ -17,8 +17,9 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
+from sf_core.dataplane.turns.identity import RequestIdentity
+from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.turn import open_request
 from sf_core.types import Chunk, FinishReason
 from tests.patience import patience
 from tests.properties import examples
@@ -85,7 +86,7 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
     """The answer of a turn whose engine samples these chunks."""
     session = Session("s")
     request = TurnRequest(text_or_ids="the", stop=stop, logprobs=True)
-    turn = open_request(run, session, request).begin(0, None)
+    [turn] = open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
 
     async def read() -> None:
         async for _ in turn.pieces():
@@ -100,6 +101,7 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
         for _ in range(6):
             await asyncio.sleep(0)
     await asyncio.wait_for(reading, patience())
+    turn.leave()
     return turn.answer()
 
 
