@@ -19,8 +19,8 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.runs.ledger import Ledger
 from sf_core.dataplane.runs.results import outcome_of
-from sf_core.recipes.curriculum import Tasks
-from sf_core.recipes.outcomes import Pick
+from sf_core.recipes.curriculum import Past, Tasks
+from sf_core.recipes.outcomes import Pick, TaskRef
 from storage.files import FileRef
 from storage.manifests import Manifest
 from storage.outcomes import read_outcomes
@@ -49,6 +49,8 @@ class CurriculumDriver(Driver):
     def __init__(self, *args: Any, **rules: Any) -> None:
         super().__init__(*args)
         self.rules = rules
+        self.untold: set[int] = set()
+        """Groups of batches sealed without a file of outcomes, which a curriculum that begins later forgets."""
 
     async def register(self, **changes: Any) -> None:
         await super().register(**{**self.rules, **changes})
@@ -72,6 +74,9 @@ class CurriculumDriver(Driver):
     async def seal(self) -> None:
         await self.commit()
         await super().seal()
+        ledger = self.run.state.ledger
+        if not self.run.spec.rollout.chooses and (batch := ledger.batches.get(ledger.next_batch - 1)):
+            self.untold |= {*batch.groups, *batch.rejected}
 
     async def give_out_while_an_end_is_recorded(self) -> None:
         ending = [self._finish(session) for session in self.given_out]
@@ -107,7 +112,7 @@ class CurriculumDriver(Driver):
         manager = self.run.state.ledger
         return {
             # without a curriculum none is needed, and after a restart there is none
-            "past": dict(sorted(manager.tasks.past.items())) if manager.rules.curriculum else {},
+            "past": self.past() if manager.rules.curriculum else {},
             "positions": manager.tasks.positions,
             "in_flight": manager.tasks.in_flight,
             # the journal of an attempt that chooses nothing does not tell their versions
@@ -116,8 +121,13 @@ class CurriculumDriver(Driver):
                 for index, group in manager.groups.items()
             },
             "ended": manager.ended,
-            "next": next_picks(manager),
+            "next": [] if self.untold else next_picks(manager),
         }
+
+    def past(self) -> dict[TaskRef, list[Past]]:
+        tasks = self.run.state.ledger.tasks.past
+        told = {task: [one for one in tasks[task] if one.group not in self.untold] for task in sorted(tasks)}
+        return {task: known for task, known in told.items() if known}
 
 
 def next_picks(manager: Ledger) -> list[Pick]:

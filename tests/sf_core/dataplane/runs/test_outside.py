@@ -115,6 +115,7 @@ def test_every_session_that_finished_is_in_one_batch_or_stored_by_itself_whateve
         for operation in operations:
             await getattr(driver, operation)()
         before = driver.state()
+        await driver.check_snapshot()
         await driver.restart()
         assert driver.state() == before
         await driver.plane.release(driver.run)

@@ -16,14 +16,17 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs import claiming, decide, endings
 from sf_core.dataplane.runs.claiming import open_session
-from sf_core.dataplane.runs.events import Finished
+from sf_core.dataplane.runs.events import Finished, read_event
 from sf_core.dataplane.runs.groups import Group
+from sf_core.dataplane.runs.recovery import reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
 from tests.properties import examples
@@ -141,20 +144,52 @@ class Driver:
         return self.run.router.weights.version
 
     def state(self) -> dict[str, Any]:
-        run, manager = self.run, self.run.state.ledger
-        return {
-            "weights": run.router.weights,
-            "groups": {index: members(group) for index, group in manager.groups.items()},
-            "evaluations": {index: members(group) for index, group in manager.evaluations.items()},
-            "rejected": manager.rejected,
-            "next_batch": manager.next_batch,
-            "last_batch": manager.batches.get(manager.next_batch - 1),
-            "sessions": sorted(run.sessions),
-            "results": {place: result.reward for place, result in run.state.results.by_place.items()},
-            "released": run.released,
-            "paused": (run.router.paused, run.router.paused_engines),
-            "revoked": run.state.revoked_leases,
-        }
+        return surviving(self.run)
+
+    async def check_snapshot(self) -> None:
+        """A restart after a compaction finds the same: replay(snapshot(state)) == state."""
+        run = self.run
+        await run.journal.flush()
+        written = [event async for event in run.journal.replay(read_event)]
+        head, keep = run.state.snapshot()
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            journal = Journal(Path(folder) / "run.journal")
+            for event in (*head, *filter(keep, written)):
+                journal.note(event)
+            await journal.flush()
+            again = await reopen_run(journal, 10.0, Memory())
+            assert again is not None
+            await journal.close()
+        assert surviving(again) == surviving(run)
+
+
+def surviving(run: ServedRun) -> dict[str, Any]:
+    """All that a restart has to find of a run."""
+    state, ledger = run.state, run.state.ledger
+    last, newest = ledger.next_batch - 1, max(ledger.evaluations, default=0)
+    results = {place: result.reward for place, result in state.results.by_place.items()}
+    return {
+        "weights": (state.weights, run.router.weights, ledger.version),
+        "groups": {index: members(group) for index, group in ledger.groups.items()},
+        "evaluation": [(v, members(group)) for v, group in ledger.evaluations.items() if v == newest],
+        "rejected": ledger.rejected,
+        "done": ledger.done_before(ledger.next_batch),
+        # the journal of an attempt that chooses nothing does not tell the versions of groups
+        "ended": [o._replace(version=0) for o in (*ledger.ended_by.get(last, ()), *ledger.ended) if o.pick],
+        "next_batch": ledger.next_batch,
+        "last_batch": (ledger.batches.get(last), state.answers.get(last)),
+        "sessions": {name: facts(session) for name, session in sorted(run.sessions.items())},
+        "results": {at: results[at] for at in results if at.split == "train" or at.group == newest},
+        "opened": {name: result.reward for name, result in state.results.opened.items()},
+        "released": state.released,
+        "paused": (state.paused, run.router.paused, run.router.paused_engines),
+        "revoked": state.revoked_leases,
+    }
+
+
+def facts(session: Session) -> tuple[Any, ...]:
+    given = session.claim, session.group, session.task_id, session.environment, session.metadata
+    return *given, session.answer, session.output, session.earned, session.waits_for_group
 
 
 def members(group: Group) -> list[Any]:
@@ -185,6 +220,7 @@ def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
         for operation in operations:
             await getattr(driver, operation)()
         before = driver.state()
+        await driver.check_snapshot()
         await driver.restart()
         assert driver.state() == before
         # a flow that comes back at the batch it is in finds what it left
