@@ -50,7 +50,7 @@ class CurriculumDriver(Driver):
         super().__init__(*args)
         self.rules = rules
         self.untold: set[int] = set()
-        """Groups of batches sealed without a file of outcomes, which a curriculum that begins later forgets."""
+        """Groups that were sealed without a file of outcomes, which a later curriculum forgets."""
 
     async def register(self, **changes: Any) -> None:
         await super().register(**{**self.rules, **changes})

@@ -167,6 +167,7 @@ def surviving(run: ServedRun) -> dict[str, Any]:
     """All that a restart has to find of a run."""
     state, ledger = run.state, run.state.ledger
     last, newest = ledger.next_batch - 1, max(ledger.evaluations, default=0)
+    ended = [*ledger.ended_by.get(last, ()), *ledger.ended]
     results = {place: result.reward for place, result in state.results.by_place.items()}
     return {
         "weights": (state.weights, run.router.weights, ledger.version),
@@ -175,7 +176,7 @@ def surviving(run: ServedRun) -> dict[str, Any]:
         "rejected": ledger.rejected,
         "done": ledger.done_before(ledger.next_batch),
         # the journal of an attempt that chooses nothing does not tell the versions of groups
-        "ended": [o._replace(version=0) for o in (*ledger.ended_by.get(last, ()), *ledger.ended) if o.pick],
+        "ended": [one._replace(version=0) for one in ended if one.results and one.pick],
         "next_batch": ledger.next_batch,
         "last_batch": (ledger.batches.get(last), state.answers.get(last)),
         "sessions": {name: facts(session) for name, session in sorted(run.sessions.items())},
