@@ -65,6 +65,7 @@ check: setup ## ruff, mypy, the import contracts, and the budgets of lines and o
 	$(BIN)/ruff format --check .
 	nice -n 19 $(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.imports
 	$(BIN)/python -m tests.budgets
 
 # for one file, or a debugger: .venv/bin/pytest FILE

@@ -11,15 +11,15 @@ from typing import Any
 from prefect import flow
 
 from flows.warmstart import start_policy
-from sf_core.cli.live import tell
+from sf_core.reports.log_lines import tell
 from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
 from sf_core.stages.settling.first_tasks import check_held_out, foreseen
 from sf_core.stages.settling.sizes import Sizes, check_memory
+from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.settling.stored_config import settled
-from sf_core.stages.start import check_start
 from tasks.cluster import (
     TaggedTaskRunner,
     crashing_without_scheduler,

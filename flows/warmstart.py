@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from prefect import flow
 
-from sf_core.cli.live import tell
 from sf_core.config import RunConfig
+from sf_core.reports.log_lines import tell
 from sf_core.scheduling.cluster import await_plan
 from sf_core.stages.commit import committed
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.stages.settling.derived import first_prompts
+from sf_core.stages.settling.start_folder import check_start, start_fault, warms_model
 from sf_core.stages.settling.stored_config import settled
-from sf_core.stages.start import check_start, start_fault
-from sf_core.stages.warmstart import begin_warmstart, iterations_left, remove_spare, warms_model
+from sf_core.stages.warmstart import begin_warmstart, iterations_left, remove_spare
 from tasks.cluster import (
     TaggedTaskRunner,
     crashing_without_scheduler,

@@ -17,6 +17,7 @@ from sf_core.dataplane.control.client import UNANSWERED
 from sf_core.scheduling.cluster import connected_workers
 from sf_core.scheduling.leases import Action, Fail, Lease, LeaseSet, Retire, Revoke, Submit
 from sf_core.scheduling.plan import Duty, Plan
+from sf_core.scheduling.worker_state import current_epoch, current_worker
 from sf_core.stages.lease import run_sessions, serve_lease
 from sf_core.stages.run import OpenRun, RunRef
 from tasks.cluster import TaskFuture, dask_client, end_of, submit
@@ -33,7 +34,7 @@ LOOK_S = 1.0
 @task(name="lease", task_run_name="lease-{spec.lease_id}")
 def lease(run: RunRef, spec: Lease) -> str:
     """Hold a `rollout` worker as an engine until the lease is revoked."""
-    return serve_lease(run, spec)
+    return serve_lease(current_worker(), run, spec, current_epoch())
 
 
 @task(name="agents", task_run_name="agents-{spec.lease_id}")

@@ -16,8 +16,7 @@ from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import AwaitingRetry, Cancelled, Crashed, State
 
-from sf_core.cli.stack.standing import FLOW_RUN
-from sf_core.cli.stack.supervisord_child import carriers
+from sf_core.child_processes import FLOW_RUN, find_carriers
 
 CLAIMS = ["PENDING", "RUNNING", "CANCELLING"]
 """Types of the states in which a flow run takes a place in its pool."""
@@ -29,7 +28,7 @@ def find_lost(client: SyncPrefectClient, pool: str) -> list[FlowRun]:
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": CLAIMS}}}),
         work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
     )
-    at_work = {run for _, run in carriers(FLOW_RUN)}
+    at_work = {run for _, run in find_carriers(FLOW_RUN)}
     return [run for run in claiming if str(run.id) not in at_work]
 
 

@@ -26,9 +26,9 @@ from prefect.client.schemas.filters import (
 )
 from prefect.runtime import flow_run
 
-from sf_core.cli.live import iteration_line, tell
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.reports.concerns import concerns_of
+from sf_core.reports.log_lines import describe_iteration, tell
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
@@ -91,7 +91,7 @@ class Page:
 
     def _tell(self, number: int) -> None:
         view, config = RunView(self._run.directory), self._run.config
-        tell(iteration_line(view, number, config.train.iterations))
+        tell(describe_iteration(view, number, config.train.iterations))
         for kind, sentence in concerns_of(view, number, config).items():
             if kind not in self._told:
                 self._told.add(kind)

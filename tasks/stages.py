@@ -13,6 +13,7 @@ import sf_core.stages.rollout
 import sf_core.stages.start
 import sf_core.stages.train
 import sf_core.stages.warmstart
+from sf_core.scheduling.worker_state import current_worker
 from sf_core.stages.run import RunRef
 from sf_core.training.gang import RankAssignment
 
@@ -46,7 +47,7 @@ def filter_(run: RunRef, iteration: int) -> dict[str, Any]:
 def train(run: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
     """One rank of the optimiser steps on the batch; rank 0 writes the next weights and a checkpoint. Runs on
     the seat's `train` worker."""
-    return sf_core.stages.train.train(run, iteration, seat)
+    return sf_core.stages.train.train(current_worker(), run, iteration, seat)
 
 
 @task(name="publish", task_run_name="publish-{iteration}")

@@ -1,8 +1,8 @@
 """An agent that is a command: a process for each session, in a folder and a process group of its own, or in a
 sandbox.
 
-The keeper (sf_core/keeper.py) ends all that the command has started and removes its folder, also when this
-process is killed; nothing of a sandbox survives it either.
+The keeper (sf_core/child_processes.py) ends all that the command has started and removes its folder, also
+when this process is killed; nothing of a sandbox survives it either.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import logging
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +26,9 @@ import orjson
 from sf_core.agents.command_output import Ear, NoAnswerError, Written, answer_in, files_in
 from sf_core.agents.folders import is_name_below, open_folder
 from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
+from sf_core.child_processes import await_keeper, start_kept
 from sf_core.config.failures import Cause
 from sf_core.config.programs import Command
-from sf_core.keeper import keeper_of
 from sf_core.settings import Reference, load_object, shown
 from sf_core.surroundings import inherited_variables
 from sf_core.types import Endpoint, Task
@@ -192,19 +189,18 @@ class _KeptProcess:
         self, words: list[str], folder: str, grace_s: float, *, cwd: str, prompt: str, env: dict[str, str]
     ) -> None:
         self._end_s = grace_s + END_S
-        self._channel, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(prompt.encode(errors="backslashreplace"))
             file.seek(0)
-            self._keeper = subprocess.Popen(
-                keeper_of(theirs, grace_s, folder, words),
+            self._channel, self._keeper = start_kept(
+                words,
+                grace_s=grace_s,
+                folder=folder,
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=cwd,
                 env=env,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
         self._writer: asyncio.StreamWriter | None = None
         self._ears: list[Ear] = []
@@ -234,10 +230,7 @@ class _KeptProcess:
             async with asyncio.timeout(self._end_s):
                 while await self._reader.read(4096):
                     pass
-                if self._keeper.wait() != 0:
-                    # killed itself, and so it has ended nobody
-                    with suppress(ProcessLookupError):
-                        os.killpg(self._keeper.pid, signal.SIGKILL)
+                await_keeper(self._keeper)
                 for ear in self._ears:
                     await ear.has_ended.wait()
         except TimeoutError:

@@ -12,7 +12,7 @@ from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, prio
 from sf_core.scheduling.tags import COMPUTING
 from sf_core.stages.settling.first_tasks import foreseen
 from sf_core.stages.settling.sizes import Sizes, check_memory, explain_sizes
-from sf_core.stages.start import folder_to_start_from
+from sf_core.stages.settling.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import describe_policy
 
 

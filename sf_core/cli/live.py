@@ -3,7 +3,6 @@ the data plane and committed manifests; knows nothing of flows."""
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -18,14 +17,10 @@ from sf_core import waits
 from sf_core.config import RunConfig
 from sf_core.config.failures import REASONS, failures_text
 from sf_core.dataplane.bodies import EngineStatus, RunStatus
-from sf_core.reports.concerns import failures_line
+from sf_core.reports import log_lines
 from sf_core.reports.view import RunView
 from sf_core.waits import clock
 from storage.run_directory import RunDirectory
-
-log = logging.getLogger(__name__)
-# independent of the level of other loggers: progress is what users look for in a log
-log.setLevel(logging.INFO)
 
 STRAGGLER_S = 30.0
 """Age from which the oldest session is shown."""
@@ -110,14 +105,14 @@ class LineProgress:
     def hear(self, line: str) -> None:
         """Print the progress or the wait in a line of the flow's log. Once the data plane serves the run, its
         status replaces the flow's lines about waits."""
-        if (found := _LOGGED.match(line)) and (found["by"] == __name__ or not self._is_served):
+        if (found := _LOGGED.match(line)) and (found["by"] == log_lines.__name__ or not self._is_served):
             self.note(found["told"])
 
 
 _LOGGED = re.compile(
-    rf"\S+ \| \w+ +\| (?P<by>{re.escape(__name__)}|{re.escape(waits.__name__)}) - (?P<told>.*)"
+    rf"\S+ \| \w+ +\| (?P<by>{re.escape(log_lines.__name__)}|{re.escape(waits.__name__)}) - (?P<told>.*)"
 )
-"""Matches a line of this logger or of sf_core.waits in Prefect's format."""
+"""Matches a line of reports/log_lines.py or waits.py in Prefect's format."""
 
 
 class NewLines:
@@ -140,24 +135,6 @@ class NewLines:
                 if line.endswith(b"\n"):
                     self._at += len(line)
                     yield line.decode(errors="replace").rstrip("\n")
-
-
-def tell(line: str) -> None:
-    """Write a line of progress to the log of the flow and to that of its run in Prefect."""
-    log.info("%s", line)
-
-
-def iteration_line(view: RunView, number: int, iterations: int) -> str:
-    """Rewards, tokens per second, duration and failures of a finished iteration, as one line."""
-    iteration = view.iteration(number)
-    start, end = iteration.window
-    figures = [f"reward {iteration.reward:.3f}"]
-    if (evaluated := iteration.stages.get("evaluate")) is not None:
-        figures.append(f"held-out {evaluated.data['reward_mean']:.3f} before it")
-    seconds = end - start
-    figures += [f"{iteration.sampled_tokens / seconds:,.0f} tokens/s", f"{seconds:.1f} s"]
-    told = "; ".join(filter(None, [", ".join(figures), failures_line(iteration)]))
-    return f"iteration {number}, {number + 1} of {iterations}: {told}"
 
 
 class HeldOutRewards:

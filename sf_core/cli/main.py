@@ -322,7 +322,7 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
         tasks_of,
     )
     from sf_core.scheduling.cluster import scheduler_of
-    from sf_core.stages.start import check_start
+    from sf_core.stages.settling.start_folder import check_start
 
     sys.path.insert(0, os.getcwd())
     try:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from sf_core.reports.view import open_run
 from sf_core.scheduling.worker import worker_threads
+from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.registry import trainer_kind
-from sf_core.training.resident import rebuild_trainer
+from sf_core.training.registry import trainer_backend, trainer_kind
 from sf_core.training.stored_steps import stored_batch, stored_settings
+from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
@@ -51,7 +53,8 @@ def replay(uri: str, iteration: int) -> Replay:
     device = train.data["device"]
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
-    trainer = rebuild_trainer(run, iteration, SingleRank(), device)
+    backend = cast(TorchBackend, trainer_backend(run.config, WorkerState("replay")))
+    trainer = backend.rebuild_trainer(run, iteration, SingleRank(), device)
     trainer.config = stored_settings(run, iteration)
     metrics = trainer.step(batch)
     weights = trainer.weights()

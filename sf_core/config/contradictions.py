@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+from sf_core.config.rollout_config import EnvironmentConfig, RolloutConfig
+from sf_core.config.train_config import TrainConfig
 from sf_core.recipes.advantages import CustomAdvantage, Gae, Pair, Relative, RoleBaseline, Tree, Whitened
 from sf_core.recipes.curriculum import Curriculum, Sizes, Stage
 from sf_core.recipes.gates import Mixed, Varied
@@ -14,92 +16,98 @@ from sf_core.recipes.losses import Clip, M2po, Plain, SequenceClip
 from sf_core.recipes.selections import Extremes
 from sf_core.recipes.weights import CustomWeight, EntropyConfidence, Fresh, Gated, Surprising
 
-if TYPE_CHECKING:
-    from sf_core.config.run_config import RunConfig
+
+class Sections(NamedTuple):
+    """What the table compares of a configuration."""
+
+    environment: EnvironmentConfig
+    rollout: RolloutConfig
+    train: TrainConfig
+    lag_bound: int
 
 
-def contradictions(config: RunConfig) -> list[str]:
+def find_contradictions(config: Sections) -> list[str]:
     """What is wrong with this configuration, by the table."""
     return [sentence.format(c=config) for is_wrong, sentence in _TABLE if is_wrong(config)]
 
 
-def _compares(config: RunConfig) -> bool:
+def _compares(config: Sections) -> bool:
     advantage = config.train.advantage
     if isinstance(advantage, Whitened):
         return advantage.baseline
     return not isinstance(advantage, Gae | CustomAdvantage | RoleBaseline | Tree)
 
 
-def _has_weight(config: RunConfig, *kinds: type) -> bool:
+def _has_weight(config: Sections, *kinds: type) -> bool:
     return any(isinstance(weight, kinds) for weight in config.train.weights)
 
 
-def _repeats_a_weight(config: RunConfig) -> bool:
+def _repeats_a_weight(config: Sections) -> bool:
     kinds = Counter(type(weight) for weight in config.train.weights if not isinstance(weight, CustomWeight))
     return max(kinds.values(), default=1) > 1
 
 
-def _is_fresh_anyway(config: RunConfig) -> bool:
+def _is_fresh_anyway(config: Sections) -> bool:
     bounds = [weight.max_lag for weight in config.train.weights if isinstance(weight, Fresh)]
     return bool(bounds) and max(bounds) >= config.lag_bound
 
 
-def _without_pool(config: RunConfig) -> bool:
+def _without_pool(config: Sections) -> bool:
     rules = config.rollout.curriculum
     if rules is None or rules.pool is not None:
         return False
     return rules.order == "draw" or rules.solved < 1 or rules.unsolved < 1 or rules.sizes is not None
 
 
-def _is_small(config: RunConfig) -> bool:
+def _is_small(config: Sections) -> bool:
     rules = config.rollout.curriculum
     most_in_flight = config.rollout.groups_per_batch * (1 + config.lag_bound)
     return rules is not None and rules.pool is not None and rules.pool <= most_in_flight
 
 
-def _draws_nothing(config: RunConfig) -> bool:
+def _draws_nothing(config: Sections) -> bool:
     rules = config.rollout.curriculum
     if rules is None or rules.order == "draw":
         return False
     return (rules.explore, rules.utility) != (Curriculum().explore, Curriculum().utility)
 
 
-def _stages(config: RunConfig) -> tuple[Stage, ...]:
+def _stages(config: Sections) -> tuple[Stage, ...]:
     return () if config.rollout.curriculum is None else config.rollout.curriculum.stages
 
 
-def _ends(config: RunConfig) -> list[int | None]:
+def _ends(config: Sections) -> list[int | None]:
     """Iterations at which stages end, without the last."""
     return [stage.until for stage in _stages(config)[:-1]]
 
 
-def _are_out_of_order(config: RunConfig) -> bool:
+def _are_out_of_order(config: Sections) -> bool:
     ends, stages = _ends(config), _stages(config)
     rise = None not in ends and all(a < b for a, b in pairwise(ends))  # type: ignore[operator]
     return not rise or (bool(stages) and stages[-1].until is not None)
 
 
-def _sizes(config: RunConfig) -> Sizes | None:
+def _sizes(config: Sections) -> Sizes | None:
     return None if config.rollout.curriculum is None else config.rollout.curriculum.sizes
 
 
-def _least_to_pass(config: RunConfig) -> int:
+def _least_to_pass(config: Sections) -> int:
     """Sessions of the smallest group that can pass the gate."""
     gate = config.rollout.gate
     return 2 * gate.least if isinstance(gate, Mixed) else 2 if isinstance(gate, Varied) else 1
 
 
-def _dual(config: RunConfig) -> Clip | None:
+def _dual(config: Sections) -> Clip | None:
     policy = config.train.loss.policy
     return policy if isinstance(policy, Clip) and policy.beyond == "dual" else None
 
 
-def _kept(config: RunConfig) -> int | None:
+def _kept(config: Sections) -> int | None:
     """Sessions of a group that train, if not all do."""
     return config.train.select.keep if isinstance(config.train.select, Extremes) else None
 
 
-_TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
+_TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     (
         lambda c: c.rollout.group_size == 1 and _compares(c),
         "train.advantage {c.train.advantage.kind} compares the sessions of a group, and rollout.group_size "

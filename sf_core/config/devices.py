@@ -44,8 +44,15 @@ DEVICES = {
 the makers' data sheets (NVIDIA A100, H100, H200, DGX B200, L40S, L4; AMD Instinct MI300X); H800 and H20 as
 board makers list them."""
 
-own_device: Device | None = None
-"""The device that this process's worker declares; None: that of the configuration."""
+
+@dataclass(slots=True)
+class WorkerDevice:
+    """The device of a worker's process."""
+
+    figures: Device | None = None
+    """What the worker declares; None: the configuration's figures."""
+    tag: str | None = None
+    """The tag for which an emulated device was used last: to switch to another one takes time."""
 
 
 def known_device(kind: str) -> Device:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from sf_core.config.addresses import FilePath, server_url, without_user
-from sf_core.config.contradictions import contradictions
+from sf_core.config.contradictions import Sections, find_contradictions
 from sf_core.config.devices import known_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
 from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, RolloutConfig
@@ -331,7 +331,8 @@ class RunConfig(Settings):
         self._check_ranks()
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.script is required with engine.kind: scripted")
-        if found := contradictions(self):
+        sections = Sections(self.environment, self.rollout, self.train, self.lag_bound)
+        if found := find_contradictions(sections):
             raise ValueError("; ".join(found))
         allowed = PIPELINES[self.pipeline].overlap
         if self.rollout.overlap not in (None, *allowed):

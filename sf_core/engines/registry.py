@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.engines.protocol import Engine
 from sf_core.settings import load_object
 
@@ -14,8 +15,8 @@ class EngineKind:
     """How engines of a kind are made, and what differs between kinds."""
 
     make: str
-    """Reference to the function (RunConfig, start folder) -> Engine, imported in the process that has the
-    device."""
+    """Reference to the function (RunConfig, start folder, WorkerDevice) -> Engine, imported in the process
+    that has the device."""
     runs_policy: bool
     """Tokens come from the policy's network, so the engine needs real weights, and sequences must fit the
     context that the policy is for."""
@@ -72,7 +73,7 @@ def follows_grammars(config: RunConfig) -> bool:
     return engine_kind(config).follows_grammars and config.engine.vllm.follows_grammars
 
 
-def make_engine(config: RunConfig, start_dir: str) -> Engine:
-    """An engine of this configuration, at rest."""
-    engine: Engine = load_object(engine_kind(config).make)(config, start_dir)
+def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice | None = None) -> Engine:
+    """An engine of this configuration, at rest. `device`: its worker's, if it has one."""
+    engine: Engine = load_object(engine_kind(config).make)(config, start_dir, device or WorkerDevice())
     return engine

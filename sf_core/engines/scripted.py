@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.models.counter import uniforms
 from sf_core.settings import load_object
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
@@ -23,7 +24,7 @@ def scripted_logprob(token: int, position: int, version: int) -> float:
     return float(np.float32(-8 * uniforms(token, position * 1_000_003 + version)[0]))
 
 
-def make_engine(config: RunConfig, start_dir: str) -> ScriptedEngine:
+def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> ScriptedEngine:
     settings = config.engine
     assert settings.script is not None
     return ScriptedEngine(load_object(settings.script), max_running=settings.max_running)

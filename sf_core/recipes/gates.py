@@ -6,7 +6,7 @@ A group that does not pass is dropped, and another one is sampled in its place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -59,6 +59,7 @@ def num_right(results: Sequence[Result], success: Success) -> int:
 
 
 Kind = Literal["right", "mixed", "wrong"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """Whether all, some or none of the sessions of a group were right."""
 
 

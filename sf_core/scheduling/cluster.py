@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
-from distributed import Client, get_worker
+from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import RunConfig, WorkerConfig
@@ -170,25 +169,6 @@ def held_by_others(scheduler: str, run_id: str | None) -> str:
         f"{'are' if len(names) > 1 else 'is'} held by run {other}"
         for other, names in sorted(held.items())
     )
-
-
-def current_worker() -> str:
-    """Name of the worker that runs the calling task."""
-    return worker_of(get_worker().state.total_resources).name
-
-
-def current_epoch() -> int:
-    """Number of this start of the calling task. The scheduler counts what it hands to workers, so a later
-    start has a higher number than every earlier one, whenever each begins to run."""
-    worker = get_worker()
-    return int(worker.state.tasks[worker.get_current_task()].run_id)
-
-
-def current_host() -> str:
-    """Address by which other workers reach the worker that runs the calling task."""
-    host = urlsplit(get_worker().address).hostname
-    assert host is not None
-    return host
 
 
 def owner_of(run_id: str, attempt: int) -> str:

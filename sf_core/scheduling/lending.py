@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean
 from typing import Literal
 
 from sf_core.dataplane.bodies import EnginePace
+from sf_core.scheduling.timeline import Timeline
 
 MEMORY = 3
 """Number of switches of each kind, the latest, whose mean cost predicts that of the next."""
@@ -145,3 +148,64 @@ def work_left(
         dedicated=len(others),
         lent=len(trainers),
     )
+
+
+class Switching:
+    """Measures a device's switches between training and rollout and asks the gate about the next. The
+    worker keeps it between tasks."""
+
+    def __init__(self, gate: LendingGate, now: Callable[[], float] = time.monotonic) -> None:
+        self.gate = gate
+        self._now = now
+        self._began_at: float | None = None
+        """When the lease began whose engine does not serve yet."""
+        self._lease_over_at: float | None = None
+        self._refusals: list[tuple[Refusal, float]] = []
+        """Refusals since the last train step, with their Unix time."""
+
+    def decide(self, work: WorkLeft) -> Verdict:
+        """Whether the device is lent now. A refusal is kept until the next train step, which writes it to its
+        timeline."""
+        verdict = self.gate.decide(self._now(), work)
+        if verdict.refusal is not None:
+            self._refusals.append((verdict.refusal, time.time()))
+        return verdict
+
+    def begin_rollout(self, *, is_first_start: bool = False) -> None:
+        """A lease begins. What it starts for the first time stays in the process, so that such a start says
+        nothing of the next switches."""
+        self._began_at = None if is_first_start else self._now()
+        self._lease_over_at = None
+
+    def note_serving(self) -> None:
+        """The engine of the lease serves: the switch to rollout is over."""
+        if self._began_at is not None:
+            self.gate.note_to_rollout(self._now() - self._began_at)
+        self._began_at = None
+
+    def note_revoked(self) -> None:
+        """The lease was revoked for training: the switch to training begins. After any other end of a lease
+        it is unknown what the device does next, so no switch is measured. A switch to rollout that was not
+        over took this long at least."""
+        self.note_serving()
+        self._lease_over_at = self._now()
+
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Leave the block, a wait for other ranks, out of the measured switch. If it raises because they did
+        not come, this switch is not measured at all."""
+        over_at, self._lease_over_at, started = self._lease_over_at, None, self._now()
+        yield
+        if over_at is not None:
+            self._lease_over_at = over_at + self._now() - started
+
+    def note_training(self, timeline: Timeline) -> None:
+        """The work of a train step begins: record the duration of the switch to it, or the times in which the
+        device waited because it was not lent."""
+        if self._lease_over_at is not None:
+            self.gate.note_to_train(self._now() - self._lease_over_at)
+            self._lease_over_at = None
+        ends = [at for _, at in self._refusals[1:]] + [time.time()]
+        for (refusal, at), end in zip(self._refusals, ends, strict=False):
+            timeline.add("wait", not_lent(refusal), at, end)
+        self._refusals = []

@@ -1,5 +1,5 @@
-"""Dask preload of every worker: refuses packages that shadow ours, imports what the worker's tags need, and
-tells the scheduler which device the worker has.
+"""Dask preload of every worker: refuses packages that shadow ours, imports what the worker's tags need,
+tells the scheduler which device the worker has, and sets up what the worker keeps.
 
 Its options come last: `dask worker ... --preload sf_core.scheduling.preload --device-kind h100`.
 """
@@ -15,10 +15,11 @@ from typing import Any
 import click
 from distributed.system import MEMORY_LIMIT
 
-from sf_core.config import devices
 from sf_core.config.devices import Device, known_device
+from sf_core.scheduling.plan import worker_of
 from sf_core.scheduling.tags import COMPUTING
 from sf_core.scheduling.template.nanny import heavy_modules
+from sf_core.scheduling.worker_state import PLUGIN, WorkerState
 from sf_core.surroundings import check_names, computes_nothing
 
 
@@ -38,7 +39,6 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
     for module in heavy_modules(worker.state.total_resources):
         importlib.import_module(module)
     own_device = Device(**json.loads(device)) if device else device_kind
-    devices.own_device = own_device
     published = asdict(own_device) if own_device else None
 
     async def device_of(worker: Any) -> dict[str, Any] | None:
@@ -51,6 +51,8 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
     memory = _device_memory() if computes else None
     # sent with every registration; the scheduler shows it in scheduler_info
     worker.startup_information |= {"device": device_of, "memory": memory_of}
+    name = worker_of(worker.state.total_resources).name
+    await worker.plugin_add(WorkerState(name, worker.ip, own_device), name=PLUGIN)
 
 
 def _device_memory() -> int | None:

@@ -12,10 +12,10 @@ from sf_core.config import RunConfig, TrainConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.reports.cleanup import spare_checkpoints
 from sf_core.reports.outcomes.figures import rollout_metrics
-from sf_core.scheduling.cluster import current_host, current_worker
+from sf_core.scheduling.lending import Switching
 from sf_core.scheduling.timeline import Timeline
+from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.commit import Outcome, commit, committed
-from sf_core.stages.lease import switching_of
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import trim_memory
 from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, seated
@@ -28,20 +28,22 @@ from storage.gangs import GangFiles
 from storage.metrics import write_metrics
 
 
-def train(ref: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
+def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
     """One rank of the train step on the stored batch. Rank 0 writes the next version's weights and commits.
     Then all begin to store a checkpoint, which goes on beside the next step; the others return after rank
     0."""
     run = OpenRun(ref)
     if run.directory.read_manifest(iteration, "train") is None:
         files = GangFiles(run.directory, iteration, ref.attempt, seat.epoch)
-        backend = trainer_backend(run.config)
+        backend = trainer_backend(run.config, worker)
+        switching = worker.measure_switches(ref.uri, run.config.cluster.max_switches_per_minute)
         with ExitStack() as stack:
-            with switching_of(run).not_counting():
+            with switching.not_counting():
                 patience_s = run.config.train.gang_timeout_s
-                ranks = stack.enter_context(seated(backend.meet, files, seat, current_host(), patience_s))
+                ranks = stack.enter_context(seated(backend.meet, files, seat, worker.host, patience_s))
             trainer_at = partial(backend.trainer_at, run, iteration, ranks)
-            step = _step(run, iteration, seat, trainer_at, files)
+            timeline = Timeline(run.directory, worker.name, "train", f"train-{iteration}.{ref.attempt}")
+            step = _step(run, iteration, seat, trainer_at, files, timeline, switching)
             if seat.rank == 0:
                 run.report_stage(iteration, "train")
                 commit(
@@ -63,15 +65,16 @@ def _step(
     seat: RankAssignment,
     trainer_at: Callable[[], AbstractContextManager[Trainer]],
     gang: GangFiles,
+    timeline: Timeline,
+    switching: Switching,
 ) -> Iterator[Outcome]:
     """Make the next version; the block commits it, and at its end the checkpoint is begun."""
     source = committed(run, iteration, "filter")
-    name = f"train-{iteration}.{run.ref.attempt}"
-    with Timeline(run.directory, current_worker(), "train", name) as timeline, ExitStack() as stack:
+    with timeline, ExitStack() as stack:
         with timeline.doing("moving", "load trainer", iteration):
             trainer = stack.enter_context(trainer_at())
             batch = stored_batch(run, iteration)
-        switching_of(run).note_training(timeline)
+        switching.note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
         # what comes until the next step needs no room for activations

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sf_core.config import RunConfig, TrainConfig, WarmstartConfig
+from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.rollout_config import RolloutConfig
 from sf_core.config.train_config import rate_for
 from sf_core.dataplane.chat.renderer import open_renderer
@@ -20,6 +20,7 @@ from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
 from sf_core.stages.commit import Outcome, commit
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.settling.derived import warm_rate
 from sf_core.training.demonstrations import Shown, demonstrations, encode
 from storage.attempts import Attempt
 from storage.batches import write_batch
@@ -33,14 +34,6 @@ from storage.trajectories import to_table
 
 MOST_STEPS = 10
 """Most optimiser steps of an iteration; a lost trainer repeats those since the last one."""
-
-_RATE = 5
-"""Learning rate of the warm start, in those of reinforcement learning."""
-
-
-def warms_model(config: RunConfig) -> bool:
-    """Whether a model is trained on demonstrations before the run."""
-    return config.policy.model is not None and config.policy.warm_steps > 0
 
 
 def begin_warmstart(ref: RunRef, parameters: int | None = None) -> RunRef:
@@ -86,11 +79,6 @@ def supervised(config: RunConfig, parameters: int | None) -> RunConfig:
             "train": config.train.model_copy(update=train),
         }
     )
-
-
-def warm_rate(warm: WarmstartConfig, rate: float) -> float:
-    """Learning rate of the warm start of a model, by that of reinforcement learning."""
-    return _RATE * rate if warm.learning_rate is None else warm.learning_rate
 
 
 def iterations_left(ref: RunRef) -> list[int]:

@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.engines.emulated.device import device_model, switch_s
+from sf_core.config.devices import WorkerDevice
+from sf_core.engines.emulated.device import switch
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.training.background import Background
 from sf_core.training.gang import RankAssignment, wait_for
@@ -25,9 +26,6 @@ from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.tensors.weights import save_arrays
 from storage.trajectories import first_rows
-
-_storing = Background()
-"""The checkpoint that this process is storing; its trainers are made anew for every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +41,12 @@ class EmulatedTrainer:
 
     device = "emulated"
 
-    def __init__(self, model: DeviceModel, version: int, ranks: EmulatedRanks) -> None:
+    def __init__(
+        self, model: DeviceModel, version: int, ranks: EmulatedRanks, storing: Background | None = None
+    ) -> None:
+        """`storing`: the checkpoint that is being stored; the trainer before this one may have begun it."""
         self.version = version
-        self._model, self._ranks = model, ranks
+        self._model, self._ranks, self._storing = model, ranks, storing or Background()
 
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Sleep as long as the slowest rank needs for a step on the tokens of the rows that train, prompts
@@ -73,39 +74,47 @@ class EmulatedTrainer:
         """Take the time only: the version is the trainer's whole state, and the run knows it."""
         self.await_checkpoint()
         if not self._ranks.rank:
-            _storing.begin(partial(time.sleep, self._model.save_checkpoint_s()))
+            self._storing.begin(partial(time.sleep, self._model.save_checkpoint_s()))
 
     def await_checkpoint(self) -> None:
-        _storing.wait()
+        self._storing.wait()
 
 
-@contextmanager
-def meet(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[EmulatedRanks]:
-    """The `meet` of a TrainerBackend: begin together, and end when rank 0 has committed."""
+class EmulatedBackend:
+    """A TrainerBackend whose trainers are made anew for every step."""
 
-    def wait(ranks: list[int], is_there: Callable[[int], bool], what: str) -> None:
-        def missing() -> list[int]:
-            return [rank for rank in ranks if not is_there(rank)]
+    def __init__(self, device: WorkerDevice) -> None:
+        self._device, self._storing = device, Background()
 
-        wait_for(files, seat, lambda: not missing() or None, missing, what, timeout_s)
+    @contextmanager
+    def meet(
+        self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float
+    ) -> Iterator[EmulatedRanks]:
+        """Begin together, and end when rank 0 has committed."""
 
-    def exchange() -> None:
-        files.note_computed(seat.rank)
-        wait(seat.others, files.has_computed, "has not computed its share")
+        def wait(ranks: list[int], is_there: Callable[[int], bool], what: str) -> None:
+            def missing() -> list[int]:
+                return [rank for rank in ranks if not is_there(rank)]
 
-    wait(seat.others, files.is_taken, "has not begun")
-    yield EmulatedRanks(seat.rank, len(seat.workers), exchange)
-    if seat.rank:
-        wait([0], lambda _: files.is_committed(), "has not committed the step")
+            wait_for(files, seat, lambda: not missing() or None, missing, what, timeout_s)
 
+        def exchange() -> None:
+            files.note_computed(seat.rank)
+            wait(seat.others, files.has_computed, "has not computed its share")
 
-def rest() -> None:
-    """The `rest` of a TrainerBackend: devices that are emulated have no memory."""
+        wait(seat.others, files.is_taken, "has not begun")
+        yield EmulatedRanks(seat.rank, len(seat.workers), exchange)
+        if seat.rank:
+            wait([0], lambda _: files.is_committed(), "has not committed the step")
 
+    @contextmanager
+    def trainer_at(self, run: TrainedRun, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
+        """Switch the device to training."""
+        model = DeviceModel(run.config.emulation, self._device.figures)
+        time.sleep(switch(self._device, "train", model.to_train_s()))
+        yield EmulatedTrainer(model, version, ranks, self._storing)
 
-@contextmanager
-def trainer_at(run: TrainedRun, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
-    """The `trainer_at` of a TrainerBackend. Switches the device of this process to training."""
-    model = device_model(run.config)
-    time.sleep(switch_s("train", model.to_train_s()))
-    yield EmulatedTrainer(model, version, ranks)
+    def rest(self) -> None:
+        """Devices that are emulated have no memory."""
+
+    def close(self) -> None: ...

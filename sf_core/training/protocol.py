@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.training.gang import RankAssignment
 from storage.files import FileRef
 from storage.gangs import GangFiles
@@ -67,7 +68,9 @@ class Trainer(Protocol):
 
 
 class TrainerBackend(Protocol):
-    """A way to train: a module with these functions, named in training/registry.py."""
+    """A way to train, named in training/registry.py. A worker keeps one object of it from step to step."""
+
+    def __init__(self, device: WorkerDevice) -> None: ...
 
     def meet(
         self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float
@@ -78,11 +81,15 @@ class TrainerBackend(Protocol):
         ...
 
     def trainer_at(self, run: TrainedRun, version: int, ranks: Any) -> AbstractContextManager[Trainer]:
-        """This rank's trainer, which holds the version whatever was lost: kept in the process, loaded, or
+        """This rank's trainer, which holds the version whatever was lost: kept, loaded, or
         rebuilt from stored batches. Its next step uses the settings of the run."""
         ...
 
     def rest(self) -> None:
-        """Give back the memory that the trainer of this process has on its device, which is lent. The next
-        `trainer_at` takes it again."""
+        """Give back the memory that the kept trainer has on its device, which is lent. The next `trainer_at`
+        takes it again."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is kept. What a running step uses ends with the step."""
         ...

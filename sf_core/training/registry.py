@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.training.megatron.limits import check_shape
+from sf_core.scheduling.worker_state import WorkerState
+from sf_core.settings import load_object
 from sf_core.training.protocol import TrainerBackend
 
 
@@ -18,29 +18,38 @@ from sf_core.training.protocol import TrainerBackend
 class TrainerKind:
     """Where a backend is, and what differs between backends."""
 
-    module: str
-    """A TrainerBackend, imported in the processes that train."""
+    backend: str
+    """Reference to a TrainerBackend, imported in the processes that train."""
     computes_weights: bool
     """Weights that an engine can load, and a trained policy, come out of it."""
     needs_torch: bool
     """Training workers import torch before they are ready."""
     extra: str | None = None
     """The optional dependencies of ours that it needs, by the name under which it imports them."""
-    check_shape: Callable[[Mapping[str, Any], TrainConfig], None] = lambda shape, settings: None
-    """Raises ValueError, one sentence, if it cannot train a policy of this shape, which is named as in
-    Hugging Face's config.json, with these settings."""
+    limits: str | None = None
+    """Reference to a `check_shape`, for a backend that cannot train every policy."""
+
+    def check_shape(self, shape: Mapping[str, Any], settings: TrainConfig) -> None:
+        """Raises ValueError, one sentence, if the backend cannot train a policy of this shape, which is named
+        as in Hugging Face's config.json, with these settings."""
+        if self.limits is not None:
+            load_object(self.limits)(shape, settings)
 
 
 TRAINERS = {
-    "torch": TrainerKind("sf_core.training.torch.backend", computes_weights=True, needs_torch=True),
+    "torch": TrainerKind(
+        "sf_core.training.torch.backend:TorchBackend", computes_weights=True, needs_torch=True
+    ),
     "megatron": TrainerKind(
-        "sf_core.training.megatron.backend",
+        "sf_core.training.megatron.backend:MegatronBackend",
         computes_weights=True,
         needs_torch=True,
         extra="megatron",
-        check_shape=check_shape,
+        limits="sf_core.training.megatron.limits:check_shape",
     ),
-    "emulated": TrainerKind("sf_core.training.emulated", computes_weights=False, needs_torch=False),
+    "emulated": TrainerKind(
+        "sf_core.training.emulated:EmulatedBackend", computes_weights=False, needs_torch=False
+    ),
 }
 
 
@@ -67,6 +76,12 @@ def check_installed(config: RunConfig) -> None:
         )
 
 
-def trainer_backend(config: RunConfig) -> TrainerBackend:
+def trainer_backend(config: RunConfig, worker: WorkerState) -> TrainerBackend:
+    """The backend that the configuration names. The worker keeps it until a run with another one trains."""
     check_installed(config)
-    return cast(TrainerBackend, importlib.import_module(trainer_kind(config).module))
+    backend = load_object(trainer_kind(config).backend)
+    if type(worker.trainer) is not backend:
+        if worker.trainer is not None:
+            worker.trainer.close()
+        worker.trainer = backend(worker.device)
+    return cast(TrainerBackend, worker.trainer)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import psutil
 
+from sf_core.child_processes import is_keeper
 from tests.chaos.clock import Clock
 from tests.chaos.proxy import Mode, Proxy
 from tests.chaos.training import RECOVERY_S, ServedTraining, Training
@@ -78,8 +79,10 @@ class KillVllm:
 
     def _kill(self, run: Training) -> None:
         def found() -> list[psutil.Process]:
-            servers = [p for p in vllm_processes(run, self.worker) if self.word in " ".join(p.cmdline())]
-            return [p for p in servers if "keeper" in self.word or "keeper" not in " ".join(p.cmdline())]
+            servers = vllm_processes(run, self.worker)
+            if self.word == "keeper":
+                return [p for p in servers if is_keeper(p.cmdline())]
+            return [p for p in servers if self.word in " ".join(p.cmdline()) and not is_keeper(p.cmdline())]
 
         for process in wait_until(found, f"{self.word} to run", quiet_s=RECOVERY_S, every_s=0.2):
             with suppress(psutil.NoSuchProcess):

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from sf_core.child_processes import MARK
 from sf_core.cli.stack.local import Ports, Services
 from sf_core.cli.stack.supervisor import call
-from sf_core.cli.stack.supervisord_child import MARK
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import LOOKS_OFTEN
 from tests.e2e.quickstart import ROOT

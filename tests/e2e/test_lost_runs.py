@@ -10,8 +10,8 @@ import psutil
 import pytest
 from prefect.states import Cancelling, Pending, Running
 
+from sf_core.child_processes import FLOW_RUN
 from sf_core.cli.stack.processes import Part
-from sf_core.cli.stack.standing import FLOW_RUN
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from sf_core.cli.stack.supervisord_child import MARK
+from sf_core.child_processes import MARK
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import read_workers
 from tests.chaos.faults import Fault, Kill, KillProcess, Stop

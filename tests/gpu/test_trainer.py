@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from sf_core.config import RunConfig, TrainConfig
-from sf_core.training.megatron import backend as megatron_backend
-from sf_core.training.torch import backend as torch_backend
+from sf_core.config.devices import WorkerDevice
+from sf_core.training.megatron.backend import MegatronBackend
+from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trained_model import ModelBackend
 from sf_core.training.torch.trainer import Trainer
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
@@ -28,14 +28,14 @@ def make_trainer(folder: str, device: str, dtype: Literal["float32", "bfloat16"]
     return Trainer(make_model, TrainConfig.model_validate(settings), seed=0, dtype=dtype)
 
 
-@pytest.mark.parametrize("backend", [torch_backend, megatron_backend])
+@pytest.mark.parametrize("backend", [TorchBackend, MegatronBackend])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.05)])
 def test_a_step_measures_what_the_cpu_measures(
-    folder: str, backend: ModelBackend, dtype: Literal["float32", "bfloat16"], tolerance: float
+    folder: str, backend: type[TorchBackend], dtype: Literal["float32", "bfloat16"], tolerance: float
 ) -> None:
     expected = make_trainer(folder, "cpu", "float32").step(BATCHES[0])
     config = RunConfig.model_validate({"policy": {"model": folder, "dtype": dtype}})
-    make_model = partial(backend.make_model, config, folder, device="cuda")
+    make_model = partial(backend(WorkerDevice()).make_model, config, folder, device="cuda")
     found = Trainer(make_model, config.train, seed=0, dtype=dtype).step(BATCHES[0])
     for name in ("loss", "entropy", "kl", "grad_norm", "logprob_difference_mean"):
         assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name

@@ -17,10 +17,10 @@ from xmlrpc.client import Fault
 
 import psutil
 
+from sf_core.child_processes import FLOW_RUN, end_marked, find_carriers
 from sf_core.cli.stack import processes
 from sf_core.cli.stack.local import Ports, Services, stack_environment, start_services
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
-from sf_core.cli.stack.supervisord_child import carriers, end_marked
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK
 from sf_core.surroundings import (
@@ -38,9 +38,6 @@ POOL = "sf"
 
 RETRIES = 2
 """Maximum restarts of a flow run that crashed, or whose stack or machine did."""
-
-FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-"""Environment variable of processes that work on a flow run of a deployment; set by Prefect."""
 
 STOP_S = 15.0
 """Time for a part to end before it is killed."""
@@ -104,7 +101,7 @@ def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
     Running for ever, and no other run would start."""
     worker = psutil.Process(call(folder, "getProcessInfo", processes.PREFECT_WORKER)["pid"])
     environment, started = worker.environ(), worker.children(recursive=True)
-    runs = {process: run for process, run in carriers(FLOW_RUN) if process in started}
+    runs = {process: run for process, run in find_carriers(FLOW_RUN) if process in started}
     if not runs:
         return
     # first, or the worker would start the next run

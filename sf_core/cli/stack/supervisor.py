@@ -22,8 +22,8 @@ from xmlrpc.client import Fault, ServerProxy, Transport
 
 import psutil
 
+from sf_core.child_processes import MARK, end_marked, end_with
 from sf_core.cli.stack.processes import Part
-from sf_core.cli.stack.supervisord_child import MARK, end_marked, end_with
 
 T = TypeVar("T")
 

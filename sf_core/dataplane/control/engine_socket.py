@@ -73,7 +73,7 @@ def _stale(run: ServedRun, hello: wire.Hello) -> str | None:
     """Why this engine must not serve; None if it may."""
     if hello.attempt < run.spec.attempt:
         return "superseded by a later attempt of the flow"
-    if hello.lease_id in run.revoked_leases:
+    if hello.lease_id in run.state.revoked_leases:
         return "revoked"
     if run.released:
         return "released"

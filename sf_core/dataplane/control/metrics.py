@@ -72,7 +72,7 @@ class Runs(Collector):
                 sessions.add_metric([name], len(run.sessions))
                 answers.add_metric([name], sum(s.answer is not None for s in run.sessions.values()))
                 version.add_metric([name], router.weights.version)
-                if (mean := run.outcomes.mean_reward) is not None:
+                if (mean := run.state.recent.mean_reward) is not None:
                     reward.add_metric([name], mean)
                 states = Tally(engine.state for engine in router.engines)
                 # zeros too: an alert on too few engines must see a run that has none
@@ -162,7 +162,7 @@ def _choices(runs: Mapping[str, ServedRun]) -> list[Metric]:
         "sf_cut_tokens", "Tokens sampled in sessions without which their group was complete.", labels=["run"]
     )
     for name, run in list(runs.items()):
-        repeated.add_metric([name], run.manager.tasks.num_repeated)
+        repeated.add_metric([name], run.state.ledger.tasks.num_repeated)
         cut.add_metric([name], run.counters["surplus_tokens"])
         for kind in get_args(Kind):
             judged.add_metric([name, kind], run.counters[f"groups.{kind}"])

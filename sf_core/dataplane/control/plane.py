@@ -21,11 +21,11 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
-from sf_core.dataplane.runs.events import Published, Registered, Released
-from sf_core.dataplane.runs.external import ExternalSessions, declare_group, open_session
-from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, read_past, reopen_run
+from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners
+from sf_core.dataplane.runs.endings import end_expired
+from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.runs.sealing import Sealer
+from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
@@ -81,9 +81,9 @@ class DataPlane:
             else:
                 if run.spec.origin != spec.origin:
                     run = await self._begin_anew(run, spec)
-                elif begin_attempt(run, spec, await read_past(run, spec)):
+                elif await begin_attempt(run, spec):
                     self.sealers[spec.run_id].forget()
-                await run.journal.attend(run.journal.append(Registered(run.spec)))
+                await run.journal.attend(run.journal.flush())
                 stale = [engine for engine in run.router.engines if engine.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
             if self._open_runs is not None:
@@ -163,12 +163,7 @@ class DataPlane:
         if weights.version < run.router.weights.version:
             raise ApiError(409, f"Version {run.router.weights.version} is published already.")
         started = time.monotonic()
-        # set before they are recorded: a journal that is compacted meanwhile begins with the router's weights
-        run.router.weights = weights
-        await run.journal.append(Published(weights))
-        versions = await run.router.update(weights)
-        run.manager.set_version(weights.version)
-        run.changed.notify()
+        versions = await run.publish(weights)
         engines = run.router.engines
         held = {e.first_version if e.version is None else e.version for e in engines}
         return {
@@ -195,11 +190,12 @@ class DataPlane:
         return {"engines": len(engines), "dropped": len(late)}
 
     async def release(self, run: ServedRun) -> None:
-        await run.record(Released())
+        run.release()
+        await run.journal.flush()
         self._take_away(list(run.router.engines), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
         # a run with results that are not written yet is for the next process too
-        if self._open_runs is not None and not run.results.opened:
+        if self._open_runs is not None and not run.state.results.opened:
             self._open_runs.remove(run.spec.run_id)
 
     async def sweep(self) -> None:
@@ -212,7 +208,7 @@ class DataPlane:
             for run in list(self.runs.values()):
                 try:
                     with suppress(ApiError):
-                        await run.journal.attend(run.sweep(elapsed))
+                        await run.journal.attend(sweep_run(run, elapsed))
                     self.stores[run.spec.run_id].store_soon()
                     await self._let_go_if_over(run, elapsed)
                 except Exception:
@@ -260,6 +256,14 @@ class DataPlane:
             # remote filesystems do not append; this directory survives the process, as a journal must
             folder = self._options.journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
         return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync)
+
+
+async def sweep_run(run: ServedRun, elapsed_s: float) -> None:
+    """Look after the router, silent runners and sessions that run too long; called once a second."""
+    run.router.sweep()
+    run.pass_time(elapsed_s)
+    take_from_silent_runners(run, elapsed_s)
+    await end_expired(run)
 
 
 def _not_served(run_id: str) -> ApiError:

@@ -34,7 +34,6 @@ from sf_core.dataplane.sessions.turn_events import (
     Sampled,
     SampledTokens,
     TurnEnded,
-    TurnEvent,
     TurnKey,
 )
 from sf_core.dataplane.signals import Signal
@@ -82,16 +81,6 @@ class LiveTurns:
         if self.includes(session) and not session.has_overflowed:
             session.has_overflowed = True
             await self.journal.attend(self.journal.append_chunk(Overflowed(session.session_id)))
-
-    def recover(self, event: TurnEvent) -> None:
-        """Apply an event of a turn from the journal, unless its session is over."""
-        if (session := self.sessions.get(event.session_id)) is None:
-            return
-        versions = event.tokens.versions if isinstance(event, Sampled | TurnEnded) else ()
-        if len(versions) and session.claim is not None:
-            self.note_started(session.claim, int(min(versions)))
-        session.apply(event)
-        self.memory.weigh(session)
 
     def set_aside_unanswered(self, session: Session) -> None:
         """At the end of a session, have it not train on answers that nobody got."""

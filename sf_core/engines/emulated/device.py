@@ -1,11 +1,12 @@
-"""The device that this process emulates: it has one active tag at a time, and switching takes time.
+"""The device that a worker emulates: it is used for one tag at a time, and switching takes time.
 
 Its figures are those that the worker declares, else those of the configuration.
 """
 
 from __future__ import annotations
 
-from sf_core.config import RunConfig, devices
+from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.engines.emulated.engine import EmulatedEngine
 
@@ -17,28 +18,21 @@ STALL_S = 2.0
 
 REPORT_EVERY = 256
 
-_active: str | None = None
 
-
-def device_model(config: RunConfig) -> DeviceModel:
-    return DeviceModel(config.emulation, devices.own_device)
-
-
-def switch_s(tag: str, seconds: float) -> float:
-    """The seconds that the switch of the device to this tag takes; 0 if it holds the tag already."""
-    global _active
-    was, _active = _active, tag
+def switch(device: WorkerDevice, tag: str, seconds: float) -> float:
+    """Use the device for this tag from now on; returns the seconds that it takes, 0 if it was used for it."""
+    was, device.tag = device.tag, tag
     return 0.0 if was == tag else seconds
 
 
-def make_engine(config: RunConfig, start_dir: str) -> EmulatedEngine:
-    """The engine of this process's device."""
-    model = device_model(config)
+def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> EmulatedEngine:
+    """The engine of this device."""
+    model = DeviceModel(config.emulation, device.figures)
     return EmulatedEngine(
         model,
         report_every=REPORT_EVERY,
         weight_load_s=model.weight_load_s(),
-        wake_s=lambda: switch_s("rollout", model.to_rollout_s()),
+        wake_s=lambda: switch(device, "rollout", model.to_rollout_s()),
         kv_tokens=config.emulation.kv_tokens,
         recompute=config.engine.kv_on_update == "recompute",
         max_sleep_s=MAX_SLEEP_S,

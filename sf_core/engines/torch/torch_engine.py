@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Following, Vocabularies
 from sf_core.engines.masking import hold
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
@@ -43,7 +44,7 @@ def local_device() -> str:
     return "cuda"
 
 
-def make_engine(config: RunConfig, start_dir: str) -> TorchEngine:
+def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> TorchEngine:
     """An engine on this process's device, for the architecture of the start folder."""
     settings = config.engine
     return TorchEngine(

@@ -1,21 +1,18 @@
 """The vLLM server of this process: its command line and environment, its start, its last words and its end.
 
-Owns the process group and the Unix socket. Knows no HTTP.
+Owns the Unix socket. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import sf_core
-from sf_core.keeper import keeper_of
+from sf_core.child_processes import await_keeper, start_kept
 from sf_core.surroundings import inherited_variables, vllm_python
 from storage.scratch import scratch_folder
 
@@ -93,19 +90,15 @@ class VllmServer:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
         command += ["--uds", self.socket, *arguments]
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._keeper = subprocess.Popen(
-                # several processes, of which those that compute outlive the one that serves HTTP
-                keeper_of(theirs, 0.0, "", command),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                cwd=self._folder.name,
-                env=_environment(self._folder.name, on_cpu) | {"PYTHONPATH": str(modules)},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        # several processes, of which those that compute outlive the one that serves HTTP
+        self._channel, self._keeper = start_kept(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=self._folder.name,
+            env=_environment(self._folder.name, on_cpu) | {"PYTHONPATH": str(modules)},
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -121,10 +114,7 @@ class VllmServer:
     def end(self) -> None:
         """Kill all of its processes and wait until they are gone."""
         self._channel.close()
-        if self._keeper.wait() != 0:
-            # killed itself, and so it has ended nobody
-            with suppress(ProcessLookupError):
-                os.killpg(self._keeper.pid, signal.SIGKILL)
+        await_keeper(self._keeper)
         self._log.close()
         self._folder.cleanup()
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import WeightsRefusedError
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer, Place
@@ -26,7 +27,7 @@ _STEP_S = 0.005
 """Longest wait of a step for tokens."""
 
 
-def make_engine(config: RunConfig, start_dir: str) -> VllmEngine:
+def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> VllmEngine:
     """An engine whose server is started on this process's device, or the one that `engine.vllm.url` names."""
     engine, settings = config.engine, config.engine.vllm
     on_cpu = settings.url is None and not has_gpu()

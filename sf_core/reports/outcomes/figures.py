@@ -6,30 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
-from sf_core.recipes.gates import Kind, kind_of, num_right
+from sf_core.recipes.gates import KINDS, Kind, kind_of, num_right
 from sf_core.recipes.outcomes import Result, Success
+from sf_core.reports.view import kinds_in
 from storage.manifests import Manifest
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 LENGTHS = ("length_kept", "length_cut", "cut_sessions")
 """Facts of a rollout with spare sessions."""
 
 Row = Mapping[str, Any]
 """A row of `outcomes` (storage/outcomes.py)."""
-
-
-def kinds_in(manifest: Manifest | None) -> dict[Kind, int] | None:
-    """Groups that left with a batch, by whether all, some or none of their sessions were right. None if the
-    run did not choose, or if it is of before they were counted."""
-    told = {} if manifest is None else manifest.data
-    return {kind: told[kind] for kind in KINDS} if told.keys() >= set(KINDS) else None
-
-
-def kinds_text(kinds: Mapping[Kind, int] | None) -> str:
-    return "" if kinds is None else "/".join(str(kinds[kind]) for kind in KINDS)
 
 
 def rollout_metrics(manifest: Manifest | None) -> dict[str, float]:

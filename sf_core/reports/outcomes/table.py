@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from sf_core.config import RunConfig
+from sf_core.recipes.gates import KINDS
 from sf_core.recipes.outcomes import Success
 from sf_core.reports.outcomes.figures import (
-    KINDS,
     SourceFigures,
     TaskFigures,
     count_sources,

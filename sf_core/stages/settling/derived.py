@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.config.programs import Command
 from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for
 from sf_core.environments.registry import draw_tasks
@@ -30,6 +30,9 @@ _ASSUMED_PROMPT = 3072
 """Tokens of a prompt that is not known before agents run."""
 
 _POWER_OF_BUILT_IN = 0.6
+
+_RATE = 5
+"""Learning rate of the warm start, in those of reinforcement learning."""
 
 
 class Derived(NamedTuple):
@@ -54,6 +57,11 @@ def derive(
 
 def values_of(derived: Mapping[str, Derived]) -> dict[str, Any]:
     return {key: value for key, (value, _) in derived.items()}
+
+
+def warm_rate(warm: WarmstartConfig, rate: float) -> float:
+    """Learning rate of the warm start of a model, by that of reinforcement learning."""
+    return _RATE * rate if warm.learning_rate is None else warm.learning_rate
 
 
 def first_prompts(config: RunConfig) -> list[str]:

@@ -12,9 +12,8 @@ from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
 from sf_core.reports.cleanup import KEPT_EVERY, kept_weights
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of
-from sf_core.stages.start import folder_to_start_from
-from sf_core.stages.warmstart import warm_rate
+from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of, warm_rate
+from sf_core.stages.settling.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import count_parameters, read_model_config
 
 _TRAINED_BYTES = 16

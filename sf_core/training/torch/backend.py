@@ -1,17 +1,136 @@
-"""The torch backend: how its ranks meet and what they hold."""
+"""The torch backend: how its ranks meet, what they hold, and how a trainer is kept or rebuilt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from sf_core.config import RunConfig
-from sf_core.training.resident import rest, trainer_at
+from sf_core.config.devices import WorkerDevice
+from sf_core.engines.torch.torch_engine import local_device
+from sf_core.reports.view import RunView
+from sf_core.training.protocol import TrainedRun
+from sf_core.training.stored_steps import stored_batch, stored_settings
 from sf_core.training.torch.ranks import Ranks
-from sf_core.training.torch.rendezvous import meet
+from sf_core.training.torch.rendezvous import Rendezvous
 from sf_core.training.torch.torch_model import TorchModel
+from sf_core.training.torch.trained_model import TrainedModel
+from sf_core.training.torch.trainer import Trainer
+from storage.files import local_folder
+from storage.scratch import scratch_folder
+from storage.tensors.checkpoints import has_checkpoint
 
-__all__ = ["make_model", "meet", "rest", "trainer_at"]
+log = logging.getLogger(__name__)
 
 
-def make_model(
-    config: RunConfig, model_dir: str, ranks: Ranks, device: str, *, values: bool = False
-) -> TorchModel:
-    """The `make_model` of a ModelBackend."""
-    dtype, recompute = config.policy.dtype_name, config.train.recompute
-    return TorchModel(model_dir, ranks, device=device, dtype=dtype, recompute=recompute, values=values)
+class TorchBackend:
+    """A TrainerBackend. That of another network inherits it and makes another model."""
+
+    def __init__(self, device: WorkerDevice) -> None:
+        self._rendezvous = Rendezvous()
+        self.meet = self._rendezvous.meet
+        self._resident: tuple[Hashable, str, Trainer] | None = None
+        """Run reference of the attempt, name of the process group, and their trainer; None during a step."""
+
+    def make_model(
+        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, *, values: bool = False
+    ) -> TrainedModel:
+        """The model that these ranks train from the weights of a Hugging Face folder. `values`: a critic,
+        which gives the value of each trained token in the place of its log-prob."""
+        dtype, recompute = config.policy.dtype_name, config.train.recompute
+        return TorchModel(model_dir, ranks, device=device, dtype=dtype, recompute=recompute, values=values)
+
+    @contextmanager
+    def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[Trainer]:
+        """The resident trainer, or a rebuilt one, which stays if the block succeeds. All ranks of a new
+        process group rebuild their trainers, since replaying a step takes all of them."""
+        place = (run.ref, ranks.group)
+        kept, self._resident = self._resident, None  # a step that fails half-way leaves an unusable trainer
+        trainer = kept[2] if kept is not None and kept[:2] == place and kept[2].version == version else None
+        kept = None  # a device may have no room for two trainers
+        if trainer is None:
+            trainer = self.rebuild_trainer(run, version, ranks)
+        else:
+            trainer.held.wake()
+        trainer.config = run.config.train  # replayed steps used the settings of their own attempts
+        yield trainer
+        self._resident = (*place, trainer)
+
+    def rest(self) -> None:
+        if self._resident is not None:
+            self._resident[2].held.rest()
+
+    def close(self) -> None:
+        self._resident = None
+        self._rendezvous.close()
+
+    def rebuild_trainer(
+        self, run: TrainedRun, version: int, ranks: Ranks, device: str | None = None
+    ) -> Trainer:
+        """A trainer that holds this version, rebuilt from the last sound checkpoint not after it and the
+        stored batches since, each with the settings of its step. Nothing is sampled again or written. The
+        default device is this process's own.
+
+        Raises ValueError if a batch is not as it was written."""
+        config, place = run.config, device or local_device()
+
+        @contextmanager
+        def reference(version: int) -> Iterator[TrainedModel]:
+            with _policy_folder(run, version) as folder:
+                yield self.make_model(config, folder, ranks, place)
+
+        def make_critic(ranks: Ranks) -> TrainedModel:
+            return self.make_model(config, local_folder(run.start_dir), ranks, place, values=True)
+
+        trainer = Trainer(
+            lambda ranks: self.make_model(config, local_folder(run.start_dir), ranks, place),
+            config.train,
+            seed=config.seed,
+            ranks=ranks,
+            dtype=config.policy.dtype_name,
+            references=reference,
+            make_critic=make_critic if config.train.critic is not None else None,
+        )
+        # ranks that look for themselves may differ on one that is just being completed
+        for checkpoint in ranks.gather(_complete_until(run, version))[0]:
+            try:
+                trainer.load_checkpoint(run.directory.checkpoint_dir(checkpoint))
+                break
+            except ValueError as error:
+                log.warning("%s; the checkpoint before it is taken", error)
+        if (steps := version - trainer.version) > 0:
+            log.warning("version %d is made again from %d (train steps: %d)", version, trainer.version, steps)
+        while trainer.version < version:
+            trainer.config = stored_settings(run, trainer.version)
+            trainer.step(stored_batch(run, trainer.version))
+        return trainer
+
+
+@contextmanager
+def _policy_folder(run: TrainedRun, version: int) -> Iterator[str]:
+    """A Hugging Face folder with a published policy, on this host."""
+    start = local_folder(run.start_dir)
+    if version == 0:
+        yield start
+        return
+    if version not in run.directory.list_versions("weights"):
+        kept = ", ".join(map(str, RunView(run.directory).kept_versions()))
+        raise ValueError(
+            f"{run.directory.weights_dir(version)}: is not there any more, and version {version} is the "
+            f"reference of train.loss.kl in this step; these versions are kept: {kept}"
+        )
+    weights = local_folder(run.directory.weights_dir(version))
+    with scratch_folder() as folder:
+        for path in (*Path(start).iterdir(), *Path(weights).iterdir()):
+            is_weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
+            if path.is_file() and (path.parent == Path(weights)) == is_weights:
+                Path(folder, path.name).symlink_to(path)
+        yield folder
+
+
+def _complete_until(run: TrainedRun, version: int) -> list[int]:
+    """Versions up to this one that have a complete checkpoint, newest first."""
+    versions = [found for found in run.directory.list_versions("checkpoints") if found <= version]
+    return [found for found in reversed(versions) if has_checkpoint(run.directory.checkpoint_dir(found))]

@@ -29,31 +29,45 @@ almost at once, because a failing rank closes its connections."""
 _FAILED = "failed"
 """Key for the number of a rank that has failed, and why."""
 
-_resident: Group | None = None
-"""The process group of this process; it is kept from step to step while its members stay."""
-_store: dist.Store | None = None
-"""The store, kept after a step: while rank 0 is alive, the others can read in it how the step ended."""
 
+class Rendezvous:
+    """The process group of this process, kept from step to step while its members stay."""
 
-@contextmanager
-def meet(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[Ranks]:
-    """The `meet` of a TrainerBackend."""
-    if seat.is_alone:
-        if _resident is not None:
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        """None during a step."""
+        self._last: _Meeting | None = None
+        """While rank 0 is alive, the others can read in its store how the last step ended."""
+
+    @contextmanager
+    def meet(self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[Ranks]:
+        """The `meet` of a TrainerBackend."""
+        kept, self._group = self._group, None
+        if seat.is_alone:
+            if kept is not None:
+                _leave()
+            yield SingleRank()
+            return
+        self._last = None
+        self._last = meeting = _Meeting(files, seat, host, timeout_s)
+        try:
+            group = meeting.join(kept)
+            yield group
+            meeting.end()
+        except ExchangeError as error:
             _leave()
-        yield SingleRank()
-        return
-    meeting = _Meeting(files, seat, host, timeout_s)
-    try:
-        yield meeting.join()
-        meeting.end()
-    except ExchangeError as error:
-        _leave()
-        raise meeting.roll_call(error) from error
-    except BaseException as error:
-        _leave()
-        meeting.report_failure(error)
-        raise
+            raise meeting.roll_call(error) from error
+        except BaseException as error:
+            _leave()
+            meeting.report_failure(error)
+            raise
+        self._group = group
+
+    def close(self) -> None:
+        """Leave the group, unless a step uses it."""
+        if self._group is not None:
+            self._group = None
+            _leave()
 
 
 class _Meeting:
@@ -62,12 +76,12 @@ class _Meeting:
     def __init__(self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> None:
         self._files, self._seat, self._host = files, seat, host
         self._timeout_s = timeout_s
+        self._store: dist.Store | None = None
 
-    def join(self) -> Group:
+    def join(self, resident: Group | None) -> Group:
         """The process group of this step: the resident one if all ranks still have it."""
-        global _resident
         self._open_store()
-        kept = _resident.group if _resident and _resident.workers == self._seat.workers else "none"
+        kept = resident.group if resident and resident.workers == self._seat.workers else "none"
         self._put(f"here/{self._seat.rank}", kept)
         if self._seat.rank == 0:
             self._await("here", self._seat.others, "has not begun")
@@ -76,11 +90,11 @@ class _Meeting:
         else:
             self._await("group", [0], "has not gathered the ranks")
         group = self._get("group/0")
-        if _resident is None or _resident.group != group:
-            _leave()
-            self._make_group(group)
-            _resident = Group(group, self._seat.workers, self._timeout_s)
-        return _resident
+        if resident is not None and resident.group == group:
+            return resident
+        _leave()
+        self._make_group(group)
+        return Group(group, self._seat.workers, self._timeout_s)
 
     def end(self) -> None:
         """Tell the other ranks that rank 0 has committed; they wait for it."""
@@ -107,19 +121,17 @@ class _Meeting:
         return GangError(f"{self._seat.label}: an exchange failed, and all ranks live: {error}")
 
     def _open_store(self) -> None:
-        global _store
-        _store = None
         if self._seat.rank == 0:
             # a socket of our own: the store by itself listens on every interface of the machine
             with socket.create_server((self._host, 0)) as server:
                 port = server.getsockname()[1]
-                _store = self._connect(self._host, port, server.detach())
+                self._store = self._connect(self._host, port, server.detach())
             self._files.announce(self._host, port)
         else:
             address = wait_for(
                 self._files, self._seat, self._files.address, lambda: [0], "has not begun", self._timeout_s
             )
-            _store = self._connect(*address)
+            self._store = self._connect(*address)
 
     def _connect(self, host: str, port: int, listening: int | None = None) -> dist.Store:
         with self._blaming_rank_0():
@@ -154,9 +166,9 @@ class _Meeting:
 
     @property
     def _opened(self) -> dist.Store:
-        if _store is None:
+        if self._store is None:
             raise GangError(f"{self._seat.label} has no store")
-        return _store
+        return self._store
 
     @contextmanager
     def _blaming_rank_0(self) -> Iterator[None]:
@@ -184,7 +196,5 @@ class _Meeting:
 
 def _leave() -> None:
     """Close the process group, so that ranks waiting in an exchange with this one fail at once."""
-    global _resident
     if dist.is_initialized():
         dist.destroy_process_group()
-    _resident = None

@@ -1,4 +1,4 @@
-"""What a trainer has of a policy, whatever holds its parameters: the interface of model backends."""
+"""What a trainer has of a policy, whatever holds its parameters: the interface of its models."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sf_core.config import RunConfig
 from sf_core.training.packing import Microbatch
-from sf_core.training.torch.ranks import Ranks
 from storage.tensors.shards import Place, Slices
 
 TokenLoss = Callable[[Microbatch, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -81,15 +79,4 @@ class TrainedModel(Protocol):
 
     def as_stored(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict that transformers would save, made of whole parameters."""
-        ...
-
-
-class ModelBackend(Protocol):
-    """A TrainerBackend whose trainers hold a TrainedModel: a module with this function too."""
-
-    def make_model(
-        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, *, values: bool = False
-    ) -> TrainedModel:
-        """The model that these ranks train from the weights of a Hugging Face folder. `values`: a critic,
-        which gives the value of each trained token in the place of its log-prob."""
         ...

@@ -17,7 +17,7 @@ import pytest
 
 from sf_core.agents.command import CommandEnd, CommandError, agent_of
 from sf_core.agents.command_output import MAX_ANSWER, MAX_OUTPUT, Transcript
-from sf_core.cli.stack.supervisord_child import MARK, end_marked
+from sf_core.child_processes import MARK, end_marked
 from sf_core.config.programs import Command
 from sf_core.types import Endpoint, Task
 from tests.e2e import echo_package

@@ -1,4 +1,3 @@
-import logging
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -8,10 +7,9 @@ import pytest
 from rich.console import Console
 
 from sf_core.cli import live as live_view
-from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress, iteration_line, tell
-from sf_core.reports.view import RunView
+from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.waits import clock
-from storage.run_directory import STAGES, RunDirectory
+from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, configure
 
 STATUS: dict[str, Any] = {
@@ -27,13 +25,6 @@ STATUS: dict[str, Any] = {
     "straggler": {"session": "run-1.g3.0.a0", "group": 3, "age_s": 5.0},
     "counters": {"failed_sessions": 0},
     "engines": [{"worker": "r0", "version": 2}, {"worker": "t0", "version": None}],
-}
-
-
-FAILED = {
-    "failures": {"timeout": 2},
-    "discarded": {"agent_error": 5},
-    "last_error": "my_agent.py:12: agent raised KeyError: x",
 }
 
 
@@ -119,8 +110,8 @@ def test_without_a_terminal_what_a_flow_logs_of_its_progress_and_waits_is_passed
     progress.note("watch it at http://127.0.0.1:4200")
     for line in (
         "17:00:01.123 | WARNING | sf_core.waits - waiting since 17:00:00, until 18:00:00, for the warm start",
-        "17:00:01.124 | INFO    | sf_core.cli.live - iteration 0, 1 of 3: reward 0.250, 2.0 s",
-        "17:00:01.125 | WARNING | distributed.core - sf_core.cli.live - not ours",
+        "17:00:01.124 | INFO    | sf_core.reports.log_lines - iteration 0, 1 of 3: reward 0.250, 2.0 s",
+        "17:00:01.125 | WARNING | distributed.core - sf_core.reports.log_lines - not ours",
         "Traceback (most recent call last):",
     ):
         progress.hear(line)
@@ -137,7 +128,7 @@ def test_without_a_terminal_a_wait_is_told_once_as_the_data_plane_knows_it() -> 
     for status in (STATUS, STATUS | {"wait": wait}, STATUS | {"wait": wait}):
         progress.update(status, {})
     progress.hear("17:00:01.123 | WARNING | sf_core.waits - waiting since 17:00:00, for batch 3")
-    progress.hear("17:00:01.124 | INFO    | sf_core.cli.live - iteration 3, 4 of 8: reward 0.250")
+    progress.hear("17:00:01.124 | INFO    | sf_core.reports.log_lines - iteration 3, 4 of 8: reward 0.250")
     progress.update(STATUS | {"wait": wait | {"since": 60.0}}, {})
     assert told() == [
         f"waiting since {clock(0.0)} for {wait['what']}",
@@ -158,31 +149,3 @@ def test_the_new_lines_of_a_log_are_read_once_and_when_they_are_complete(tmp_pat
             assert list(new.read()) == expected
     file.write_text("rotated\n")
     assert list(new.read()) == ["rotated"]
-
-
-def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path / "r"))
-    configure(run)
-    for number in range(3):
-        start = 100.0 + 5 * number
-        times = {"started_at": start, "finished_at": start + 5}
-        for stage in STAGES[1:]:
-            commit(run, number, stage, data=times)
-        told = {"sessions": 8, "failures": {}, "reward_mean": number / 4, "sampled_tokens": 5000}
-        commit(run, number, "rollout", data=times | told | (FAILED if number == 1 else {}))
-    commit(run, 2, "evaluate", data={"reward_mean": 0.75, "sampled_tokens": 5000})
-    first = "iteration 0, 1 of 40: reward 0.000, 1,000 tokens/s, 5.0 s"
-    assert iteration_line(RunView(run), 0, 40) == first
-    second = (
-        "iteration 1, 2 of 40: reward 0.250, 1,000 tokens/s, 5.0 s; failed 2 of 8: timeout 2; "
-        "discarded 5 failed: agent_error 5; the last: my_agent.py:12: agent raised KeyError: x"
-    )
-    assert iteration_line(RunView(run), 1, 40) == second
-    third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before it, 2,000 tokens/s, 5.0 s"
-    assert iteration_line(RunView(run), 2, 40) == third
-
-
-def test_progress_is_logged_whatever_the_level_of_others(caplog: pytest.LogCaptureFixture) -> None:
-    assert logging.getLogger().getEffectiveLevel() >= logging.WARNING
-    tell("iteration 0: 100% of it")
-    assert [record.getMessage() for record in caplog.records] == ["iteration 0: 100% of it"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.engines.resident import engine_of
+from sf_core.config.devices import WorkerDevice
+from sf_core.engines.resident import ResidentEngine
+from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.testing import awake
 from sf_core.types import WeightsRef
 
@@ -17,21 +19,39 @@ def config(max_running: int = 8) -> RunConfig:
     )
 
 
-def test_an_engine_stays_until_a_run_with_other_settings_wants_one() -> None:
-    with engine_of(config(), "start") as (first, is_new):
+@pytest.fixture
+def resident() -> ResidentEngine:
+    return ResidentEngine(WorkerDevice())
+
+
+def test_an_engine_stays_until_a_run_with_other_settings_wants_one(resident: ResidentEngine) -> None:
+    with resident.lend(config(), "start") as (first, is_new):
         assert is_new
         awake(first, WeightsRef(3, ""))
         first.rest()
-    with engine_of(config(), "start") as (kept, is_new):
+    with resident.lend(config(), "start") as (kept, is_new):
         assert (kept is first, is_new) == (True, False)
     slow = config(max_running=4)
     for other in ((slow, "start"), (slow, "another"), (slow, "another", "made again")):
-        with engine_of(*other) as (engine, is_new):
+        with resident.lend(*other) as (engine, is_new):
             assert is_new and engine is not first
 
 
-def test_an_engine_that_failed_is_not_kept() -> None:
-    with pytest.raises(MemoryError), engine_of(config(), "start") as (broken, _):
+def test_an_engine_that_failed_is_not_kept(resident: ResidentEngine) -> None:
+    with pytest.raises(MemoryError), resident.lend(config(), "start") as (broken, _):
         raise MemoryError
-    with engine_of(config(), "start") as (engine, is_new):
+    with resident.lend(config(), "start") as (engine, is_new):
         assert is_new and engine is not broken
+
+
+def test_the_end_of_a_worker_closes_the_engine_that_rests_and_leaves_one_that_serves(
+    resident: ResidentEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+    monkeypatch.setattr(ScriptedEngine, "close", lambda self: closed.append(self))
+    with resident.lend(config(), "start") as (engine, _):
+        resident.close()
+        assert closed == []
+    resident.close()
+    resident.close()
+    assert closed == [engine]

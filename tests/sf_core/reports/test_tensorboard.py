@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sf_core.reports.tensorboard import write_events
+from sf_core.reports.export.tensorboard import write_events
 from storage import files
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory

@@ -21,13 +21,13 @@ from sf_core.cli.stack.local import local_stack, start_dask, start_dask_worker
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.config.devices import DEVICES
-from sf_core.engines.emulated.device import device_model
+from sf_core.config.devices import DEVICES, Device
 from sf_core.scheduling import cluster
 from sf_core.scheduling.cluster import connected_workers, end_tasks, read_workers
 from sf_core.scheduling.plan import Worker
 from sf_core.scheduling.template.nanny import template_modules
 from sf_core.scheduling.worker import DASK_SETTINGS, worker_environment
+from sf_core.scheduling.worker_state import current_worker
 from tests.e2e.conftest import ROOT
 from tests.e2e.nannies import template_of, worker_of
 from tests.patience import patience, wait_until
@@ -78,6 +78,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench(stack, folder)
 
 
+def what_is_kept() -> tuple[str, str, Device | None]:
+    worker = current_worker()
+    return worker.name, worker.host, worker.device.figures
+
+
 def tasks_process(process: Process) -> psutil.Process:
     """The process that runs the tasks."""
     found = worker_of(process.pid())
@@ -100,8 +105,8 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(b
     with dask.config.set(often), Client(bench.scheduler, set_as_default=False) as client:
         # whatever the client asks for by itself meanwhile
         assert all(len(connected_workers(client)) == 3 for _ in range(100))
-        emulated = client.submit(device_model, RunConfig(), resources={"@r1": 1}).result(timeout=patience())
-    assert emulated.device == DEVICES["h20"]
+        kept = client.submit(what_is_kept, resources={"@r1": 1}).result(timeout=patience())
+    assert kept == ("r1", "127.0.0.1", DEVICES["h20"])
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
     refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", bench.scheduler])
     assert refused.exit_code == 2

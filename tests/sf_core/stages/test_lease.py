@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from distributed import Client
 
 from sf_core.config import RunConfig
 from sf_core.environments.registry import tasks_of
 from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.timeline import Timeline
-from sf_core.stages.lease import serve_lease, switching_of, tasks_to_work_on
-from sf_core.stages.run import OpenRun, RunRef
+from sf_core.scheduling.worker_state import WorkerState
+from sf_core.stages.lease import serve_lease, tasks_to_work_on
+from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
 from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
@@ -38,12 +39,14 @@ def test_only_a_lease_that_was_revoked_begins_a_switch_to_training(
     configure(directory, engine={"kind": "scripted", "script": "tests.e2e.echo_package:script"})
     ref = RunRef("run", directory.uri, server.url, attempt=1)
     server.register()
-    with Client(processes=False, n_workers=1, dashboard_address=None, set_as_default=False) as client:
-        lease = client.submit(serve_lease, ref, Lease("rollout", "t0", "t0-0.1"))
+    worker = WorkerState("t0")
+    with ThreadPoolExecutor() as pool:
+        lease = pool.submit(serve_lease, worker, ref, Lease("rollout", "t0", "t0-0.1"), epoch=1)
         wait_until(lambda: bool(server.live_engines()))
         server.post(f"/runs/run/{route}", {"attempt": 1} if route == "release" else {"within_s": 5})
         assert lease.result(timeout=patience()) == reason
-    switching = switching_of(OpenRun(ref))
+    worker.close()
+    switching = worker.measure_switches(ref.uri, 10)
     switching.note_training(Timeline(directory, "t0", "train", "train-0.1"))
     assert (switching.gate.switch_cost_s is not None) == is_switch
 

@@ -23,7 +23,8 @@ from sf_core.scheduling.plan import Worker
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.sizes import Sizes, check_memory
-from sf_core.stages.start import _recipe_files, check_start, start
+from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.start import _recipe_files, start
 from sf_core.training.warmstart import warmstart
 from storage import files
 from storage.run_directory import RunDirectory

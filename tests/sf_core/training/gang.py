@@ -15,7 +15,7 @@ import torch
 
 from sf_core.training.gang import RankAssignment, seated
 from sf_core.training.torch.ranks import Ranks
-from sf_core.training.torch.rendezvous import meet
+from sf_core.training.torch.rendezvous import Rendezvous
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tests.patience import patience, wait_until
@@ -103,10 +103,11 @@ class Member:
 
 def _serve(orders: Any, reports: Any) -> None:
     torch.set_num_threads(1)
+    rendezvous = Rendezvous()
     while True:
         one, rank, work = orders.get()
         try:
-            with seated(meet, one.files, one.seat(rank), one.host, one.timeout_s) as ranks:
+            with seated(rendezvous.meet, one.files, one.seat(rank), one.host, one.timeout_s) as ranks:
                 result = work(ranks)
         except Exception as error:
             result = f"{type(error).__name__}: {error}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.engines.torch.transformers_model import saved_params
+from sf_core.settings import load_object
 from sf_core.training.packing import Row, read_rows, share
+from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank
-from sf_core.training.torch.trained_model import AdamSettings, ModelBackend, TrainedModel
+from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
 from sf_core.training.torch.trainer import Trainer
 from storage.tensors.checkpoints import EXP_AVG, MASTER
 from tests.sf_core.training.batches import grouped_rows, make_batch
@@ -46,9 +48,9 @@ class Setup:
     """Sections of the run's configuration."""
 
     def model(self, ranks: Ranks, *, values: bool = False) -> TrainedModel:
-        backend, config = importlib.import_module(self.backend), RunConfig.model_validate(self.settings)
-        make = cast(ModelBackend, backend).make_model
-        return make(config, self.folder, ranks, "cpu", values=values)
+        backend: TorchBackend = load_object(self.backend)(WorkerDevice())
+        config = RunConfig.model_validate(self.settings)
+        return backend.make_model(config, self.folder, ranks, "cpu", values=values)
 
     def trainer(self, ranks: Ranks) -> Trainer:
         config = RunConfig.model_validate(self.settings)
@@ -210,7 +212,7 @@ def _cosine(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
 
 class ModelTests:
     backend: str
-    """Module of the backend."""
+    """Reference to the TorchBackend."""
     layouts: Sequence[tuple[int, dict[str, Any]]]
     """Numbers of ranks, each with settings of `train`."""
     gradient_tolerance = 1e-4

@@ -10,11 +10,10 @@ import pyarrow as pa
 import pytest
 
 from sf_core.config import EmulationConfig
-from sf_core.config.devices import known_device
+from sf_core.config.devices import WorkerDevice, known_device
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training import emulated
-from sf_core.training.emulated import EmulatedRanks, EmulatedTrainer, meet
+from sf_core.training.emulated import EmulatedBackend, EmulatedRanks, EmulatedTrainer
 from sf_core.training.gang import GangError, RankAssignment, seated
 from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles
@@ -26,10 +25,9 @@ WORKERS = ("h800", "h20")
 
 
 class TestContract(TrainerTests):
-    backend = emulated
-
     @pytest.fixture(autouse=True)
     def _in(self, run: RunDirectory) -> None:
+        self.backend = EmulatedBackend(WorkerDevice())
         self.directory = run
         configure(run, engine={"kind": "emulated"}, emulation={"time_dilation": 1e9})
 
@@ -47,8 +45,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
     """Run a step; returns the ranks that had computed when it was over."""
-    files = one_try(run)
-    with seated(meet, files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
+    files, backend = one_try(run), EmulatedBackend(WorkerDevice())
+    with seated(backend.meet, files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
         model = DeviceModel(EmulationConfig(parameters=1e11), known_device(WORKERS[rank]))
         EmulatedTrainer(model, 0, ranks).step(make_batch([([1] * 50, [True] * 50)] * 2))
         found = [other for other in range(len(WORKERS)) if files.has_computed(other)]

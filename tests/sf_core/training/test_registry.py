@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import get_args
 
 import pytest
 
 from sf_core.config import RunConfig
 from sf_core.config.train_config import TrainerName
+from sf_core.scheduling.worker_state import WorkerState
 from sf_core.training.protocol import TrainerBackend
 from sf_core.training.registry import TRAINERS, check_installed, trainer_backend, trainer_kind
 
@@ -22,10 +24,17 @@ def test_the_backends_are_those_that_a_configuration_can_name() -> None:
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_backend_has_the_functions_of_the_protocol(name: str) -> None:
-    backend = trainer_backend(config("emulated", name))
-    for function in ("meet", "trainer_at"):
+    backend = trainer_backend(config("emulated", name), WorkerState("t0"))
+    for function in ("meet", "trainer_at", "rest", "close"):
         wanted = [*inspect.signature(getattr(TrainerBackend, function)).parameters][1:]
         assert [*inspect.signature(getattr(backend, function)).parameters] == wanted
+
+
+def test_a_worker_keeps_its_backend_until_a_run_with_another_one_trains() -> None:
+    worker = WorkerState("t0")
+    first = trainer_backend(config("emulated", "emulated"), worker)
+    assert trainer_backend(config("emulated", "emulated"), worker) is first
+    assert trainer_backend(config("emulated", "torch"), worker) is worker.trainer is not first
 
 
 @pytest.mark.parametrize(
@@ -59,7 +68,7 @@ def test_a_backend_whose_library_is_not_installed_says_what_installs_it(
     check_installed(run)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_installed(config("torch", "torch"))
-    for needs_it in (check_installed, trainer_backend):
+    for needs_it in (check_installed, partial(trainer_backend, worker=WorkerState("t0"))):
         with pytest.raises(FileNotFoundError) as refused:
             needs_it(run)
         assert str(refused.value) == (

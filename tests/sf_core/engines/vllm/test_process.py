@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from sf_core.child_processes import is_keeper
 from sf_core.engines.protocol import Engine, EngineLostError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, sampled_by, until
@@ -150,7 +151,7 @@ def serving(engine: Engine, policy: Policies) -> set[psutil.Process]:
 
 
 def one_of(processes: set[psutil.Process], word: str) -> psutil.Process:
-    (found,) = (p for p in processes if word in (line := " ".join(p.cmdline())) and "keeper" not in line)
+    (found,) = (p for p in processes if word in " ".join(line := p.cmdline()) and not is_keeper(line))
     return found
 
 
@@ -248,7 +249,7 @@ def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_wit
     # without a GPU it takes nothing that a trainer needs
     assert servers() >= own
     engine.take_weights(tied.ref(1))
-    next(process for process in own if "keeper.py" in " ".join(process.cmdline())).kill()
+    next(process for process in own if is_keeper(process.cmdline())).kill()
     engine.close()
     _, alive = psutil.wait_procs(own, timeout=patience())
     assert not alive

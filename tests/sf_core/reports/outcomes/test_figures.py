@@ -8,10 +8,9 @@ from sf_core.reports.outcomes.figures import (
     count_sources,
     count_tasks,
     extreme_tasks,
-    kinds_in,
-    kinds_text,
     rollout_metrics,
 )
+from sf_core.reports.view import kinds_in, kinds_text
 from storage.manifests import Manifest
 from tests.sf_core.runs import group_row
 

@@ -3,9 +3,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from sf_core.config.devices import WorkerDevice
 from sf_core.models.builtin import make_policy
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.megatron import backend
+from sf_core.training.megatron.backend import MegatronBackend
 from sf_core.training.testing import TrainerTests
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import configure
@@ -13,10 +14,9 @@ from tests.sf_core.training.batches import grouped_rows, make_batch
 
 
 class TestContract(TrainerTests):
-    backend = backend
-
     @pytest.fixture(autouse=True, params=["float32", "bfloat16"])
     def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+        self.backend = MegatronBackend(WorkerDevice())
         self.directory = RunDirectory(str(tmp_path / "run"))
         policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": request.param}
         config = configure(

@@ -39,7 +39,7 @@ def saved(make: Any, tmp_path: Path) -> str:
 
 
 class MegatronTests(ModelTests):
-    backend = "sf_core.training.megatron.backend"
+    backend = "sf_core.training.megatron.backend:MegatronBackend"
 
     def setup(self, folder: str, **train: Any) -> Setup:
         workers = train.get("tensor_parallel", 1) * train.get("pipeline_parallel", 1)
@@ -54,7 +54,7 @@ class TestContract(MegatronTests):
     ) -> None:
         batches = [make_batch(grouped_rows(4, 3), logprob=-4.0, group_size=3, seed=seed) for seed in range(3)]
         train: dict[str, Any] = {"learning_rate": 1e-4}
-        torch_setup = Setup("sf_core.training.torch.backend", policy, {"train": train})
+        torch_setup = Setup("sf_core.training.torch.backend:TorchBackend", policy, {"train": train})
         of_torch = str(self.tmp_path / "of-torch")
         wanted = self.on(2, partial(train_on, torch_setup, batches, of_torch, 2))
         for number, (size, cut) in enumerate(self.layouts):

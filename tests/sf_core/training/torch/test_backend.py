@@ -5,24 +5,24 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from sf_core.config.devices import WorkerDevice
 from sf_core.models.builtin import make_policy
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.testing import TrainerTests
-from sf_core.training.torch import backend
+from sf_core.training.torch.backend import TorchBackend
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import configure
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
 
 class TestContract(TrainerTests):
-    backend = backend
-
     @pytest.fixture(
         autouse=True,
         params=[(1, "float32"), (2, "float32"), (2, "bfloat16")],
         ids=lambda param: f"a checkpoint every {param[0]}, {param[1]}",
     )
     def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+        self.backend = TorchBackend(WorkerDevice())
         self.directory = RunDirectory(str(tmp_path / "run"))
         every, dtype = request.param
         policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": dtype}

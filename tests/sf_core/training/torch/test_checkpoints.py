@@ -13,8 +13,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from sf_core.config.devices import WorkerDevice
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.resident import rebuild_trainer
+from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import Trainer
@@ -60,7 +61,7 @@ def opened(uri: str) -> OpenRun:
 
 
 def rebuilt(uri: str, ranks: Ranks) -> Trainer:
-    return rebuild_trainer(opened(uri), 3, ranks)
+    return TorchBackend(WorkerDevice()).rebuild_trainer(opened(uri), 3, ranks)
 
 
 def holds(trainer: Trainer, run: RunDirectory) -> bool:

@@ -11,7 +11,7 @@ from tests.sf_core.training.torch.policies import POLICIES, granite, phi
 
 
 class TestContract(ModelTests):
-    backend = "sf_core.training.torch.backend"
+    backend = "sf_core.training.torch.backend:TorchBackend"
     layouts = ((1, {}), (2, {}), (2, {"recompute": True}))
 
     @pytest.fixture(

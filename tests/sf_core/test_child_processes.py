@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sf_core.keeper import keeper_of, remove
+from sf_core.child_processes import remove, start_kept
 from tests.patience import patience, wait_until
 
 
@@ -23,16 +23,8 @@ def kept(
     words: Sequence[str], folder: str = "", grace_s: float = 0.0
 ) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
     """A keeper with its command, and our end of its channel. What the command prints can be read."""
-    ours, theirs = socket.socketpair()
+    ours, keeper = start_kept(words, grace_s=grace_s, folder=folder, stdout=subprocess.PIPE, text=True)
     ours.settimeout(patience())
-    with theirs:
-        keeper = subprocess.Popen(
-            keeper_of(theirs, grace_s, folder, words),
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
     with keeper, ours:
         yield keeper, ours
         ours.close()

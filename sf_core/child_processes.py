@@ -1,11 +1,21 @@
-"""Runs a command, and ends it with everything that it started: when it ends, or when the worker does.
+"""How processes that we start are ended, with everything that they have started, even after kill -9.
 
-    python -I -S keeper.py CHANNEL GRACE_S FOLDER COMMAND...
+- A program of others (a command as agent, a vLLM server) is started by `start_kept`, under a keeper: a
+  process that ends the program and all its descendants when the program ends or its starter does. Orphans
+  become children of the keeper, even in sessions of their own, so none escapes.
+- Our own processes, the parts of a stack, call `end_with` when they are forked: the kernel terminates them
+  when their parent ends. They also bear the mark of their stack in their environment, by which `end_marked`
+  finds what is left.
+- Code that models write runs in a sandbox, whose first process is agents/sandbox/porter.py: the kernel ends
+  everything in its process namespace when it ends.
 
-CHANNEL is a socket whose other end only the worker holds: the kernel closes it however the worker ends. Whose
-parent dies becomes a child of the keeper, also in a session of its own, so nothing leaves the family. On the
-channel the keeper writes a line of JSON when the command has started and one when the family is gone. Then,
-unless FOLDER is empty, it waits for the end of the channel and removes the folder.
+This file is also the keeper's program, so that at its start it imports the standard library alone:
+
+    python -I -S child_processes.py CHANNEL GRACE_S FOLDER COMMAND...
+
+CHANNEL is a socket whose other end only the starter holds: the kernel closes it however the starter ends. On
+the channel the keeper writes a line of JSON when the command has started and one when its family is gone.
+Then, unless FOLDER is empty, it waits for the end of the channel and removes the folder.
 """
 
 from __future__ import annotations
@@ -21,10 +31,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-PR_SET_CHILD_SUBREAPER = 36
+# not that of `typing`, whose import takes a sixth of a keeper's start
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    import psutil
+
+MARK = "SF_STACK"
+"""Environment variable with the folder of the stack, set in every process that the stack started."""
+
+FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+"""Environment variable of processes that work on a flow run of a deployment; set by Prefect."""
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 LOOK_S = 0.05
 """Seconds between looks at a family that is to end; a child that ends is noticed at once."""
@@ -37,15 +60,69 @@ _TRACKER = re.compile(rb"from [\w.]+\.resource_tracker import main; ?main\(\d+.*
 """Last word of a tracker's command line; also of those of loky."""
 
 
-def keeper_of(channel: socket.socket, grace_s: float, folder: str, command: Sequence[str]) -> list[str]:
-    """The command line of a keeper, to be started in a session of its own with the channel passed on.
-    `grace_s`: time between SIGTERM and SIGKILL; 0: no SIGTERM."""
-    facts = [str(channel.fileno()), str(grace_s), folder]
-    return [sys.executable, "-I", "-S", __file__, *facts, *command]
+def start_kept(
+    command: Sequence[str], *, grace_s: float = 0.0, folder: str = "", **options: Any
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a command under a keeper; returns our end of the channel, and the keeper. `grace_s`: time between
+    SIGTERM and SIGKILL; 0: no SIGTERM. `options` are those of subprocess.Popen."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        facts = [str(theirs.fileno()), str(grace_s), folder]
+        words = [sys.executable, "-I", "-S", __file__, *facts, *command]
+        return ours, subprocess.Popen(words, pass_fds=[theirs.fileno()], start_new_session=True, **options)
+
+
+def await_keeper(keeper: subprocess.Popen[bytes]) -> None:
+    """Return when a keeper whose channel is closed has ended the family. A keeper that was killed has ended
+    nobody: then its process group is killed."""
+    if keeper.wait() != 0:
+        with suppress(ProcessLookupError):
+            os.killpg(keeper.pid, signal.SIGKILL)
 
 
 def is_keeper(command_line: Sequence[str]) -> bool:
     return __file__ in command_line
+
+
+def end_with(parent: int) -> None:
+    """Have this process, a fork of the parent, terminated when the parent ends, also if it has ended already;
+    only on Linux."""
+    if sys.platform == "linux":
+        # the parent's handler, which is here until this process becomes another program, might do nothing
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def end_marked(folder: str) -> bool:
+    """Kill all processes with the mark of the stack except this one; False if there are none."""
+    import psutil
+
+    found = []
+    for process, mark in find_carriers(MARK):
+        if mark == folder and process.pid != os.getpid():
+            with suppress(psutil.Error):
+                # they end by themselves when their worker has, with those of their family that bear no mark
+                if not is_keeper(process.cmdline()):
+                    process.kill()
+                found.append(process)
+    _, left = psutil.wait_procs(found, timeout=5)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    return bool(found)
+
+
+def find_carriers(variable: str) -> Iterator[tuple[psutil.Process, str]]:
+    """Processes of this machine with this environment variable, and its value, as far as this process may
+    inspect them."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if value := process.environ().get(variable):
+                yield process, value
 
 
 class Keeper:

@@ -8,13 +8,11 @@ import pytest
 
 from sf_core.dataplane.bodies import EnginePace
 from sf_core.scheduling.figures import device_figures
-from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
+from sf_core.scheduling.lending import LendingGate, Switching, WorkLeft, work_left
 from sf_core.scheduling.timeline import Timeline, read_spans
-from sf_core.stages.lease import Switching, switching_of
-from sf_core.stages.run import OpenRun, RunRef
+from sf_core.scheduling.worker_state import WorkerState
 from sf_core.training.gang import GangError
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import configure
 
 
 def engine(worker: str, tokens: int, seconds: float, version: int | None = 0) -> EnginePace:
@@ -39,14 +37,12 @@ def test_before_a_session_has_finished_the_work_is_unknown() -> None:
     assert work.seconds_per_unit is None
 
 
-def test_the_bound_is_that_of_the_attempt_and_what_was_measured_stays(tmp_path: Path) -> None:
-    directory = RunDirectory(str(tmp_path / "run"))
-    found = []
-    for attempt in (1, 2):
-        configure(directory, cluster={"max_switches_per_minute": 10 * attempt})
-        found.append(switching_of(OpenRun(RunRef("run", directory.uri, dataplane_url="", attempt=attempt))))
+def test_the_bound_is_that_of_the_attempt_and_what_was_measured_stays_in_the_run() -> None:
+    worker = WorkerState("t0")
+    found = [worker.measure_switches("runs/one", bound) for bound in (10, 20)]
     assert found[0] is found[1]
     assert found[1].gate.max_switches_per_minute == 20
+    assert worker.measure_switches("runs/another", 20) is not found[1]
 
 
 @pytest.fixture

@@ -1,0 +1,28 @@
+"""Lines of progress in the log of a flow. `sf train` shows what this logger writes (sf_core/cli/live.py)."""
+
+from __future__ import annotations
+
+import logging
+
+from sf_core.reports.concerns import failures_line
+from sf_core.reports.view import RunView
+
+log = logging.getLogger(__name__)
+# independent of the level of other loggers: progress is what users look for in a log
+log.setLevel(logging.INFO)
+
+
+def tell(line: str) -> None:
+    """Write a line of progress to the log of the flow and to that of its run in Prefect."""
+    log.info("%s", line)
+
+
+def describe_iteration(view: RunView, number: int, iterations: int) -> str:
+    """Rewards, tokens per second, duration and failures of a finished iteration, as one line."""
+    iteration = view.iteration(number)
+    figures = [f"reward {iteration.reward:.3f}"]
+    if (evaluated := iteration.stages.get("evaluate")) is not None:
+        figures.append(f"held-out {evaluated.data['reward_mean']:.3f} before it")
+    figures += [f"{iteration.tokens_per_second:,.0f} tokens/s", f"{iteration.seconds:.1f} s"]
+    told = "; ".join(filter(None, [", ".join(figures), failures_line(iteration)]))
+    return f"iteration {number}, {number + 1} of {iterations}: {told}"

@@ -1,0 +1,75 @@
+"""Whether a run can start from its policy, and the folder that it starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sf_core.config import RunConfig
+from sf_core.config.rollout_config import BUILT_IN_CONTEXT
+from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.engines.registry import engine_kind
+from sf_core.models.cache_size import built_in_shape
+from sf_core.models.context import check_context
+from sf_core.stages.settling.stored_config import has_started
+from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
+from sf_core.training.policy_folder import check_model_folder, policy_folder, read_model_config
+from sf_core.training.registry import trainer_kind
+from storage.run_directory import RunDirectory
+
+
+def warms_model(config: RunConfig) -> bool:
+    """Whether a model is trained on demonstrations before the run."""
+    return config.policy.model is not None and config.policy.warm_steps > 0
+
+
+def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
+    """Raises ValueError if a run cannot start from its policy, nothing is there to warm-start it with, its
+    sequences are too long for it, or engine and trainer do not go together. A run that has started needs only
+    the copy in its directory, which is version 0, and not `policy.model`.
+
+    by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
+    kind = trainer_kind(config)
+    length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
+    if not has_started(config):
+        check_demonstrations(config)
+    if config.policy.model is None:
+        if runs_policy and length is not None and length > BUILT_IN_CONTEXT:
+            raise ValueError(
+                f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
+                "built-in policy"
+            )
+        built_in = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
+        shape: dict[str, Any] = {"model_type": "qwen3", **built_in}
+    elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
+        shape = read_model_config(folder)
+        if runs_policy and length is not None:
+            check_context(shape, length)
+        if warms_model(config):
+            for shown in demonstrations(config, range(1))[0][:1]:
+                encode(open_renderer(folder), shown)
+    else:
+        return
+    kind.check_shape(shape, config.train)
+
+
+def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
+    """The run's own copy, else `policy.model`; None if that is only on the worker. Raises ValueError if it
+    cannot be used."""
+    assert config.policy.model is not None
+    model = policy_folder(config.policy.model)
+    if has_started(config) and start_fault(run := RunDirectory(config.run_dir)) is None:
+        return run.start_dir
+    if by_a_worker and not Path(model).is_dir():
+        return None
+    check_model_folder(model)
+    return model
+
+
+def start_fault(run: RunDirectory) -> str | None:
+    """Why the data plane would refuse the run's start folder; None if it would not."""
+    try:
+        open_renderer(run.start_dir)
+    except ValueError as error:
+        return str(error)
+    return None

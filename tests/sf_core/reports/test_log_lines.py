@@ -1,0 +1,43 @@
+import logging
+from pathlib import Path
+
+import pytest
+
+from sf_core.reports.log_lines import describe_iteration, tell
+from sf_core.reports.view import RunView
+from storage.run_directory import STAGES, RunDirectory
+from tests.sf_core.runs import commit, configure
+
+FAILED = {
+    "failures": {"timeout": 2},
+    "discarded": {"agent_error": 5},
+    "last_error": "my_agent.py:12: agent raised KeyError: x",
+}
+
+
+def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    configure(run)
+    for number in range(3):
+        start = 100.0 + 5 * number
+        times = {"started_at": start, "finished_at": start + 5}
+        for stage in STAGES[1:]:
+            commit(run, number, stage, data=times)
+        told = {"sessions": 8, "failures": {}, "reward_mean": number / 4, "sampled_tokens": 5000}
+        commit(run, number, "rollout", data=times | told | (FAILED if number == 1 else {}))
+    commit(run, 2, "evaluate", data={"reward_mean": 0.75, "sampled_tokens": 5000})
+    first = "iteration 0, 1 of 40: reward 0.000, 1,000 tokens/s, 5.0 s"
+    assert describe_iteration(RunView(run), 0, 40) == first
+    second = (
+        "iteration 1, 2 of 40: reward 0.250, 1,000 tokens/s, 5.0 s; failed 2 of 8: timeout 2; "
+        "discarded 5 failed: agent_error 5; the last: my_agent.py:12: agent raised KeyError: x"
+    )
+    assert describe_iteration(RunView(run), 1, 40) == second
+    third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before it, 2,000 tokens/s, 5.0 s"
+    assert describe_iteration(RunView(run), 2, 40) == third
+
+
+def test_progress_is_logged_whatever_the_level_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    assert logging.getLogger().getEffectiveLevel() >= logging.WARNING
+    tell("iteration 0: 100% of it")
+    assert [record.getMessage() for record in caplog.records] == ["iteration 0: 100% of it"]
