@@ -28,7 +28,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.runs.events import OpenedSession
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.sessions.turn_events import Begun, Ended, NewPrompt, TurnKey
+from sf_core.dataplane.sessions.turn_events import Begun, NewPrompt, TurnEnded, TurnKey
 from sf_core.models.builtin import make_policy
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
@@ -234,7 +234,7 @@ async def _record_session(run: ServedRun, session_id: str) -> None:
         turn = session.commit(generation, prompt, key.sample, message, 0)
         prompts = [NewPrompt.of(prompt) for prompt in session.take_unrecorded()]
         run.journal.note(Begun(key, 0, b"", prompts))
-        await run.journal.append(Ended.of(key, turn, 0))
+        await run.journal.append(TurnEnded.of(key, turn, 0))
         ids = [*prompt.full_ids(), *sampled]
 
 

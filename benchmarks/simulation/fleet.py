@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.simulation.clock import EventClock
 from sf_core.dataplane.control.plane import SWEEP_S
-from sf_core.dataplane.routing.choice import expected_rest
+from sf_core.dataplane.routing.choice import expect_rest
 from sf_core.dataplane.routing.rebalancing import Queue, Running, find_moves
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.engines.emulated.continuous_batch import ContinuousBatch, Slot
@@ -207,7 +207,7 @@ class Fleet:
         self, engine: SimulatedEngine, session: SimulatedSession, slot: Slot
     ) -> Running[SimulatedSession]:
         sampled = session.num_sampled + engine.batch.num_sampled(slot)
-        rest = expected_rest(self._typical, sampled, self._budget - sampled)
+        rest = expect_rest(self._typical, sampled, self._budget - sampled)
         num_prefill = 0 if engine.batch.num_sampled(slot) else slot.num_prompt - slot.num_cached
         return Running(session, session.num_prompt + sampled, num_prefill + rest, session.num_moved_at)
 

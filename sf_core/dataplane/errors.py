@@ -57,7 +57,7 @@ class ContextOverflow(ApiError):
         super().__init__(400, sentence, code="context_length_exceeded")
         self.num_tokens, self.context_length = num_tokens, context_length
 
-    def worded(self, sentence: str, param: str) -> ApiError:
+    def reword(self, sentence: str, param: str) -> ApiError:
         """This error in other words; see `Dialect.overflow`."""
         most = self.context_length - 1
         told = sentence.format(tokens=self.num_tokens, window=self.context_length, most=most, param=param)

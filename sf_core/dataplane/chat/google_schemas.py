@@ -24,18 +24,18 @@ _FREE = {
 """Fields whose values have names of the user's own."""
 
 
-def spelled(value: Any) -> Any:
+def spell(value: Any) -> Any:
     """A value with names of fields in one spelling."""
     if isinstance(value, list):
-        return [spelled(one) for one in value]
+        return [spell(one) for one in value]
     if not isinstance(value, dict):
         return value
-    named = {_underscored(name): inner for name, inner in value.items()}
-    return {name: inner if name in _FREE else spelled(inner) for name, inner in named.items()}
+    named = {_underscore(name): inner for name, inner in value.items()}
+    return {name: inner if name in _FREE else spell(inner) for name, inner in named.items()}
 
 
 @functools.lru_cache(maxsize=1024)
-def _underscored(name: str) -> str:
+def _underscore(name: str) -> str:
     return re.sub("[A-Z]", lambda capital: "_" + capital[0].lower(), name)
 
 

@@ -25,7 +25,7 @@ def read_json(text: bytes | str) -> Any:
         raise TooDeepError from None
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from None
-    return _checked(value, text)
+    return _check_depth(value, text)
 
 
 def mend_json(text: bytes | str) -> tuple[Any, bool]:
@@ -42,7 +42,7 @@ def mend_json(text: bytes | str) -> tuple[Any, bool]:
             raise TooDeepError from None
         except ValueError:
             raise error from None
-    value = _without_halves(_checked(read, text))
+    value = _without_halves(_check_depth(read, text))
     if value == read:
         raise ValueError("it is not encoded in UTF-8, or begins with a byte order mark")
     return value, True
@@ -53,7 +53,7 @@ def encode_sorted(value: Any) -> bytes:
     return msgspec.json.encode(value, order="sorted")
 
 
-def _checked(value: Any, text: bytes | str) -> Any:
+def _check_depth(value: Any, text: bytes | str) -> Any:
     # counting brackets clears most texts at almost no cost
     if isinstance(text, str):
         num_brackets = text.count("{") + text.count("[")

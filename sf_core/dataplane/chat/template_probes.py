@@ -116,7 +116,7 @@ _ANSWERS: list[Message] = [
 
 
 def _probes(role: str) -> Iterator[_Probe]:
-    rounds = [[answer, *_following(answer)] for answer in _ANSWERS]
+    rounds = [[answer, *_make_following(answer)] for answer in _ANSWERS]
     histories = [[], *rounds, *(first + second for first, second in product(rounds, rounds[:5:2]))]
     rounds_of_role = [messages for messages in rounds if messages[1]["role"] == role]
     for history, added in product(histories, rounds_of_role):
@@ -127,7 +127,7 @@ def _probes(role: str) -> Iterator[_Probe]:
     yield _probe(list(chain.from_iterable(rounds * 3)), rounds_of_role[0])
 
 
-def _following(answer: Message) -> list[Message]:
+def _make_following(answer: Message) -> list[Message]:
     return [_RESULT] * len(answer.get("tool_calls", [])) or [_USER]
 
 

@@ -55,7 +55,7 @@ class TurnEndpoint:
             waiting = open_turns(turns, session, requests, RequestIdentity.of(scope["headers"], data))
         except ContextOverflow as error:
             await turns.note_overflow(session)
-            raise error.worded(*self._dialect.overflow) from None
+            raise error.reword(*self._dialect.overflow) from None
         reply = self._dialect.reply(body, waiting[0].turn_id, session)
         watcher = asyncio.ensure_future(_leave_when_gone(receive, waiting))
         try:
@@ -159,16 +159,16 @@ async def _stream(turns: list[Subscriber], reply: Reply, send: Send, request_id:
     async def forward(data: bytes, *, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
-    await forward(reply.started(turns[0].num_prompt_tokens))
+    await forward(reply.start(turns[0].num_prompt_tokens))
     try:
         answers = await _together(
             [_forward_turn(turn, functools.partial(reply.piece, i), forward) for i, turn in enumerate(turns)]
         )
     except ApiError as error:
         # the status line is sent: only the stream itself can still say what happened
-        return await forward(reply.failed(error, request_id), more=False)
-    ends = b"".join(reply.turn_ended(i, answer) for i, answer in enumerate(answers))
-    await forward(ends + reply.ended(answers), more=False)
+        return await forward(reply.fail(error, request_id), more=False)
+    ends = b"".join(reply.end_turn(i, answer) for i, answer in enumerate(answers))
+    await forward(ends + reply.end(answers), more=False)
     _leave(turns, has_answer=True)
 
 

@@ -63,7 +63,7 @@ class Lookup(Generic[Host]):
                 return allowed(run, caller), session
         raise ApiError.no_session(session_id)
 
-    def served_models(self, session_id: str | None, caller: Caller) -> list[str]:
+    def list_models(self, session_id: str | None, caller: Caller) -> list[str]:
         runs = self._runs.values() if session_id is None else [self.session(session_id, caller)[0]]
         return sorted({run.turns.spec.served_model for run in runs if caller.may_use(run.turns.spec)})
 

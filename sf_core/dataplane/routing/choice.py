@@ -20,18 +20,18 @@ class TypicalLength:
     def learn(self, num_tokens: int) -> None:
         self._mean += (num_tokens - self._mean) / _INERTIA
 
-    def remaining(self, generation: Generation) -> int:
+    def expect_rest(self, generation: Generation) -> int:
         """Estimated tokens still to sample: at least 1, at most the rest of the budget."""
         produced = len(generation.token_ids)
-        return expected_rest(self._mean, produced, generation.request.max_tokens - produced)
+        return expect_rest(self._mean, produced, generation.request.max_tokens - produced)
 
 
-def expected_rest(mean: float, produced: int, budget: int) -> int:
+def expect_rest(mean: float, produced: int, budget: int) -> int:
     """Expected further tokens of a turn that has sampled `produced`: the rest up to the mean, or as many
     again if that is more. That is the mean residual life of a Pareto distribution of index 2; lengths of
     answers have heavy tails.
 
-    >>> [expected_rest(256.0, produced, 1000) for produced in (0, 100, 400)]
+    >>> [expect_rest(256.0, produced, 1000) for produced in (0, 100, 400)]
     [256, 156, 400]
     """
     return max(1, min(budget, max(round(mean) - produced, produced)))

@@ -137,7 +137,7 @@ class EngineConnection:
         generation.num_prefill, generation.num_decode = num_prefill, num_decode
         self.outstanding += num_prefill + num_decode
 
-    def progressed(self, generation: Generation, num_tokens: int) -> None:
+    def count_progress(self, generation: Generation, num_tokens: int) -> None:
         """Count sampled tokens: the prompt is in the KV cache, and that many fewer are outstanding."""
         done = generation.num_prefill + min(num_tokens, generation.num_decode)
         generation.num_decode -= done - generation.num_prefill

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.routing.pace import Pace
+from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
@@ -45,7 +45,7 @@ class Generation:
         """All that is asked for, as it is before the first token is sampled."""
         self.on_start: Callable[[int], None] | None = None
         """Called with the policy version of the first engine that gets it."""
-        self.pace: Pace | None = None
+        self.pace: StreamPace | None = None
         """Limits how often the reader of a stream is woken after its first tokens; None: it always is."""
         self.floor = floor
         """Oldest policy version that may continue it: versions never decrease within a turn."""
@@ -98,7 +98,7 @@ class Generation:
         """Length of the prompt and of the tokens sampled so far."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
-    def remaining_request(self, version: int) -> GenerationRequest:
+    def ask_for_rest(self, version: int) -> GenerationRequest:
         """The rest of the generation as a request to an engine that holds this version."""
         if self.on_start is not None:
             self.on_start(version)

@@ -13,7 +13,7 @@ EVENT_S = 1 / 8000
 """Seconds that each event adds to a round: 8 streams have an event per millisecond, 256 one in 32 ms each."""
 
 
-class Pace:
+class StreamPace:
     """Wakes the readers of streams in rounds. A round begins at once, but not before `event_s` has passed for
     each event of the round before: few streams never wait."""
 

@@ -114,17 +114,17 @@ class Router:
                 break
             num_tokens += len(chunk.token_ids)
             if chunk.finish_reason is None:
-                engine.progressed(generation, len(chunk.token_ids))
+                engine.count_progress(generation, len(chunk.token_ids))
             else:
                 engine.drop(chunk.request_id)
             if _ends_without_a_token(chunk, generation):
-                generation.refuse(_failed(f"engine {engine.engine_id} ended it without a token"))
+                generation.refuse(_say_failed(f"engine {engine.engine_id} ended it without a token"))
             elif generation.absorb(chunk, engine.engine_id):
                 interrupted.append(generation)
             elif generation.finish_reason is not None:
                 self._typical.learn(len(generation.token_ids))
             elif generation.num_decode == 0:
-                engine.expect_more(generation, self._typical.remaining(generation))
+                engine.expect_more(generation, self._typical.expect_rest(generation))
         engine.num_tokens += num_tokens
         self._wait_again(interrupted)
         if fault is not None:
@@ -136,7 +136,7 @@ class Router:
     def sweep(self) -> None:
         """Refuse requests that waited too long, drop silent engines, rebalance; called once a second."""
         now = time.monotonic()
-        for generation in self.waiting.waiting_since_before(now - self.limits.patience_s):
+        for generation in self.waiting.find_waiting_since(now - self.limits.patience_s):
             self._refuse(generation, self.obstacle(generation.floor))
         for engine in self.engines:
             if engine.is_still and now - engine.heard_at > self.limits.patience_s:
@@ -168,7 +168,7 @@ class Router:
         generation.num_faults += 1
         if generation.num_faults == MAX_FAULTS:
             engine.drop(generation.request_id)
-            generation.refuse(_failed(f"engine {engine.engine_id} {fault}, as others did before"))
+            generation.refuse(_say_failed(f"engine {engine.engine_id} {fault}, as others did before"))
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)
@@ -237,7 +237,7 @@ class Router:
         if engine in self.engines:
             self.engines.remove(engine)
         lost = [engine.drop(request_id) for request_id in list(engine.in_flight)]
-        self._wait_again([g for g in lost if g is not None and g.absorb(_nothing_more(g), engine.engine_id)])
+        self._wait_again([g for g in lost if g is not None and g.absorb(_end_here(g), engine.engine_id)])
         engine.gone.set()
         self._changed.notify()
 
@@ -361,14 +361,14 @@ class Router:
                 continue
             engine = choose(takers, generation)
             num_prefill = generation.num_tokens - num_cached(engine, generation)
-            engine.take(generation, num_prefill, self._typical.remaining(generation))
+            engine.take(generation, num_prefill, self._typical.expect_rest(generation))
             given.setdefault(engine, []).append(generation)
             if not engine.has_room:
                 open_engines.remove(engine)
         self.waiting.keep(passed_over, num_seen)
         for engine, generations in given.items():
             assert engine.version is not None
-            requests = [generation.remaining_request(engine.version) for generation in generations]
+            requests = [generation.ask_for_rest(engine.version) for generation in generations]
             engine.send(wire.pack(wire.Submit.of(requests)))
 
 
@@ -377,11 +377,11 @@ def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
     return is_end and not chunk.token_ids and not generation.token_ids
 
 
-def _failed(reason: str) -> ApiError:
+def _say_failed(reason: str) -> ApiError:
     return ApiError(502, f"This request got no answer that counts: {reason}.", code="engine_failed")
 
 
-def _nothing_more(generation: Generation) -> Chunk:
+def _end_here(generation: Generation) -> Chunk:
     return Chunk(generation.request_id, [], [], 0, FinishReason.ABORT)
 
 

@@ -54,7 +54,7 @@ class WaitQueue:
         """Replace the first `num_seen` generations by those passed over, which go on waiting."""
         self._line[:num_seen] = passed_over
 
-    def waiting_since_before(self, moment: float) -> list[Generation]:
+    def find_waiting_since(self, moment: float) -> list[Generation]:
         return [generation for generation in self._line if generation.waiting_since < moment]
 
 

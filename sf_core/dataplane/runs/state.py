@@ -24,7 +24,7 @@ from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.sessions.turn_events import Ended, OfTurn, Overflowed, Sampled, TurnEvent
+from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed, Sampled, TurnEnded, TurnEvent
 from sf_core.types import WeightsRef
 
 
@@ -303,7 +303,7 @@ class RunState:
     def _take_turn(self, event: TurnEvent) -> None:
         if (session := self.sessions.get(event.session_id)) is None:
             return  # it is over
-        versions = event.tokens.versions if isinstance(event, Sampled | Ended) else ()
+        versions = event.tokens.versions if isinstance(event, Sampled | TurnEnded) else ()
         if len(versions) and session.claim is not None:
             self.ledger.note_started(session.claim, int(min(versions)))
         session.apply(event)

@@ -81,7 +81,7 @@ def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
     shown = rest[: len(rest) - len(suffix)]
     if not shows(shown, turn.message):
         return None
-    mark = turn.prompt.text.extended(shown)
+    mark = turn.prompt.text.extend(shown)
     stop = renderer.stop_texts.get(int(turn.ids[-1]), "") if len(turn.ids) else ""
     after = stop if shown.endswith(stop) else ""
     return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer, after)
@@ -93,10 +93,10 @@ def _encode_behind(
     ids = renderer.encode(text, after)
     last_stop = renderer.last_stop(text, ids)
     if last_stop is None:
-        return Encoded(place, ids, mark.extended(text), None)
+        return Encoded(place, ids, mark.extend(text), None)
     at, num_tokens = last_stop
-    seam = Seam(place.at + num_tokens, mark.extended(text[:at]))
-    return Encoded(place, ids, seam.text.extended(text[at:]), seam)
+    seam = Seam(place.at + num_tokens, mark.extend(text[:at]))
+    return Encoded(place, ids, seam.text.extend(text[at:]), seam)
 
 
 def _last_common_seam(matched: Turn, text: str) -> tuple[TreePosition, TextMark]:
@@ -107,7 +107,7 @@ def _last_common_seam(matched: Turn, text: str) -> tuple[TreePosition, TextMark]
         assert prompt.seam is not None
         if prompt.seam.text.length > len(text):
             break
-        mark = mark.extended(text[mark.length : prompt.seam.text.length])
+        mark = mark.extend(text[mark.length : prompt.seam.text.length])
         if mark == prompt.seam.text:
             place, last = place_at(prompt, prompt.seam.num_tokens), mark
     return place, last

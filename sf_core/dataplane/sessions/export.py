@@ -49,7 +49,7 @@ def export_session(
     trajectories = []
     for branch, leaf in enumerate(_leaves(session.turns)):
         path = list(line(leaf, leaf.end))[::-1]
-        parent, shared_prefix = covered.shared_with(path)
+        parent, shared_prefix = covered.find_shared(path)
         covered.take(path, branch)
         token_ids, logprobs, versions = _columns(path, leaf.end)
         mask = versions != NOT_SAMPLED
@@ -93,7 +93,7 @@ class _Covered:
 
     reach: dict[Node, tuple[int, int]] = field(default_factory=dict)
 
-    def shared_with(self, path: _Path) -> tuple[int | None, int]:
+    def find_shared(self, path: _Path) -> tuple[int | None, int]:
         """The branch this path forks from, and how many tokens they share; (None, 0) for a new root."""
         branch, shared = None, 0
         for node, end in path:

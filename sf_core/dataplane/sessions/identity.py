@@ -51,16 +51,16 @@ class Conversation:
             at = len(self.messages)
             if "tool_calls" in sent and _has_number(calls := _calls(sent)):
                 self._numbers[at] = calls
-            message = self._recorded(sent, answers)
+            message = self._recall_message(sent, answers)
             if message is not sent:
                 self._sent[at] = sent
             self.messages.append(message)
             self.keys.append(extend_chain(self.keys[-1], message))
 
-    def _recorded(self, sent: Message, answers: Answers) -> Message:
+    def _recall_message(self, sent: Message, answers: Answers) -> Message:
         """The message that stands for the one sent: the recorded answer, and results by its calls' ids."""
         if sent["role"] == "tool":
-            call_id = self._renamed_calls().get(sent["tool_call_id"])
+            call_id = self._match_calls().get(sent["tool_call_id"])
             return sent if call_id is None else {**sent, "tool_call_id": call_id}
         if sent["role"] != "assistant":
             return sent
@@ -70,7 +70,7 @@ class Conversation:
         turn = answers.get(extend_chain(self.keys[-1], without_ids(said)))
         return sent if turn is None else as_said(turn.message)
 
-    def _renamed_calls(self) -> dict[str, str]:
+    def _match_calls(self) -> dict[str, str]:
         """Recorded ids of the last answer's calls, by those that the agent sent."""
         at = len(self.messages) - 1
         while at >= 0 and self.messages[at]["role"] != "assistant":
@@ -85,7 +85,7 @@ class Conversation:
         """Approximate memory in bytes of what only this conversation holds."""
         return sys.getsizeof(self.opening_text) + sum(map(size_of, self._sent.values()))
 
-    def beginning(self, num_messages: int) -> Conversation:
+    def copy_beginning(self, num_messages: int) -> Conversation:
         copy = Conversation(self.keys[0])
         copy.messages = self.messages[:num_messages]
         copy.keys = self.keys[: num_messages + 1]
@@ -136,7 +136,7 @@ class Conversations:
                 if num == len(conversation.messages):
                     break
         if shared < len(best.messages):
-            best = best.beginning(shared)
+            best = best.copy_beginning(shared)
         elif best in self._recent:
             self._recent.remove(best)
         best.num_known = shared

@@ -38,10 +38,10 @@ from sf_core.dataplane.sessions.tree import (
 from sf_core.dataplane.sessions.turn_events import (
     Begun,
     Delivered,
-    Ended,
     Overflowed,
     RecordedTurn,
     Sampled,
+    TurnEnded,
     TurnEvent,
 )
 from sf_core.types import FinishReason, Ids
@@ -142,7 +142,7 @@ class Session:
         chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
         prompt = self._prompts.get((chain, ""))
         if prompt is None:
-            tip = self._repeated_turn(array)
+            tip = self._find_repeated(array)
             place = TreePosition(tip, tip.end if tip else 0)
             place, rest = self._tree.follow(place, array[place.at :])
             encoded = Encoded(place, rest, NO_TEXT, None)
@@ -234,7 +234,7 @@ class Session:
             case Sampled():
                 recorded.engines = event.engines
                 recorded.chunks.append(event.tokens)
-            case Ended():
+            case TurnEnded():
                 self._apply_end(event, recorded)
             case Delivered():
                 recorded.delivered = True
@@ -267,8 +267,8 @@ class Session:
         self.forget_answered(prompt, event.identity)
         self.recorded.append(RecordedTurn(event.key, event.identity, prompt))
 
-    def _apply_end(self, event: Ended, recorded: RecordedTurn) -> None:
-        turn = event.turn_of(recorded.prompt, recorded.tokens)
+    def _apply_end(self, event: TurnEnded, recorded: RecordedTurn) -> None:
+        turn = event.make_turn(recorded.prompt, recorded.tokens)
         if turn.finish_reason is FinishReason.ABORT:
             self._add_abandoned(turn)
             self.recorded.remove(recorded)
@@ -363,7 +363,7 @@ class Session:
             return "retokenised"
         return "forked" if place.node.has_continuation else None
 
-    def _repeated_turn(self, ids: Ids) -> Turn | None:
+    def _find_repeated(self, ids: Ids) -> Turn | None:
         """One of the latest turns whose whole line the ids begin with; most requests have one."""
         for turn in islice(reversed(self.turns), NUM_TIPS):
             # the turn's own ids first: they tell most lines apart at little cost

@@ -30,12 +30,12 @@ class TextMark(NamedTuple):
     """Number of characters."""
     crc: int
 
-    def extended(self, text: str) -> TextMark:
+    def extend(self, text: str) -> TextMark:
         return TextMark(self.length + len(text), crc32(text.encode(), self.crc))
 
     def rest_of(self, text: str) -> str | None:
         """The rest of `text` after this one; None if `text` does not begin with this one."""
-        if len(text) < self.length or NO_TEXT.extended(text[: self.length]) != self:
+        if len(text) < self.length or NO_TEXT.extend(text[: self.length]) != self:
             return None
         return text[self.length :]
 

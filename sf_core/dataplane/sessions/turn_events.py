@@ -30,22 +30,22 @@ class TurnKey(NamedTuple):
     sample: int
 
 
-class Tokens(NamedTuple):
+class SampledTokens(NamedTuple):
     """Sampled tokens in order, with their log-probs and policy versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
     versions: Ids
 
-    def since(self, start: int) -> Tokens:
-        return Tokens(self.ids[start:], self.logprobs[start:], self.versions[start:])
+    def since(self, start: int) -> SampledTokens:
+        return SampledTokens(self.ids[start:], self.logprobs[start:], self.versions[start:])
 
     @classmethod
-    def joined(cls, parts: Sequence[Tokens]) -> Tokens:
+    def join(cls, parts: Sequence[SampledTokens]) -> SampledTokens:
         return cls(*map(np.concatenate, zip(*parts, strict=True))) if parts else NO_TOKENS
 
     @classmethod
-    def sampled_by(cls, generation: Generation, start: int, end: int) -> Tokens:
+    def of(cls, generation: Generation, start: int, end: int) -> SampledTokens:
         return cls(
             np.frombuffer(generation.token_ids[start:end], dtype=np.int32),
             np.frombuffer(generation.logprobs[start:end], dtype=np.float32),
@@ -53,7 +53,7 @@ class Tokens(NamedTuple):
         )
 
 
-NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
 class NewPrompt(msgspec.Struct, array_like=True):
@@ -122,14 +122,14 @@ class Begun(OfTurn):
 class Sampled(OfTurn):
     """Tokens of a turn were sampled, by these engines so far."""
 
-    tokens: Tokens
+    tokens: SampledTokens
     engines: str
 
 
-class Ended(OfTurn):
+class TurnEnded(OfTurn, tag="ended"):
     """A turn has ended."""
 
-    tokens: Tokens
+    tokens: SampledTokens
     """Tokens that no event before holds."""
     message: bytes
     """JSON."""
@@ -142,20 +142,20 @@ class Ended(OfTurn):
     constrained: bool = False
 
     @classmethod
-    def of(cls, key: TurnKey, turn: Turn, num_recorded: int) -> Ended:
+    def of(cls, key: TurnKey, turn: Turn, num_recorded: int) -> TurnEnded:
         """The end of a turn whose first `num_recorded` tokens are recorded already."""
-        tail = Tokens(turn.ids, turn.logprobs, turn.versions).since(num_recorded)
+        tail = SampledTokens(turn.ids, turn.logprobs, turn.versions).since(num_recorded)
         facts = (getattr(turn, name) for name in _TURN_FACTS)
         return cls(key, tail, msgspec.json.encode(turn.message), *facts)
 
-    def turn_of(self, prompt: Prompt, before: Tokens) -> Turn:
+    def make_turn(self, prompt: Prompt, before: SampledTokens) -> Turn:
         """The turn; `before` are its tokens in earlier events."""
-        tokens = Tokens.joined([before, self.tokens])
+        tokens = SampledTokens.join([before, self.tokens])
         facts = (getattr(self, name) for name in _TURN_FACTS)
         return Turn(prompt, self.key.sample, *tokens, msgspec.json.decode(self.message), *facts)
 
 
-_TURN_FACTS = Ended.__struct_fields__[3:]
+_TURN_FACTS = TurnEnded.__struct_fields__[3:]
 """Fields of a turn that its end has as they are."""
 
 
@@ -169,7 +169,7 @@ class Overflowed(Event):
     session_id: str
 
 
-TurnEvent = Begun | Sampled | Ended | Delivered | Overflowed
+TurnEvent = Begun | Sampled | TurnEnded | Delivered | Overflowed
 
 read_turn_event: Callable[[bytes], TurnEvent] = reader(TurnEvent)
 
@@ -183,7 +183,7 @@ class RecordedTurn:
     identity: bytes
     """Identifies its request when that is retried (RequestIdentity.digest)."""
     prompt: Prompt
-    chunks: list[Tokens] = field(default_factory=list)
+    chunks: list[SampledTokens] = field(default_factory=list)
     """Tokens sampled so far; empty once it is finished."""
     engines: str = ""
     turn: Turn | None = None
@@ -193,11 +193,11 @@ class RecordedTurn:
     """Its answer was not delivered; False for turns that a restart found, where this is not known."""
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> SampledTokens:
         if self.turn is not None:
-            return Tokens(self.turn.ids, self.turn.logprobs, self.turn.versions)
+            return SampledTokens(self.turn.ids, self.turn.logprobs, self.turn.versions)
         if len(self.chunks) > 1:
-            self.chunks = [Tokens.joined(self.chunks)]
+            self.chunks = [SampledTokens.join(self.chunks)]
         return self.chunks[0] if self.chunks else NO_TOKENS
 
     @property

@@ -19,7 +19,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.routing.pace import Pace
+from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.memory import Memory
@@ -28,13 +28,12 @@ from sf_core.dataplane.sessions.tree import Prompt
 from sf_core.dataplane.sessions.turn_events import (
     Begun,
     Delivered,
-    Ended,
     NewPrompt,
     Overflowed,
     RecordedTurn,
     Sampled,
-    Tokens,
-    TurnEvent,
+    SampledTokens,
+    TurnEnded,
     TurnKey,
 )
 from sf_core.dataplane.signals import Signal
@@ -68,7 +67,7 @@ class LiveTurns:
     """The run's open sessions, by id."""
     note_started: Callable[[Claim, int], None]
     """Told of every claimed session a policy version that may have sampled in it."""
-    pace: Pace = field(default_factory=Pace)
+    pace: StreamPace = field(default_factory=StreamPace)
     in_flight: dict[str, list[LiveTurn]] = field(default_factory=dict)
     """Turns that are sampled, or whose answer a client is still being sent, by session id."""
 
@@ -82,16 +81,6 @@ class LiveTurns:
         if self.includes(session) and not session.has_overflowed:
             session.has_overflowed = True
             await self.journal.attend(self.journal.append_chunk(Overflowed(session.session_id)))
-
-    def recover(self, event: TurnEvent) -> None:
-        """Apply an event of a turn from the journal, unless its session is over."""
-        if (session := self.sessions.get(event.session_id)) is None:
-            return
-        versions = event.tokens.versions if isinstance(event, Sampled | Ended) else ()
-        if len(versions) and session.claim is not None:
-            self.note_started(session.claim, int(min(versions)))
-        session.apply(event)
-        self.memory.weigh(session)
 
     def set_aside_unanswered(self, session: Session) -> None:
         """At the end of a session, have it not train on answers that nobody got."""
@@ -286,7 +275,7 @@ class LiveTurn:
         if start == end:
             return None
         engines = ",".join(self._generation.engines)
-        return Sampled(self.recorded.key, Tokens.sampled_by(self._generation, start, end), engines)
+        return Sampled(self.recorded.key, SampledTokens.of(self._generation, start, end), engines)
 
     async def _record_end(self) -> None:
         """Put the turn into the session and its end on disk."""
@@ -299,7 +288,7 @@ class LiveTurn:
         if turn.constrained:
             counters["constrained_turns"] += 1
         if self._journal is not None:
-            end = Ended.of(self.recorded.key, turn, self._num_recorded)
+            end = TurnEnded.of(self.recorded.key, turn, self._num_recorded)
             await self._until_recorded(self._journal.append(end))
 
     def _break_off(self) -> None:
@@ -307,14 +296,14 @@ class LiveTurn:
         turns, session, recorded = self._turns, self._session, self.recorded
         generation, reader = self._generation, self.reader
         refusal = generation.refusal
-        event: Sampled | Ended | None
+        event: Sampled | TurnEnded | None
         # a retry cannot name a session that is not among the run's
         if refusal is not None and refusal.retry_after_s is not None and turns.includes(session):
             self._is_put_off = True
             # what was not read may go on behind a stop string
             num_kept = reader.num_read if reader.reads_singly else len(generation.token_ids)
             num_kept = max(num_kept, self._num_recorded)
-            recorded.chunks = [Tokens.sampled_by(generation, 0, num_kept)]
+            recorded.chunks = [SampledTokens.of(generation, 0, num_kept)]
             recorded.engines = ",".join(generation.engines)
             event = self._take_chunk(num_kept)
         else:
@@ -322,7 +311,7 @@ class LiveTurn:
             turns.counters["abandoned_turns"] += 1
             sample, message = recorded.key.sample, reader.make_message()
             recorded.turn = session.abandon(generation, self.prompt, sample, message)
-            event = Ended.of(recorded.key, recorded.turn, self._num_recorded)
+            event = TurnEnded.of(recorded.key, recorded.turn, self._num_recorded)
         if self._journal is not None and event is not None:
             self._journal.note(event)
 

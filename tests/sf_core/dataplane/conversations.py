@@ -28,8 +28,8 @@ from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.tree import Node
 from sf_core.dataplane.sessions.turn_events import (
     Begun,
-    Ended,
     NewPrompt,
+    TurnEnded,
     TurnEvent,
     TurnKey,
     read_turn_event,
@@ -159,7 +159,7 @@ class Record:
             message["reasoning_content"] = reasoning
         self.session.commit(generation, prompt, number, message, unparsed)
         turn = self.session.turns[-1]
-        self._note(Ended.of(key, turn, 0))
+        self._note(TurnEnded.of(key, turn, 0))
         self.turns.append((asked, turn))
         return turn
 

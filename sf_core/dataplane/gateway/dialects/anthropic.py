@@ -25,7 +25,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
     read_sampling,
     template_options,
 )
-from sf_core.dataplane.gateway.dialects.protocol import Count, named_event
+from sf_core.dataplane.gateway.dialects.protocol import Count, encode_event
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces
 from sf_core.dataplane.turns.request import ToolChoice, TurnRequest
@@ -131,10 +131,10 @@ class AnthropicReply:
         usage = _usage(answer.num_prompt_tokens, answer.num_sampled_tokens)
         return msgspec.json.encode(self._head | {"content": content, "usage": usage} | _stopped(answer))
 
-    def started(self, num_prompt_tokens: int) -> bytes:
+    def start(self, num_prompt_tokens: int) -> bytes:
         unstopped: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = self._head | unstopped | {"usage": _usage(num_prompt_tokens, 0)}
-        return named_event({"type": "message_start", "message": message})
+        return encode_event({"type": "message_start", "message": message})
 
     def piece(self, index: int, pieces: Pieces) -> bytes:
         data = b""
@@ -151,15 +151,16 @@ class AnthropicReply:
                 data += self._delta({"type": "text_delta", "text": event})
         return data
 
-    def turn_ended(self, index: int, answer: Answer) -> bytes:
+    def end_turn(self, index: int, answer: Answer) -> bytes:
         usage = _usage(answer.num_prompt_tokens, answer.num_sampled_tokens)
-        return self._end() + named_event({"type": "message_delta", "delta": _stopped(answer), "usage": usage})
+        delta = {"type": "message_delta", "delta": _stopped(answer), "usage": usage}
+        return self._end() + encode_event(delta)
 
-    def ended(self, answers: list[Answer]) -> bytes:
-        return named_event({"type": "message_stop"})
+    def end(self, answers: list[Answer]) -> bytes:
+        return encode_event({"type": "message_stop"})
 
-    def failed(self, error: ApiError, request_id: str) -> bytes:
-        return named_event(Anthropic().error_body(error, request_id))
+    def fail(self, error: ApiError, request_id: str) -> bytes:
+        return encode_event(Anthropic().error_body(error, request_id))
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         if kind == self._open:
@@ -167,10 +168,10 @@ class AnthropicReply:
         ended = self._end()
         self._open = kind
         start = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
-        return ended + named_event(start)
+        return ended + encode_event(start)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return named_event({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
+        return encode_event({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
 
     def _end(self) -> bytes:
         if self._open is None:
@@ -179,7 +180,7 @@ class AnthropicReply:
         signed = self._delta(signature) if self._open == "thinking" else b""
         self._open = None
         self._num_blocks += 1
-        return signed + named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+        return signed + encode_event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:

@@ -95,7 +95,7 @@ class ChatReply:
         body = {"object": "chat.completion", "choices": choices, "usage": _usage(answers)}
         return msgspec.json.encode(self._head | body)
 
-    def started(self, num_prompt_tokens: int) -> bytes:
+    def start(self, num_prompt_tokens: int) -> bytes:
         first = {"role": "assistant", "content": ""}
         return b"".join(self._delta(i, first) for i in range(len(self._num_calls)))
 
@@ -113,15 +113,15 @@ class ChatReply:
             logprobs = None
         return data + (self._delta(index, {"content": ""}, logprobs=logprobs) if logprobs else b"")
 
-    def turn_ended(self, index: int, answer: Answer) -> bytes:
+    def end_turn(self, index: int, answer: Answer) -> bytes:
         return self._delta(index, {}, answer.finish_reason)
 
-    def ended(self, answers: list[Answer]) -> bytes:
+    def end(self, answers: list[Answer]) -> bytes:
         if not self._include_usage:
             return DONE
         return self._chunk({"choices": [], "usage": _usage(answers)}) + DONE
 
-    def failed(self, error: ApiError, request_id: str) -> bytes:
+    def fail(self, error: ApiError, request_id: str) -> bytes:
         return data_event(error.body())
 
     def _delta(

@@ -82,7 +82,7 @@ class CompletionsReply:
         ]
         return msgspec.json.encode(self._head | {"choices": choices, "usage": self._usage(answers)})
 
-    def started(self, num_prompt_tokens: int) -> bytes:
+    def start(self, num_prompt_tokens: int) -> bytes:
         return b""
 
     def piece(self, index: int, pieces: Pieces) -> bytes:
@@ -91,15 +91,15 @@ class CompletionsReply:
             return b""
         return self._chunk([self._choice(index, text, None, pieces.logprobs)])
 
-    def turn_ended(self, index: int, answer: Answer) -> bytes:
+    def end_turn(self, index: int, answer: Answer) -> bytes:
         return self._chunk([self._choice(index, "", answer.finish_reason, None)])
 
-    def ended(self, answers: list[Answer]) -> bytes:
+    def end(self, answers: list[Answer]) -> bytes:
         if not self._include_usage:
             return DONE
         return self._chunk([], usage=self._usage(answers)) + DONE
 
-    def failed(self, error: ApiError, request_id: str) -> bytes:
+    def fail(self, error: ApiError, request_id: str) -> bytes:
         return data_event(error.body())
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:

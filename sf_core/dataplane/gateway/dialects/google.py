@@ -13,7 +13,7 @@ import msgspec
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.contents import OTHER, LeftOut, canonical, kind_of_media
-from sf_core.dataplane.chat.google_schemas import exact, json_schema, spelled
+from sf_core.dataplane.chat.google_schemas import exact, json_schema, spell
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -93,7 +93,7 @@ class Google:
 
     def read(self, body: Body, path: str) -> Body:
         model, _, method = path.partition("/models/")[2].rpartition(":")
-        body = spelled(body)
+        body = spell(body)
         # a count may have a whole request in it
         body = get(body, "generate_content_request", (dict,), body)
         config = get(body, "generation_config", (dict,), {})
@@ -156,7 +156,7 @@ class GoogleReply:
         ]
         return msgspec.json.encode(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
 
-    def started(self, num_prompt_tokens: int) -> bytes:
+    def start(self, num_prompt_tokens: int) -> bytes:
         return self._event([_candidate(i, []) for i in range(self._num_candidates)])
 
     def piece(self, index: int, pieces: Pieces) -> bytes:
@@ -164,14 +164,14 @@ class GoogleReply:
             return b""
         return self._event([_candidate(index, pieces.events, pieces.logprobs)])
 
-    def turn_ended(self, index: int, answer: Answer) -> bytes:
+    def end_turn(self, index: int, answer: Answer) -> bytes:
         return b""
 
-    def ended(self, answers: list[Answer]) -> bytes:
+    def end(self, answers: list[Answer]) -> bytes:
         candidates = [_candidate(i, []) | _finished(answer) for i, answer in enumerate(answers)]
         return self._event(candidates, usageMetadata=_usage(answers))
 
-    def failed(self, error: ApiError, request_id: str) -> bytes:
+    def fail(self, error: ApiError, request_id: str) -> bytes:
         return data_event(Google().error_body(error, request_id))
 
     def _event(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:

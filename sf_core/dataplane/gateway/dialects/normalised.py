@@ -22,22 +22,22 @@ def normalised(body: Body, names: Collection[Normalisation]) -> Body:
 
 
 def _without_billing_header(body: Body) -> Body:
-    prompts = {name: _cleaned(body[name]) for name in ("system", "instructions") if name in body}
+    prompts = {name: _clean(body[name]) for name in ("system", "instructions") if name in body}
     histories = {
-        name: [_cleaned_message(message) for message in body[name]]
+        name: [_clean_message(message) for message in body[name]]
         for name in ("messages", "input")
         if isinstance(body.get(name), list)
     }
     return body | prompts | histories
 
 
-def _cleaned_message(message: Any) -> Any:
+def _clean_message(message: Any) -> Any:
     if isinstance(message, dict) and message.get("role") == "system":
-        return message | {"content": _cleaned(message.get("content"))}
+        return message | {"content": _clean(message.get("content"))}
     return message
 
 
-def _cleaned(content: Any) -> Any:
+def _clean(content: Any) -> Any:
     if isinstance(content, str):
         return _rest(content)
     if isinstance(content, list):

@@ -1,6 +1,6 @@
 """The interface of a dialect: parses request bodies, writes answers whole or as a stream of events.
 
-`whole`, `started`, `piece`, `turn_ended`, `ended` and `failed` return bytes of an HTTP body.
+`whole`, `started`, `piece`, `end_turn`, `ended` and `failed` return bytes of an HTTP body.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Reply(Protocol):
 
     def whole(self, answers: list[Answer]) -> bytes: ...
 
-    def started(self, num_prompt_tokens: int) -> bytes: ...
+    def start(self, num_prompt_tokens: int) -> bytes: ...
 
     def piece(self, index: int, pieces: Pieces) -> bytes: ...
 
-    def turn_ended(self, index: int, answer: Answer) -> bytes: ...
+    def end_turn(self, index: int, answer: Answer) -> bytes: ...
 
-    def ended(self, answers: list[Answer]) -> bytes: ...
+    def end(self, answers: list[Answer]) -> bytes: ...
 
-    def failed(self, error: ApiError, request_id: str) -> bytes:
+    def fail(self, error: ApiError, request_id: str) -> bytes:
         """The events that report an error once the status line is sent."""
         ...
 
@@ -91,5 +91,5 @@ def data_event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def named_event(body: dict[str, Any]) -> bytes:
+def encode_event(body: dict[str, Any]) -> bytes:
     return b"event: " + body["type"].encode() + b"\n" + data_event(body)

@@ -11,7 +11,7 @@ from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import Body
 from sf_core.dataplane.gateway.dialects.openai import logprob_entries
-from sf_core.dataplane.gateway.dialects.protocol import named_event
+from sf_core.dataplane.gateway.dialects.protocol import encode_event
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, TokenLogprob
 
 _ECHOED: dict[str, Any] = {
@@ -69,7 +69,7 @@ class ResponsesReply:
             self._add_item(self._call_item(call))
         return msgspec.json.encode(self._finished(answer))
 
-    def started(self, num_prompt_tokens: int) -> bytes:
+    def start(self, num_prompt_tokens: int) -> bytes:
         response = self._head | {"status": "in_progress", "output": [], "usage": None}
         return b"".join(
             self._event(kind, response=response) for kind in ("response.created", "response.in_progress")
@@ -88,7 +88,7 @@ class ResponsesReply:
                 data += self._send_text("output_text", event, logprobs=self._take_logprobs())
         return data
 
-    def turn_ended(self, index: int, answer: Answer) -> bytes:
+    def end_turn(self, index: int, answer: Answer) -> bytes:
         status = _status(answer)
         data = self._end_item(status)
         if not answer.content and not answer.calls:
@@ -100,11 +100,11 @@ class ResponsesReply:
             texts[-1]["logprobs"] += self._take_logprobs()
         return data
 
-    def ended(self, answers: list[Answer]) -> bytes:
+    def end(self, answers: list[Answer]) -> bytes:
         response = self._finished(answers[0])
         return self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, error: ApiError, request_id: str) -> bytes:
+    def fail(self, error: ApiError, request_id: str) -> bytes:
         # the openai package raises at the first, Codex reads nothing but the second
         told = self._event(
             "error", code=error.code, message=error.message, param=error.param, error=error.body()["error"]
@@ -176,7 +176,7 @@ class ResponsesReply:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1
-        return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
+        return encode_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         item = self._items[-1]

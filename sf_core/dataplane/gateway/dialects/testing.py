@@ -153,8 +153,8 @@ class DialectTests:
         assert list(whole.logprobs) == [-0.0, -0.5, -1.0]
         reply = self._reply({**self.with_logprobs, "stream": True})
         pieces = [reply.piece(0, Pieces([token.text] if token.text else [], [token])) for token in sampled]
-        streamed = reply.started(NUM_PROMPT_TOKENS) + b"".join(pieces)
-        [heard] = self.hear_stream(streamed + reply.turn_ended(0, answer) + reply.ended([answer]))
+        streamed = reply.start(NUM_PROMPT_TOKENS) + b"".join(pieces)
+        [heard] = self.hear_stream(streamed + reply.end_turn(0, answer) + reply.end([answer]))
         assert heard == whole
 
     def test_an_answer_sent_back_is_the_recorded_message(self) -> None:
@@ -167,7 +167,7 @@ class DialectTests:
             body = msgspec.json.decode(msgspec.json.encode(self.dialect.error_body(error, "req_1")))
             assert body["error"]["message"] == error.message and body["error"][self.kind_of_error]
             reply = self._reply({"stream": True})
-            started, failed = reply.started(NUM_PROMPT_TOKENS), reply.failed(error, "req_1")
+            started, failed = reply.start(NUM_PROMPT_TOKENS), reply.fail(error, "req_1")
             event, *_ = read_events(failed)
             assert event["error"] == body["error"]
             try:
@@ -219,12 +219,12 @@ def _answer(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> A
 
 def _streamed(reply: Reply, answers: list[Answer], size: int) -> bytes:
     """The bytes of a stream in which texts come in pieces of `size` characters, answers in turns."""
-    sent = [reply.started(NUM_PROMPT_TOKENS)]
+    sent = [reply.start(NUM_PROMPT_TOKENS)]
     for events in zip_longest(*(_said(answer, size) for answer in answers)):
         pieces = [(i, Pieces([event], None)) for i, event in enumerate(events) if event is not None]
         sent += [reply.piece(*piece) for piece in pieces]
-    sent += [reply.turn_ended(i, answer) for i, answer in enumerate(answers)]
-    return b"".join([*sent, reply.ended(answers)])
+    sent += [reply.end_turn(i, answer) for i, answer in enumerate(answers)]
+    return b"".join([*sent, reply.end(answers)])
 
 
 def _said(answer: Answer, size: int) -> list[Event]:

@@ -94,13 +94,13 @@ MATCHED: dict[str, list[tuple[str, tuple[str, ...]]]] = {
 
 
 def overflow_of(client: Client) -> ApiError:
-    return ContextOverflow(2050, 2048).worded(*client.dialect.overflow)
+    return ContextOverflow(2050, 2048).reword(*client.dialect.overflow)
 
 
 def failed_stream(client: Client, error: ApiError) -> bytes:
     """A stream that fails after it began."""
     reply = client.dialect.reply({**client.request, "stream": True}, "s.0.0", Session("s"))
-    return reply.started(3) + reply.failed(error, "req_7")
+    return reply.start(3) + reply.fail(error, "req_7")
 
 
 def body_of(client: Client, error: ApiError) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_a_prompt_that_does_not_fit_is_told_in_the_words_of_the_provider(
 
 @EACH
 def test_a_prompt_of_the_whole_context_is_over_the_maximum_that_is_told(client: Client) -> None:
-    error = ContextOverflow(2048, 2048).worded(*client.dialect.overflow)
+    error = ContextOverflow(2048, 2048).reword(*client.dialect.overflow)
     if client.dialect.name in ("messages", "generate_content"):
         tokens, most = map(int, re.findall(r"\d+", error.message))
         assert (tokens, most) == (2048, 2047)

@@ -47,7 +47,7 @@ def test_the_estimate_of_what_is_to_come_keeps_to_the_budget(
         typical.learn(length)
     generation = turn(5, max_tokens=budget + produced)
     generation.absorb(Chunk("g", [7] * produced, [0.0] * produced, 0), "a")
-    assert 1 <= typical.remaining(generation) <= budget
+    assert 1 <= typical.expect_rest(generation) <= budget
 
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "take"]), st.integers(0, 5)), max_size=40))

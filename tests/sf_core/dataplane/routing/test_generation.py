@@ -25,7 +25,7 @@ def test_a_budget_used_up_at_the_seam_ends_the_turn() -> None:
 def test_one_token_short_of_the_budget_one_is_asked_for() -> None:
     generation = turn(3, max_tokens=4)
     assert generation.absorb(chunk([7] * 3, FinishReason.ABORT), "a")
-    rest = generation.remaining_request(0)
+    rest = generation.ask_for_rest(0)
     assert (list(rest.prompt_ids), rest.position, rest.max_tokens) == ([5, 5, 5, 7, 7, 7], 3, 1)
 
 
@@ -63,9 +63,9 @@ def test_log_probs_are_looked_at_before_they_are_taken(logprobs: list[float], fa
 
 def test_an_abort_before_the_first_token_changes_nothing_but_the_count() -> None:
     generation = turn(3)
-    before = generation.remaining_request(0)
+    before = generation.ask_for_rest(0)
     assert generation.absorb(chunk([], FinishReason.ABORT), "a")
-    assert generation.remaining_request(0) == before
+    assert generation.ask_for_rest(0) == before
     assert (generation.interruptions, generation.engines, generation.near) == (1, [], None)
 
 

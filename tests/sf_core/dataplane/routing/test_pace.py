@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.routing.pace import Pace
+from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.types import FinishReason
 from tests.patience import patience
 from tests.sf_core.dataplane.cluster import in_loop, turn
@@ -17,7 +17,7 @@ NEVER_S = 1e9
 """Time of an event after which no further round begins."""
 
 
-def stream(pace: Pace) -> Generation:
+def stream(pace: StreamPace) -> Generation:
     generation = turn(3, stream=True)
     generation.pace = pace
     return generation
@@ -35,9 +35,9 @@ async def reads(generation: Generation, num_seen: int) -> asyncio.Future[None]:
     return waiting
 
 
-async def after_a_round(event_s: float = NEVER_S) -> Pace:
-    """Pace after a round of one event; the next round begins `event_s` after it."""
-    pace = Pace(event_s)
+async def after_a_round(event_s: float = NEVER_S) -> StreamPace:
+    """A pace after a round of one event; the next round begins `event_s` after it."""
+    pace = StreamPace(event_s)
     pace.soon(lambda: None)
     await settled()
     return pace
@@ -45,7 +45,7 @@ async def after_a_round(event_s: float = NEVER_S) -> Pace:
 
 @in_loop
 async def test_what_is_due_together_shares_a_round() -> None:
-    pace, woken = Pace(NEVER_S), []
+    pace, woken = StreamPace(NEVER_S), []
     for number in range(3):
         pace.soon(lambda number=number: woken.append(number))
     assert woken == []
@@ -94,7 +94,7 @@ async def test_first_tokens_that_were_there_before_their_reader_wait_for_no_roun
 
 @in_loop
 async def test_later_tokens_share_the_next_round() -> None:
-    generation = stream(Pace(NEVER_S))
+    generation = stream(StreamPace(NEVER_S))
     generation.absorb(chunk([7]), "a")
     reading = await reads(generation, 1)
     generation.absorb(chunk([8]), "a")

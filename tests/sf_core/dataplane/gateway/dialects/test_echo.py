@@ -58,9 +58,9 @@ def test_the_last_event_of_a_response_is_the_whole_response(answer: Answer, has_
     answer = replace(answer, logprobs=sampled if has_logprobs else None)
     whole = orjson.loads(Responses().reply(BODY, "s.0.0", session).whole([answer]))
     reply = Responses().reply(BODY, "s.0.0", session)
-    reply.started(3)
+    reply.start(3)
     for i, token in enumerate(sampled):
         reply.piece(0, Pieces(events[i : i + 1], [token] if has_logprobs else None))
-    reply.turn_ended(0, answer)
-    last = orjson.loads(reply.ended([answer]).split(b"data: ")[1])
+    reply.end_turn(0, answer)
+    last = orjson.loads(reply.end([answer]).split(b"data: ")[1])
     assert last["response"] | {"created_at": 0} == whole | {"created_at": 0}

@@ -233,8 +233,8 @@ def test_the_item_in_which_an_answer_was_cut_is_incomplete_whole_and_streamed(
     whole = json.loads(Responses().reply(body, "s.0.0", Session("s")).whole([cut]))
     assert (whole["status"], [item["status"] for item in whole["output"]]) == ("incomplete", statuses)
     reply = Responses().reply({**body, "stream": True}, "s.0.0", Session("s"))
-    sent = [reply.started(3), *(reply.piece(0, Pieces([event], None)) for event in answer)]
-    events = read_events(b"".join([*sent, reply.turn_ended(0, cut), reply.ended([cut])]))
+    sent = [reply.start(3), *(reply.piece(0, Pieces([event], None)) for event in answer)]
+    events = read_events(b"".join([*sent, reply.end_turn(0, cut), reply.end([cut])]))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert [item["status"] for item in done] == statuses
     assert events[-1]["type"] == "response.incomplete"

@@ -17,7 +17,7 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.routing.pace import Pace
+from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.memory import Memory
@@ -162,7 +162,7 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
     [request] = dialect.parse(body, session)
     [turn] = open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
     reply = dialect.reply(body, turn.turn_id, session)
-    sent = [reply.started(turn.num_prompt_tokens)]
+    sent = [reply.start(turn.num_prompt_tokens)]
 
     async def forward() -> None:
         async for pieces in turn.pieces():
@@ -180,7 +180,7 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
     await asyncio.wait_for(forwarding, patience())
     answer = turn.answer()
     turn.leave()
-    sent += [reply.turn_ended(0, answer), reply.ended([answer])]
+    sent += [reply.end_turn(0, answer), reply.end([answer])]
     events = re.findall(rb"data: (\{.*\})\n\n", b"".join(sent))
     said = READERS[path]([orjson.loads(event) for event in events])
     assert said["text"] == answer.content
@@ -244,11 +244,11 @@ def test_however_tokens_arrive_a_stream_says_the_same(
     )
     event_s = data.draw(st.sampled_from([0.0, 1e9]), "event_s")
 
-    def stream(pace: Pace, chunks: list[tuple[Chunk, int]]) -> Said:
+    def stream(pace: StreamPace, chunks: list[tuple[Chunk, int]]) -> Said:
         run.turns.pace = pace
         return asyncio.run(say(run, path, more, chunks))
 
     one_by_one = cut(ids, list(range(1, len(ids))), reason, set())
-    expected = stream(Pace(0.0), [(chunk, 6) for chunk in one_by_one])
+    expected = stream(StreamPace(0.0), [(chunk, 6) for chunk in one_by_one])
     chunks = cut(ids, places, reason, seams)
-    assert stream(Pace(event_s), list(zip(chunks, loops, strict=True))) == expected
+    assert stream(StreamPace(event_s), list(zip(chunks, loops, strict=True))) == expected
