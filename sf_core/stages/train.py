@@ -15,13 +15,13 @@ from sf_core.reports.outcomes.figures import rollout_metrics
 from sf_core.scheduling.lending import Switching
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
-from sf_core.stages.commit import Outcome, commit, committed
+from sf_core.stages.commit import StageResult, commit, read_committed
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import trim_memory
-from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, seated
+from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, join_gang
 from sf_core.training.protocol import Trainer
 from sf_core.training.registry import trainer_backend
-from sf_core.training.stored_steps import stored_batch
+from sf_core.training.stored_steps import read_stored_batch
 from sf_core.waits import waiting_for
 from storage.files import FileRef, fenced
 from storage.gangs import GangFiles
@@ -40,7 +40,7 @@ def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment
         with ExitStack() as stack:
             with switching.not_counting():
                 patience_s = run.config.train.gang_timeout_s
-                ranks = stack.enter_context(seated(backend.meet, files, seat, worker.host, patience_s))
+                ranks = stack.enter_context(join_gang(backend.meet, files, seat, worker.host, patience_s))
             trainer_at = partial(backend.trainer_at, run, iteration, ranks)
             timeline = Timeline(run.directory, worker.name, "train", f"train-{iteration}.{ref.attempt}")
             step = _step(run, iteration, seat, trainer_at, files, timeline, switching)
@@ -51,7 +51,7 @@ def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment
                 )
             else:
                 stack.enter_context(step)
-    return committed(run, iteration, "train").data
+    return read_committed(run, iteration, "train").data
 
 
 _COMPARED_TOKENS = 64
@@ -67,13 +67,13 @@ def _step(
     gang: GangFiles,
     timeline: Timeline,
     switching: Switching,
-) -> Iterator[Outcome]:
+) -> Iterator[StageResult]:
     """Make the next version; the block commits it, and at its end the checkpoint is begun."""
-    source = committed(run, iteration, "filter")
+    source = read_committed(run, iteration, "filter")
     with timeline, ExitStack() as stack:
         with timeline.doing("moving", "load trainer", iteration):
             trainer = stack.enter_context(trainer_at())
-            batch = stored_batch(run, iteration)
+            batch = read_stored_batch(run, iteration)
         switching.note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
@@ -86,7 +86,7 @@ def _step(
             outputs = _write(run, iteration, trainer, metrics)
             if has_checkpoint:
                 _complete(run, trainer, seat, iteration)
-        yield Outcome(
+        yield StageResult(
             inputs={ref.uri: ref.sha256 for ref in source.outputs},
             outputs=outputs,
             data={
@@ -109,13 +109,13 @@ def _is_due(config: TrainConfig, version: int) -> bool:
     return version % config.interval == 0 or version == config.iterations
 
 
-def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, committed: int) -> None:
+def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, read_committed: int) -> None:
     """Wait for the checkpoint that is being stored, and remove older ones that need not stay when this is the
     newest version that is committed."""
     with waiting_for("the checkpoint that is being stored", run.config.cluster.stage_timeout_s):
         trainer.await_checkpoint()
     if seat.rank == 0:
-        for spare in spare_checkpoints(run.directory, committed, run.config.train):
+        for spare in spare_checkpoints(run.directory, read_committed, run.config.train):
             spare.remove()
 
 
