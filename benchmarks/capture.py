@@ -30,7 +30,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Prompt, Session
-from sf_core.types import Chunk, FinishReason, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
 from storage.trajectories import write_trajectories
@@ -113,7 +113,7 @@ class Capture:
         sample = self.session.begin_sample(prompt, 0)
         ids = [*self.words(num_tokens - 1), self.renderer.stop_token_ids[0]]
         logprobs = (-self._rng.exponential(0.5, num_tokens)).tolist()
-        generation = Generation("r", asked, Sampling(), num_tokens, (), stream=False, floor=0)
+        generation = Generation(GenerationRequest("r", asked, 0, num_tokens, (), Sampling()), floor=0)
         generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.STOP), "engine")
         message = assistant_message(self.renderer.decode(ids), [], str(len(self.session.turns)))
         start = time.perf_counter()

@@ -26,12 +26,11 @@ from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.runs.events import Opened
+from sf_core.dataplane.runs.events import OpenedSession
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import Begun, Ended, NewPrompt, TurnKey
 from sf_core.models.builtin import make_policy
-from sf_core.types import Chunk, FinishReason, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 TOKEN_DELAY_MS = 10
 TOKENS_PER_TURN = 200
@@ -198,7 +197,7 @@ async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
 
     async def play() -> None:
         for number in numbers:
-            await _record_session(run, Session(f"journal.{number}"))
+            await _record_session(run, f"journal.{number}")
 
     started = time.perf_counter()
     await asyncio.gather(*(play() for _ in range(concurrency)))
@@ -219,14 +218,15 @@ async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
     }
 
 
-async def _record_session(run: ServedRun, session: Session) -> None:
-    run.open(session)
-    await run.journal.append(Opened.of([session]))
+async def _record_session(run: ServedRun, session_id: str) -> None:
+    [session] = run.open([OpenedSession(session_id)])
+    await run.journal.flush()
     ids = [7]
     for _ in range(TURNS_PER_SESSION):
         prompt = session.open_ids([*ids, 8])
         key = TurnKey(session.session_id, prompt.index, session.begin_sample(prompt, 0))
-        generation = Generation("r", prompt.full_ids(), Sampling(), 2**20, (), stream=False, floor=0)
+        request = GenerationRequest("r", prompt.full_ids(), 0, 2**20, (), Sampling())
+        generation = Generation(request, floor=0)
         sampled = list(range(TOKENS_PER_TURN))
         chunk = Chunk("r", sampled, [-0.5] * TOKENS_PER_TURN, 0, FinishReason.STOP)
         generation.absorb(chunk, "e0")

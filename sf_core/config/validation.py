@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
 
@@ -34,6 +34,17 @@ _EXPECTED = {
 """What pydantic says of these types in words of Python."""
 
 
+class Place(NamedTuple):
+    """Where a setting is."""
+
+    path: list[str]
+    """As a user writes it."""
+    section: type[BaseModel]
+    """The model in which its last name is."""
+    annotation: Any
+    """What it may be; None if there is no such setting, or if that depends on the kind of a section."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run; the message is one sentence for the user."""
 
@@ -61,8 +72,9 @@ def faults(error: ValidationError, model: type[BaseModel] = RunConfig, section: 
 def _found(error: ValidationError, model: type[BaseModel], section: str) -> Iterator[tuple[list[str], str]]:
     """Path of each wrong setting, and what is wrong with it."""
     for fault in error.errors():
-        path, within = _walk(fault["loc"], model)
-        yield path, _sentence(fault, ".".join([section, *path] if section else path), within)
+        place = walk(fault["loc"], model)
+        path = [section, *place.path] if section else place.path
+        yield place.path, _sentence(fault, ".".join(path), place.section)
 
 
 def worker_config(**options: Any) -> WorkerConfig:
@@ -96,44 +108,25 @@ def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
     )
 
 
-def _walk(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], type[BaseModel]]:
-    """The path in a model to a value, as a user writes it, and the inner model in which its last name is."""
+def walk(location: Iterable[int | str], model: type[BaseModel] = RunConfig) -> Place:
+    """Where the value at this location in a model is; a location of pydantic's also names the kind of each
+    section that has several, which is no part of the path that a user writes."""
     here: Any = model
-    section = model
-    path = []
-    for name in location:
-        if name in (alternatives := kinds_of(here) | _tagged(here)):
-            # what tells them apart is no part of the path
-            here = alternatives[str(name)]
+    section, path = model, []
+    for name in map(str, location):
+        if (chosen := _choices(here).get(name)) is not None:
+            here = chosen
             section = next(iter(models_of(here)), section)
             continue
-        path.append(str(name))
+        path.append(name)
         if (origin := get_origin(here)) in (dict, tuple):
             here = get_args(here)[1 if origin is dict else 0]
-        elif models := models_of(here):
-            section = models[0]
-            field = section.model_fields.get(str(name))
-            here = None if field is None else field.annotation
-    return path, section
-
-
-def section_of(key: str) -> type[BaseModel] | None:
-    """The model of the section at this dotted path; None if the path is a value or does not exist. A setting
-    of one of several kinds is a value: another kind has other settings."""
-    models = models_at(key)
-    return models[0] if len(models) == 1 else None
-
-
-def models_at(key: str) -> list[type[BaseModel]]:
-    """What the section at this dotted path may be: several models if the section has several kinds, none if
-    the path is no section."""
-    models: list[type[BaseModel]] = [RunConfig]
-    for name in key.split("."):
-        field = models[0].model_fields.get(name) if len(models) == 1 else None
-        if field is None or get_origin(field.annotation) is dict:
-            return []
-        models = models_of(field.annotation)
-    return models
+        elif len(models := models_of(here)) == 1:
+            [section] = models
+            here = section.model_fields[name].annotation if name in section.model_fields else None
+        else:
+            here = None
+    return Place(path, section, here)
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
@@ -143,16 +136,18 @@ def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def models_of(annotation: Any) -> list[type[BaseModel]]:
-    """The models in the annotation of a section, which may be optional, or a union."""
+    """The models in the annotation of a section, which may be optional, or a union; none in that of sections
+    by names."""
     annotation = _bare(annotation)
-    parts = map(_bare, (annotation, *get_args(annotation)))
+    parts = () if get_origin(annotation) is dict else map(_bare, (annotation, *get_args(annotation)))
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
-def _tagged(annotation: Any) -> dict[str, Any]:
-    """What a setting may be that is a value or a section, by the words that tell them apart in errors."""
-    parts = [part for part in get_args(annotation) if get_origin(part) is Annotated]
-    return {mark.tag: part for part in parts for mark in get_args(part) if isinstance(mark, Tag)}
+def _choices(annotation: Any) -> dict[str, Any]:
+    """What a setting may be, by the words that tell it apart in errors: its kinds, or its forms."""
+    forms = [part for part in get_args(annotation) if get_origin(part) is Annotated]
+    tags = {mark.tag: part for part in forms for mark in get_args(part) if isinstance(mark, Tag)}
+    return kinds_of(annotation) | tags
 
 
 def _bare(annotation: Any) -> Any:

@@ -20,7 +20,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 
 from sf_core.config import RunConfig
-from sf_core.config.validation import ConfigError, kinds_of, models_at, models_of, section_of, validate_config
+from sf_core.config.validation import ConfigError, kinds_of, models_of, validate_config, walk
 from sf_core.settings import Settings, shown
 
 PAGE_WIDTH = 110
@@ -92,7 +92,7 @@ def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: st
 
 def _goes_on(key: str, before: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     """Whether what is given for a section changes single settings of it."""
-    models = models_at(key)
+    models = models_of(walk(key.split(".")).annotation)
     return bool(models) and (len(models) == 1 or given.get("kind") in (None, before.get("kind")))
 
 
@@ -109,7 +109,9 @@ def differing(base: Section, changed: Section, within: str = "") -> Iterator[tup
     former = dict(base)
     for name, value in dict(changed).items():
         key, before = within + name, cast(Any, former.get(name))
-        if all(isinstance(side, Mapping | Settings) for side in (before, value)) and section_of(key):
+        is_section = all(isinstance(side, Mapping | Settings) for side in (before, value))
+        # one of several kinds is a value: another kind has other settings
+        if is_section and len(models_of(walk(key.split(".")).annotation)) == 1:
             yield from differing(before, value, f"{key}.")
         elif value != before:
             yield key, before, value
@@ -228,7 +230,7 @@ def _section(settings: Settings) -> Iterator[str]:
             yield ""
         yield from _comment(field.description or inspect.getdoc(section) or "")
         yield from _other_kinds(field.annotation, section)
-        for item in models_of(field.annotation) if get_origin(field.annotation) is dict else ():
+        for item in models_of(get_args(field.annotation)[1]) if get_origin(field.annotation) is dict else ():
             yield "# Each has, beside its name:"
             for key, inner in item.model_fields.items():
                 yield from _comment(f"{key}: {inner.description}", indent="  ")
@@ -245,7 +247,7 @@ def _section(settings: Settings) -> Iterator[str]:
 def _other_kinds(annotation: Any, chosen: Settings | None) -> Iterator[str]:
     """What a setting may be beside this: of another kind, as each in a list of them, or a section."""
     items = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
-    absent = models_of(annotation) if chosen is None and get_origin(annotation) is not dict else []
+    absent = models_of(annotation) if chosen is None else []
     kinds = kinds_of(items).items() or [("", model) for model in absent]
     for kind, model in kinds:
         if not isinstance(chosen, model):

@@ -46,12 +46,8 @@ class Spare:
         return self.uri.removeprefix(self.run.uri + "/")
 
     def remove(self) -> None:
-        if self.kind == "checkpoints":
-            remove_checkpoint(self.uri)
-        elif self.kind == "weights":
-            remove_weights(self.uri)
-        else:
-            files.remove_folder(self.uri)
+        how = {"checkpoints": remove_checkpoint, "weights": remove_weights}
+        how.get(self.kind, files.remove_folder)(self.uri)
 
 
 @dataclass(frozen=True, slots=True)

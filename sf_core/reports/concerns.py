@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
+from sf_core.reports.series import RunSeries
 from sf_core.reports.view import Iteration, RunView, failures_of
 
 CUT_SHARE = 0.5
@@ -38,10 +39,9 @@ def concerns_of(view: RunView, number: int, config: RunConfig) -> dict[str, str]
     return dict(_concerns(view, number, config))
 
 
-def summed_concerns(view: RunView, config: RunConfig) -> list[str]:
+def sum_run_concerns(series: RunSeries) -> list[str]:
     """See `sum_concerns`, of all iterations that are through."""
-    through = (iteration.number for iteration in view.iterations() if iteration.is_through)
-    return sum_concerns([concerns_of(view, number, config) for number in through])
+    return sum_concerns([concerns_of(series.view, i.number, series.config) for i in series.through])
 
 
 def sum_concerns(by_iteration: Collection[Mapping[str, str]]) -> list[str]:

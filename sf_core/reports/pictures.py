@@ -19,7 +19,7 @@ GROUND = "#f3f1ec"
 
 def draw_curve(rewards: Mapping[int, float], evaluations: Mapping[int, float]) -> bytes:
     """PNG of the reward curve. rewards: mean by iteration; evaluations: held-out reward by policy version."""
-    figure, axes = _plots(figsize=(9, 3), constrained_layout=True)
+    figure, axes = _plots(figsize=(9, 3))
     _draw_rewards(axes, rewards, evaluations)
     return _png(figure)
 
@@ -34,9 +34,7 @@ def draw_run(
     """PNG of a run. rewards: mean per iteration; evaluations: held-out reward by policy version; boundaries:
     Unix seconds at which iterations ended."""
     workers = sorted({span.worker for span in spans})
-    figure, (curve, lanes) = _plots(
-        2, 1, figsize=(10, 5.2), height_ratios=[2.4, 0.35 + 0.45 * len(workers)], constrained_layout=True
-    )
+    figure, (curve, lanes) = _plots(2, 1, figsize=(10, 5.2), height_ratios=[2.4, 0.35 + 0.45 * len(workers)])
     _draw_rewards(curve, dict(enumerate(rewards)), evaluations)
     origin = min((span.start for span in spans), default=0.0)
     _draw_devices(lanes, workers, spans, origin)
@@ -59,7 +57,7 @@ def draw_timeline(
     devices = by_worker(inside)
     # trainers below, so that rollout during training stands above them
     workers = sorted(devices, key=lambda worker: (any(s.tag == "train" for s in devices[worker]), worker))
-    figure, axes = _plots(figsize=(12, 1.6 + 0.55 * max(1, len(workers))), constrained_layout=True)
+    figure, axes = _plots(figsize=(12, 1.6 + 0.55 * max(1, len(workers))))
     _draw_devices(axes, workers, inside, start)
     for number, window in iterations.items():
         axes.axvline(window[1] - start, color=INK, alpha=0.7, linewidth=0.9, linestyle=(0, (3, 2)))
@@ -125,19 +123,14 @@ def _legend(figure: Any) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
-def _plots(*shape: int, **settings: Any) -> tuple[Any, Any]:
-    import matplotlib
+def _plots(*shape: int, figsize: tuple[float, float], **settings: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt.subplots(*shape, **settings)
+    figure = Figure(figsize=figsize, layout="constrained")
+    return figure, figure.subplots(*shape, **settings)
 
 
 def _png(figure: Any) -> bytes:
-    from matplotlib import pyplot as plt
-
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130)
-    plt.close(figure)
     return buffer.getvalue()

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import concerns_of, sum_concerns
-from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
-from sf_core.reports.evaluations.answers import Answer, side_by_side
+from sf_core.reports.evaluations.answers import Answer, compare_ends
 from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
-from sf_core.reports.tables import cut_short
-from sf_core.reports.view import Iteration, RunView, failures_of, kinds_in, kinds_text
+from sf_core.reports.series import RunSeries, read_devices, record_devices
+from sf_core.reports.tables import cut_short, device_cells
+from sf_core.reports.timeline import timeline_picture
+from sf_core.reports.view import Iteration, RunView, failures_of, kinds_text
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
@@ -34,7 +35,6 @@ class RunPage:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._config = run.read_config(RunConfig)
-        self._num_iterations = self._config.train.iterations
         self._concerns: dict[int, dict[str, str]] = {}
         self._rows: dict[int, Row] = {}
         self._held_out: dict[int, float] = {}
@@ -43,17 +43,15 @@ class RunPage:
         """Read what is committed up to this iteration, which must be through. Also records device figures and
         writes event files, as far as they are due."""
         view = RunView(self._run)
-        record_figures(view, newest)
+        record_devices(view, newest)
         write_events(self._run, newest)
         oldest = max(0, newest + 1 - NUM_ROWS)
         # device figures and the evaluation of an iteration come while the next one runs
-        first = max(oldest, max(self._rows, default=oldest) - 1)
-        self._held_out |= view.held_out_rewards(range(first, newest + 2))
-        devices = read_figures(self._run, range(first, newest + 1))
-        for number in range(first, newest + 1):
-            idle = 1 - devices[number]["utilisation_cluster"] if number in devices else None
-            self._rows[number] = self._row(view.iteration(number), idle)
-            self._concerns[number] = concerns_of(view, number, self._config)
+        series = RunSeries(view, max(oldest, max(self._rows, default=oldest) - 1), newest)
+        self._held_out |= series.held_out
+        for iteration in series.iterations:
+            self._rows[iteration.number] = self._row(series, iteration)
+            self._concerns[iteration.number] = concerns_of(view, iteration.number, self._config)
         for shown in (self._rows, self._held_out, self._concerns):
             for number in [number for number in shown if number < oldest]:
                 del shown[number]
@@ -61,7 +59,7 @@ class RunPage:
     @property
     def progress(self) -> float:
         """Percentage of iterations that are through."""
-        return 100 * (max(self._rows, default=-1) + 1) / self._num_iterations
+        return 100 * (max(self._rows, default=-1) + 1) / self._config.train.iterations
 
     @property
     def table(self) -> list[Row]:
@@ -72,10 +70,12 @@ class RunPage:
         """Markdown with embedded pictures, because a server cannot read the run directory."""
         newest = max(self._rows, default=-1)
         rewards = {number: float(row["reward"] or 0.0) for number, row in self._rows.items()}
-        devices = read_figures(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
+        devices = read_devices(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
+        names, rows = device_cells(devices)
+        due = self._config.train.iterations
         parts = [
             f"# Run {self._run.run_id}",
-            f"{newest + 1} of {self._num_iterations} iterations are through. {self._progress_of_policy()}",
+            f"{newest + 1} of {due} iterations are through. {self._progress_of_policy()}",
             *(f"- {_cell(concern)}" for concern in sum_concerns(self._concerns.values())),
             "## Reward",
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
@@ -85,7 +85,7 @@ class RunPage:
             "## Files",
             self._files(newest),
             "## Devices in figures",
-            markdown_table(devices),
+            _table(names, rows, " ---: "),
         ]
         return "\n\n".join(parts) + "\n"
 
@@ -98,14 +98,11 @@ class RunPage:
 
     def _answers(self) -> list[str]:
         """Answers of the first and the newest version that were measured, to the same tasks."""
-        if len(self._held_out) < 2:
+        first, last, pairs = compare_ends(RunView(self._run), self._held_out)
+        if not pairs:
             return []
-        first, last = min(self._held_out), max(self._held_out)
-        if not (pairs := side_by_side(RunView(self._run), first, last)):
-            return []
-        rows = [f"| {_cell(new.prompt)} | {_rewarded(old)} | {_rewarded(new)} |" for old, new in pairs]
-        head = f"| task | version {first} | version {last} |"
-        return ["## Answers to held-out tasks", "\n".join([head, "|---|---|---|", *rows])]
+        rows = [[_cell(new.prompt), _rewarded(old), _rewarded(new)] for old, new in pairs]
+        return ["## Answers to held-out tasks", _table(["task", f"version {first}", f"version {last}"], rows)]
 
     def _files(self, newest: int) -> str:
         run, made = self._run, newest + 1
@@ -117,24 +114,22 @@ class RunPage:
             f"weights of version {made}": run.weights_dir(made),
             f"checkpoint of version {made}": run.checkpoint_dir(made),
         }
-        lines = [f"| {what} | [{uri}]({_url(uri)}) |" for what, uri in named.items()]
-        return "\n".join(["| what | where |", "|---|---|", *lines])
+        return _table(["what", "where"], [[what, f"[{uri}]({_url(uri)})"] for what, uri in named.items()])
 
-    def _row(self, iteration: Iteration, idle: float | None) -> Row:
-        number, stages = iteration.number, iteration.stages
-        start, end = iteration.window
-        lags = stages["filter"].data["lags"]
+    def _row(self, series: RunSeries, iteration: Iteration) -> Row:
+        number, rollout, filtered = iteration.number, iteration.stages["rollout"], iteration.stages["filter"]
+        lags, devices = filtered.data["lags"], series.devices.get(number)
         row: Row = {"iteration": number, "reward": _rounded(iteration.reward, 4)}
         if self._config.rollout.chooses:
-            row["groups right/mixed/wrong"] = kinds_text(kinds_in(stages["rollout"]))
+            row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)
         return row | {
             # an iteration makes the next version
-            "failed sessions": failures_text(failures_of(stages["rollout"])),
+            "failed sessions": failures_text(failures_of(rollout)),
             "held-out reward": _rounded(self._held_out.get(number + 1), 4),
             "lag": _rounded(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
-            "tokens/s": _rounded(iteration.sampled_tokens / (end - start), 1),
-            "idle share": _rounded(idle, 3),
-            "zero-advantage share": _rounded(stages["filter"].data.get("zero_advantage_share"), 3),
+            "tokens/s": _rounded(iteration.tokens_per_second, 1),
+            "idle share": _rounded(None if devices is None else 1 - devices["utilisation_cluster"], 3),
+            "zero-advantage share": _rounded(filtered.data.get("zero_advantage_share"), 3),
         }
 
 
@@ -142,8 +137,14 @@ def waits_table(waits: Sequence[Facts]) -> str:
     """Markdown table of the current waits."""
     if not waits:
         return "Nothing is waited for that takes long."
-    lines = [f"| {clock(wait['since'])} | {clock(wait['until'])} | {wait['what']} |" for wait in waits]
-    return "\n".join(["| since | until | for |", "|---|---|---|", *lines])
+    rows = [[clock(wait["since"]), clock(wait["until"]), wait["what"]] for wait in waits]
+    return _table(["since", "until", "for"], rows)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---") -> str:
+    """A table in Markdown; the rule under the names says how cells are aligned."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (names, *rows)]
+    return "\n".join([lines[0], f"|{'|'.join([rule] * len(names))}|", *lines[1:]])
 
 
 def _rewarded(answer: Answer) -> str:

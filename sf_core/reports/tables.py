@@ -1,12 +1,13 @@
 """A run directory in the terminal: its iterations as a table, one session turn by turn. Behind `sf inspect`.
 
-Owns the layout, whose marks survive a pipe. The figures are from sf_core/reports/view.py.
+Owns the layout, whose marks survive a pipe. The figures are from sf_core/reports/series.py.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +17,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sf_core.config import RunConfig
-from sf_core.config.failures import failures_text, sum_failures
+from sf_core.config.failures import failures_text
 from sf_core.models.tokenizer import open_tokenizer
-from sf_core.reports import devices
-from sf_core.reports.concerns import summed_concerns
+from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import Answer
-from sf_core.reports.view import RolloutFigures, failures_of, kinds_in, kinds_text, open_run
+from sf_core.reports.series import DeviceRow, RunSeries, record_devices
+from sf_core.reports.timeline import write_timelines
+from sf_core.reports.view import kinds_text, open_run
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
@@ -46,85 +47,83 @@ HEADINGS = (
     "failed",
 )
 
+DEVICE_COLUMNS = {
+    "utilisation_cluster": "busy all",
+    "utilisation_train": "busy train",
+    "utilisation_rollout": "busy rollout",
+    "switches": "switches",
+    "to_train_mean_s": "to train s",
+    "to_rollout_mean_s": "to rollout s",
+    "tokens_rollout_only": "tokens own",
+    "tokens_lent": "tokens lent",
+}
+"""Figures of devices in the order of a table, with their column titles."""
+
+LEAST_LOADING = 0.005
+"""Smallest share of the time spent loading that is shown beside a device's idle share."""
+
+MAX_DEVICES = 8
+"""Number of devices with a column in a table; the idle time of more is in the metrics."""
+
 TRAINED, CARRIED = "bold green underline", "green underline"
 
 
 def inspect_run(uri: str) -> RenderableType:
     """A table of iterations. Raises ValueError with one sentence if there is no run or a file is broken."""
-    view = open_run(uri)
-    iterations = list(view.iterations())
-    versions = range(len(iterations) + 1)
-    held_out = {version: f"{reward:.3f}" for version, reward in view.held_out_rewards(versions).items()}
-    figures = [view.rollout_figures(iteration.number) for iteration in iterations]
-    told = devices.read_figures(view.run, range(len(iterations)))
-    groups = [kinds_text(kinds_in(iteration.stages.get("rollout"))) for iteration in iterations]
-    table = make_table(f"run {view.run.run_id}")
-    if any(groups):
+    series = RunSeries(open_run(uri))
+    groups = {i.number: kinds_text(i.kinds) for i in series.iterations}
+    chooses = any(groups.values())
+    table = make_table(f"run {series.run.run_id}")
+    if chooses:
         table.padding = (0, 1, 0, 0)
-    for name in HEADINGS:
+    for name in (*HEADINGS, *(["right/mixed\n/wrong"] if chooses else [])):
         table.add_column(name, justify="right", no_wrap=True)
-    if any(groups):
-        table.add_column("right/mixed\n/wrong", justify="right", no_wrap=True)
     table.add_column("stages", no_wrap=True)
-    if 0 in held_out:
-        table.add_row("start", "", held_out[0])
-    for iteration, row, kinds in zip(iterations, figures, groups, strict=True):
+    if 0 in series.held_out:
+        table.add_row("start", "", f"{series.held_out[0]:.3f}")
+    for iteration in series.iterations:
+        kinds = [groups[iteration.number]] if chooses else []
         stages = " ".join(stage[0].upper() if stage in iteration.stages else "." for stage in STAGES)
-        number = iteration.number
-        # an iteration makes the next version
-        cells = _figures(number, row, held_out.get(number + 1, ""), devices.tokens_sampled(told.get(number)))
-        table.add_row(*cells, *([kinds] if any(groups) else []), stages)
-    trained = sum_failures(row.failures for row in figures if row is not None)
-    evaluations = (view.manifest(version, "evaluate") for version in versions)
-    measured = sum_failures(failures_of(manifest) for manifest in evaluations if manifest is not None)
-    footer = "".join(
-        f"{what}: {failures_text(failures)}\n"
-        for what, failures in (("failed sessions", trained), ("failed held-out sessions", measured))
-        if failures
-    )
-    concerns = summed_concerns(view, view.run.read_config(RunConfig))
-    footer += "".join(f"{concern}\n" for concern in concerns)
-    footer += (
-        "tokens sampled: by all engines in that time; trained: of the batch's sessions\n"
-        f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
-    )
-    if any(groups):
-        footer += f"\ntheir tasks: sf inspect {uri} --tasks"
-    if figures and (last := figures[-1]) is not None:
-        footer += f"\none session: sf inspect {uri} --session {last.example}"
-    return Group(table, _devices(view.run, len(iterations)), Text("\n" + footer, style="dim"))
+        table.add_row(*_figures(series, iteration.number), *kinds, stages)
+    failed = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
+    footer = [f"{what}: {failures_text(failures)}" for what, failures in failed.items() if failures]
+    footer += [
+        *sum_run_concerns(series),
+        "tokens sampled: by all engines in that time; trained: of the batch's sessions",
+        f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}",
+    ]
+    if chooses:
+        footer.append(f"their tasks: sf inspect {uri} --tasks")
+    if series.iterations and (last := series.rollouts.get(series.iterations[-1].number)) is not None:
+        footer.append(f"one session: sf inspect {uri} --session {last.example}")
+    return Group(table, _devices(series), Text("\n" + "\n".join(footer), style="dim"))
 
 
 def run_data(uri: str) -> dict[str, Any]:
     """The figures of `inspect_run` for programs. Raises ValueError like it."""
-    view = open_run(uri)
-    iterations = list(view.iterations())
-    held_out = view.held_out_rewards(range(len(iterations) + 1))
-    told = devices.read_figures(view.run, range(len(iterations)))
-    rows = []
-    for iteration in iterations:
-        figures = view.rollout_figures(iteration.number)
-        row = {} if figures is None else asdict(figures)
-        row |= {
-            # what of it trains is tokens_sampled
-            "tokens_of_engines": devices.tokens_sampled(told.get(iteration.number)),
-            "groups": kinds_in(iteration.stages.get("rollout")),
-        }
-        rows.append({"iteration": iteration.number, "stages": list(iteration.stages)} | row)
+    series = RunSeries(open_run(uri))
+    rows = [
+        {"iteration": iteration.number, "stages": list(iteration.stages)}
+        | (asdict(series.rollouts[iteration.number]) if iteration.number in series.rollouts else {})
+        # what of it trains is tokens_sampled
+        | {"tokens_of_engines": series.sampled_by_devices(iteration.number)}
+        | {"groups": iteration.kinds}
+        for iteration in series.iterations
+    ]
     # JSON has no numbers as keys
-    measured = [{"version": version, "reward": reward} for version, reward in held_out.items()]
-    return {"run": view.run.run_id, "iterations": rows, "held_out": measured}
+    measured = [{"version": version, "reward": reward} for version, reward in series.held_out.items()]
+    return {"run": series.run.run_id, "iterations": rows, "held_out": measured}
 
 
 def inspect_timeline(uri: str) -> RenderableType:
     """A table of what the devices did in each iteration, after timeline.json and timeline.png have been
     written. Raises ValueError with one sentence if there is no run."""
-    view = open_run(uri)
-    run, iterations = view.run, len(list(view.iterations()))
-    devices.record_figures(view, iterations - 1)
-    devices.draw_timelines(view)
+    series = RunSeries(open_run(uri))
+    run = series.run
+    record_devices(series.view, len(series.iterations) - 1)
+    write_timelines(series.view)
     drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
-    return Group(_devices(run, iterations), Text(drawn, style="dim"))
+    return Group(_devices(series), Text(drawn, style="dim"))
 
 
 def inspect_session(uri: str, session_id: str) -> RenderableType:
@@ -171,12 +170,38 @@ def make_table(title: str = "") -> Table:
     return Table(title=shown, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
-def _devices(run: RunDirectory, iterations: int) -> RenderableType:
+def device_cells(figures: Mapping[int, DeviceRow]) -> tuple[list[str], list[list[str]]]:
+    """The figures of devices in some iterations as text: column titles, and the cells of each row."""
+    devices = sorted({name for row in figures.values() for name in row if name.startswith("idle_")})
+    names = {name: f"idle {name.removeprefix('idle_')}" for name in devices[:MAX_DEVICES]} | DEVICE_COLUMNS
+    rows = [
+        [str(iteration), *(_device_cell(name, row) for name in names), _lags(row)]
+        for iteration, row in sorted(figures.items())
+    ]
+    return ["#", *names.values(), "tokens by lag"], rows
+
+
+def _device_cell(name: str, row: DeviceRow) -> str:
+    value = row.get(name)
+    if value is None or math.isnan(value):
+        return ""
+    if name.startswith("idle_"):
+        loading = row.get(f"loading_{name.removeprefix('idle_')}", 0.0)
+        return f"{value:.0%}" + (f" ({loading:.0%} loading)" if loading >= LEAST_LOADING else "")
+    if name.startswith("utilisation_"):
+        return f"{value:.0%}"
+    return f"{value:.2f}" if name.endswith("_s") else f"{value:,.0f}"
+
+
+def _lags(row: DeviceRow) -> str:
+    return " ".join(f"{number:,.0f}" for name, number in row.items() if name.startswith("lag_"))
+
+
+def _devices(series: RunSeries) -> RenderableType:
     """Table of the device figures recorded so far."""
-    figures = devices.read_figures(run, range(iterations))
-    if not figures:
+    if not series.devices:
         return Text()
-    names, rows = devices.table(figures)
+    names, rows = device_cells(series.devices)
     table = make_table("\nwhat the devices did")
     table.padding = (0, 1, 0, 0)
     for name in names:
@@ -186,14 +211,16 @@ def _devices(run: RunDirectory, iterations: int) -> RenderableType:
     return table
 
 
-def _figures(
-    iteration: int, figures: RolloutFigures | None, held_out: str, sampled: float | None
-) -> tuple[str, ...]:
+def _figures(series: RunSeries, number: int) -> list[str]:
+    """The cells of an iteration, in the order of the headings."""
+    sampled, figures = series.sampled_by_devices(number), series.rollouts.get(number)
+    # an iteration makes the next version
+    held_out = f"{series.held_out[number + 1]:.3f}" if number + 1 in series.held_out else ""
     of_engines = "" if sampled is None else short_number(sampled)
     if figures is None:
-        return str(iteration), "", held_out, "", "", of_engines, "", "", ""
-    return (
-        str(iteration),
+        return [str(number), "", held_out, "", "", of_engines, "", "", ""]
+    return [
+        str(number),
         f"{figures.reward_mean:.3f}",
         held_out,
         f"{figures.lag_mean:.2f}",
@@ -202,7 +229,7 @@ def _figures(
         short_number(figures.tokens_sampled),
         str(figures.sessions),
         str(sum(figures.failures.values())),
-    )
+    ]
 
 
 def short_number(value: float) -> str:

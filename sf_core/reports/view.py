@@ -1,6 +1,7 @@
-"""The one reading of a run directory: its iterations, figures and sessions, as manifests tell them.
+"""The one reading of a run directory: its iterations and sessions, as manifests tell them.
 
-Reads manifests and the files they name, nothing else. The layout is sf_core/reports/tables.py's.
+Reads manifests and the files they name, nothing else. Figures are sf_core/reports/series.py's, the layout is
+sf_core/reports/tables.py's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from functools import cache
 from itertools import count, takewhile
 from typing import Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -21,7 +21,7 @@ from sf_core.scheduling.figures import Window
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory
+from storage.schema import SCHEMA, Trajectory
 from storage.tensors.weights import has_weights
 from storage.trajectories import read_trajectories, to_rows
 
@@ -65,26 +65,24 @@ class Iteration:
         return begun.data["started_at"], last.data["finished_at"]
 
     @property
+    def kinds(self) -> dict[Kind, int] | None:
+        return kinds_in(self.stages.get("rollout"))
+
+    @property
+    def seconds(self) -> float:
+        """Length of its window."""
+        start, end = self.window
+        return end - start
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.sampled_tokens / self.seconds
+
+    @property
     def sampled_tokens(self) -> int:
         """Tokens sampled in its window, evaluations included; not those of stages of an earlier attempt."""
         last = self.stages["publish"].attempt
         return sum(m.data.get("sampled_tokens", 0) for m in self.stages.values() if m.attempt == last)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutFigures:
-    """Figures of the trajectories of one iteration."""
-
-    sessions: int
-    reward_mean: float
-    tokens_sampled: int
-    lag_mean: float
-    """Mean over sampled tokens of the version being updated minus the version that sampled the token."""
-    lag_max: int
-    example: str
-    """The id of one session."""
-    failures: dict[str, int]
-    """Numbers of failed sessions that count, by the reason."""
 
 
 SamplingKind = Literal["trains iteration", "evaluates version", "opened at version"]
@@ -149,10 +147,6 @@ class RunView:
         """Iterations with a committed stage, in order; the last may not be through."""
         return takewhile(lambda found: found.stages.keys() & set(STAGES), map(self.iteration, count(first)))
 
-    def windows(self, first: int = 0) -> dict[int, Window]:
-        """Windows of the iterations that are through, by number."""
-        return {found.number: found.window for found in self.iterations(first) if found.is_through}
-
     def held_out_rewards(self, versions: Iterable[int]) -> dict[int, float]:
         """Mean held-out reward of each of these policy versions that was evaluated."""
         found = ((version, self.manifest(version, "evaluate")) for version in versions)
@@ -199,31 +193,11 @@ class RunView:
             f"{', '.join(map(str, kept))}"
         )
 
-    def rollout_figures(self, number: int) -> RolloutFigures | None:
-        """None if the rollout is not committed. Raises ValueError if a file is missing or broken."""
-        sampling, manifest = self._sampling(number, "rollout"), self.manifest(number, "rollout")
-        if sampling is None or manifest is None:
-            return None
-        table = sampling.read(["session_id", "loss_mask", "policy_versions"])
-        ids = np.unique(table["session_id"].to_numpy())
-        mask = pc.list_flatten(table["loss_mask"]).to_numpy()
-        versions = pc.list_flatten(table["policy_versions"]).fill_null(NOT_SAMPLED).to_numpy()
-        lags = number - versions[mask]
-        return RolloutFigures(
-            sessions=len(ids),
-            reward_mean=manifest.data["reward_mean"],
-            tokens_sampled=len(lags),
-            lag_mean=float(lags.mean()) if len(lags) else 0.0,
-            lag_max=int(lags.max(initial=0)),
-            example=str(ids[0]),
-            failures=failures_of(manifest),
-        )
-
     def samplings(self) -> Iterator[Sampling]:
         """All committed sessions by iteration and evaluation, in order; then those opened by agents, whose
         files no manifest names."""
         for number in count():
-            found = [self._sampling(number, stage) for stage in ("evaluate", "rollout")]
+            found = [self.sampling(number, stage) for stage in ("evaluate", "rollout")]
             if not any(found):
                 break
             yield from filter(None, found)
@@ -234,11 +208,9 @@ class RunView:
         """URIs of the trajectories of one kind, in order."""
         return [uri for sampling in self.samplings() if sampling.kind == kind for uri in sampling.uris]
 
-    def evaluation(self, version: int) -> Sampling | None:
-        """The sessions of the evaluation of a version; None if it was not evaluated."""
-        return self._sampling(version, "evaluate")
-
-    def _sampling(self, number: int, stage: str) -> Sampling | None:
+    def sampling(self, number: int, stage: str) -> Sampling | None:
+        """The sessions of the `rollout` of an iteration, or of `evaluate` of a version; None if that is not
+        committed."""
         if (manifest := self.manifest(number, stage)) is None:
             return None
         kinds = ("trajectories/", "evaluations/")
@@ -275,6 +247,11 @@ def open_run(uri: str) -> RunView:
         )
     names = [name for name in names if name != run.run_id]
     raise ValueError(f"{uri}: no run here (config.json is missing){_did_you_mean(run.run_id, names)}")
+
+
+def stage_time(manifest: Manifest) -> Window:
+    """When a stage began and ended, in Unix seconds."""
+    return manifest.data["started_at"], manifest.data["finished_at"]
 
 
 def failures_of(manifest: Manifest) -> dict[str, int]:

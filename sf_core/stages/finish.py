@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sf_core.reports.devices import draw_timelines, record_figures
 from sf_core.reports.export.tensorboard import write_events
+from sf_core.reports.series import record_devices
 from sf_core.reports.summary import summarise
+from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.registry import trainer_kind
@@ -21,9 +22,9 @@ def finish(ref: RunRef) -> dict[str, Any]:
     run.directory.refuse_superseded(ref.attempt, "end the run")
     export_policy(run)
     view = RunView(run.directory)
-    record_figures(view, run.config.train.iterations - 1, is_over=True)
+    record_devices(view, run.config.train.iterations - 1, is_over=True)
     write_events(run.directory, run.config.train.iterations - 1)
-    draw_timelines(view)
+    write_timelines(view)
     return summarise(view, run.config)
 
 

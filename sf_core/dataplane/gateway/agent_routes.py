@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
-from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCount, Turns
+from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCount, TurnEndpoint
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
 
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
@@ -42,9 +42,9 @@ def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
             raise no_model(name)
         return _json(dialect_of(request.scope).model_entry(name))
 
-    posts: dict[str, Turns | TokenCount] = {}
+    posts: dict[str, TurnEndpoint | TokenCount] = {}
     for dialect in DIALECTS:
-        posts |= dict.fromkeys(dialect.paths, Turns(dialect, sessions.find_session))
+        posts |= dict.fromkeys(dialect.paths, TurnEndpoint(dialect, sessions.find_session))
         if (count := dialect.count) is not None:
             counter = TokenCount(dialect, count.field, sessions.find_session)
             posts |= dict.fromkeys(count.paths, counter)

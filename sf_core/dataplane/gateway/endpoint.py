@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.contents import CHARACTERS
 from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.gateway.dialects.checks import Body, asks_strictness, get, parse_object, refuse_undone
@@ -20,21 +21,21 @@ from sf_core.dataplane.gateway.dialects.normalised import normalised
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
-from sf_core.dataplane.turns.host import TurnHost
+from sf_core.dataplane.turns.identity import RequestIdentity
+from sf_core.dataplane.turns.live_turn import LiveTurns, Subscriber
+from sf_core.dataplane.turns.opening import count_tokens, open_turns
 from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.retries import RequestIdentity, Subscriber, is_known, join_turn
-from sf_core.dataplane.turns.turn import count_tokens, open_request
 
 MAX_BODY_BYTES = 8 * 2**20
 
 ID_HEADERS = (b"x-request-id", b"request-id")
 """Where the packages of OpenAI and Anthropic read a request's id."""
 
-FindSession = Callable[[Scope, str], tuple[TurnHost, Session]]
-"""(connection scope, model name) -> the host and the session of the request. Raises ApiError."""
+FindSession = Callable[[Scope, str], tuple[LiveTurns, Session]]
+"""(connection scope, model name) -> the turns of the run and the session of the request. Raises ApiError."""
 
 
-class Turns:
+class TurnEndpoint:
     """The endpoint that answers with turns, in one dialect."""
 
     def __init__(self, dialect: Dialect, find_session: FindSession) -> None:
@@ -44,30 +45,29 @@ class Turns:
         data = await read_body(receive)
         given, is_mended = parse_object(data)
         body = self._dialect.read(given, scope["path"])
-        run, session = self._find_session(scope, get(body, "model", (str,), ""))
-        body = _as_served(body, self._dialect, run)
-        requests = _parse(body, self._dialect, run, session)
+        turns, session = self._find_session(scope, get(body, "model", (str,), ""))
+        body = _as_served(body, self._dialect, turns.spec)
+        requests = _parse(body, self._dialect, turns.spec, session)
         told = {CHARACTERS: is_mended, "strict": asks_strictness(body)}
         for kind in (*requests[0].left_out.kinds, *(kind for kind, is_so in told.items() if is_so)):
-            run.count(f"left_out.{kind}")
+            turns.counters[f"left_out.{kind}"] += 1
         try:
-            turns = _join(run, session, requests, RequestIdentity.of(scope["headers"], data))
+            waiting = open_turns(turns, session, requests, RequestIdentity.of(scope["headers"], data))
         except ContextOverflow as error:
-            await run.note_overflow(session)
+            await turns.note_overflow(session)
             raise error.worded(*self._dialect.overflow) from None
-        reply = self._dialect.reply(body, turns[0].turn_id, session)
-        watcher = asyncio.ensure_future(_leave_when_gone(receive, turns))
+        reply = self._dialect.reply(body, waiting[0].turn_id, session)
+        watcher = asyncio.ensure_future(_leave_when_gone(receive, waiting))
         try:
             if requests[0].stream:
-                await _stream(turns, reply, send, scope["request_id"])
+                await _stream(waiting, reply, send, scope["request_id"])
             else:
-                answers = await _together([_answer(turn) for turn in turns])
+                answers = await _together([_answer(one) for one in waiting])
                 await send_body(send, 200, reply.whole(answers))
-                _set_delivered(turns)
+                _leave(waiting, has_answer=True)
         finally:
             watcher.cancel()
-            for turn in turns:
-                turn.leave()
+            _leave(waiting)
 
 
 class TokenCount:
@@ -82,24 +82,24 @@ class TokenCount:
         body = self._dialect.read(given, scope["path"])
         # a dialect may require max_tokens, which a count does not have
         body = {"max_tokens": 1} | body
-        run, session = self._find_session(scope, get(body, "model", (str,), ""))
-        body = _as_served(body, self._dialect, run)
-        [request] = _parse(body, self._dialect, run, session)
-        await send_body(send, 200, orjson.dumps({self._field: count_tokens(run, request)}))
+        turns, session = self._find_session(scope, get(body, "model", (str,), ""))
+        body = _as_served(body, self._dialect, turns.spec)
+        [request] = _parse(body, self._dialect, turns.spec, session)
+        await send_body(send, 200, orjson.dumps({self._field: count_tokens(turns.renderer, request)}))
 
 
-def _as_served(body: Body, dialect: Dialect, run: TurnHost) -> Body:
+def _as_served(body: Body, dialect: Dialect, spec: RunSpec) -> Body:
     """The body as the run has it read. Raises ApiError for fields that are not done."""
-    rules = run.spec.rollout
-    done = dialect.schema_fields if run.spec.follows_grammars else ()
+    rules = spec.rollout
+    done = dialect.schema_fields if spec.follows_grammars else ()
     return normalised(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
 
 
-def _parse(body: Body, dialect: Dialect, run: TurnHost, session: Session) -> list[TurnRequest]:
+def _parse(body: Body, dialect: Dialect, spec: RunSpec, session: Session) -> list[TurnRequest]:
     """The requests of a body. Raises ApiError also for parts that are no text, if the run refuses them."""
     requests = dialect.parse(body, session)
     unseen = requests[0].left_out.unseen
-    if unseen and run.spec.rollout.unseen_parts == "refuse":
+    if unseen and spec.rollout.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
         raise ApiError(
             400, f"{told} (rollout.unseen_parts: replace puts a sentence in its place)", param=unseen[0]
@@ -129,32 +129,15 @@ async def send_body(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _join(
-    run: TurnHost, session: Session, requests: list[TurnRequest], ticket: RequestIdentity
-) -> list[Subscriber]:
-    """Listeners on the turns that answer these requests; no turn is begun if a request is refused."""
-    if not is_known(run, session, ticket.of_turn(0)):
-        run.router.check_room()
-        run.journal.check()
-    opened = [open_request(run, session, request) for request in requests]
-    begins = [
-        functools.partial(request.begin, nth)
-        for request in opened
-        for nth in range(request.request.num_samples)
-    ]
-    return [join_turn(run, session, ticket.of_turn(i), begin) for i, begin in enumerate(begins)]
-
-
 async def _leave_when_gone(receive: Receive, turns: list[Subscriber]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    for turn in turns:
-        turn.leave()
+    _leave(turns)
 
 
-def _set_delivered(turns: list[Subscriber]) -> None:
+def _leave(turns: list[Subscriber], has_answer: bool = False) -> None:
     for turn in turns:
-        turn.set_delivered()
+        turn.leave(has_answer)
 
 
 async def _answer(turn: Subscriber) -> Answer:
@@ -186,7 +169,7 @@ async def _stream(turns: list[Subscriber], reply: Reply, send: Send, request_id:
         return await forward(reply.failed(error, request_id), more=False)
     ends = b"".join(reply.turn_ended(i, answer) for i, answer in enumerate(answers))
     await forward(ends + reply.ended(answers), more=False)
-    _set_delivered(turns)
+    _leave(turns, has_answer=True)
 
 
 async def _forward_turn(

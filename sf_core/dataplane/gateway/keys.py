@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import AGENTS_PATH, dialect_of, is_for_agents
 from sf_core.dataplane.gateway.endpoint import send_body
-from sf_core.dataplane.turns.host import TurnHost
 
 KEY_HEADERS = (b"x-api-key", b"x-goog-api-key", b"authorization")
 """The first that is sent counts."""
@@ -47,9 +47,9 @@ class Caller:
         """Whether it may use every route."""
         return self.plane_key is None or self._shows(self.plane_key)
 
-    def may_use(self, run: TurnHost) -> bool:
+    def may_use(self, spec: RunSpec) -> bool:
         """Whether it may act as an agent of the run."""
-        key = run.spec.agents_key
+        key = spec.agents_key
         if self.plane_key is not None and self._shows(self.plane_key):
             return True
         return self.plane_key is None if key is None else self._shows(key.encode())
@@ -76,10 +76,10 @@ class Caller:
 class KeyCheck:
     """Middleware that checks every request and puts the Caller into the scope of those it lets through."""
 
-    def __init__(self, app: ASGIApp, key: str | None, runs: Callable[[], Iterable[TurnHost]]) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, specs: Callable[[], Iterable[RunSpec]]) -> None:
         self._app = app
         self._key = None if key is None else key.encode()
-        self._runs = runs
+        self._specs = specs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,7 +96,7 @@ class KeyCheck:
 
     def _is_agent(self, scope: Scope, caller: Caller) -> bool:
         is_agents_route = scope["type"] == "http" and is_for_agents(scope["path"])
-        return is_agents_route and any(caller.may_use(run) for run in self._runs())
+        return is_agents_route and any(map(caller.may_use, self._specs()))
 
 
 def wrong_key() -> ApiError:

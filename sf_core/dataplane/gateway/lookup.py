@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from starlette.types import Scope
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.keys import Caller, wrong_key
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.host import TurnHost
+from sf_core.dataplane.turns.live_turn import LiveTurns
 
-Host = TypeVar("Host", bound=TurnHost)
+
+class Run(Protocol):
+    """A run as requests of agents find it."""
+
+    @property
+    def turns(self) -> LiveTurns: ...
+
+    @property
+    def released(self) -> bool: ...
+
+    def refusal(self) -> ApiError: ...
+
+
+Host = TypeVar("Host", bound=Run)
 
 
 class Lookup(Generic[Host]):
@@ -21,42 +34,43 @@ class Lookup(Generic[Host]):
         self._runs = runs
         self._ad_hoc_numbers = itertools.count(1)
 
-    def find_session(self, scope: Scope, model: str) -> tuple[TurnHost, Session]:
+    def find_session(self, scope: Scope, model: str) -> tuple[LiveTurns, Session]:
         """The session of a request. Without a session id it is a new ad-hoc one
         of the newest run that serves this model. Raises ApiError, 503 if all that serve it have ended."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
         if session_id is None:
             newest_first = reversed(self._runs.values())
-            serving = [run for run in newest_first if run.spec.served_model == model and caller.may_use(run)]
+            usable = [run for run in newest_first if caller.may_use(run.turns.spec)]
+            serving = [run for run in usable if run.turns.spec.served_model == model]
             if not serving:
-                served = sorted({run.spec.served_model for run in self._runs.values() if caller.may_use(run)})
+                served = sorted({run.turns.spec.served_model for run in usable})
                 others = f"; models that do: {', '.join(served)}" if served else ""
                 raise no_model(model, others or "; `sf serve RUN` serves the policy of a run that has ended")
             run = min(serving, key=lambda run: run.released)
             if run.released:
                 raise run.refusal()
-            return run, Session(f"{run.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
+            return run.turns, Session(f"{run.turns.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
         run, session = self.session(session_id, caller)
-        if model != run.spec.served_model:
+        if model != run.turns.spec.served_model:
             raise no_model(model)
-        return run, session
+        return run.turns, session
 
     def session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
         """An open session and its run. Raises ApiError 404, and 401 if the caller may not use it."""
         for run in self._runs.values():
-            if (session := run.sessions.get(session_id)) is not None:
+            if (session := run.turns.sessions.get(session_id)) is not None:
                 return allowed(run, caller), session
         raise ApiError.no_session(session_id)
 
     def served_models(self, session_id: str | None, caller: Caller) -> list[str]:
         runs = self._runs.values() if session_id is None else [self.session(session_id, caller)[0]]
-        return sorted({run.spec.served_model for run in runs if caller.may_use(run)})
+        return sorted({run.turns.spec.served_model for run in runs if caller.may_use(run.turns.spec)})
 
 
 def allowed(run: Host, caller: Caller) -> Host:
     """The run, if the caller may use it. Raises ApiError 401."""
-    if not caller.may_use(run):
+    if not caller.may_use(run.turns.spec):
         raise wrong_key()
     return run
 

@@ -66,7 +66,7 @@ class Observed:
                 metrics.waiting.observe(turn.started_at - turn.submitted_at)
                 metrics.engine.observe(turn.over_at - turn.started_at)
             metrics.prompt_tokens.labels("reused").inc(turn.num_reused)
-            metrics.prompt_tokens.labels("encoded").inc(len(turn.prompt_ids) - turn.num_reused)
+            metrics.prompt_tokens.labels("encoded").inc(len(turn.request.prompt_ids) - turn.num_reused)
             _record_span(dialect, turn, context)
 
 
@@ -126,7 +126,7 @@ def _record_span(dialect: str, turn: Generation, context: Context) -> None:
             "sf.policy_version": turn.versions[-1] if turn.versions else -1,
             "sf.wait_s": (turn.started_at or turn.over_at) - turn.submitted_at,
             "sf.finish_reason": turn.finish_reason or "none",
-            "gen_ai.usage.input_tokens": len(turn.prompt_ids),
+            "gen_ai.usage.input_tokens": len(turn.request.prompt_ids),
             "gen_ai.usage.output_tokens": len(turn.token_ids),
         },
         start_time=round((turn.submitted_at + to_unix) * 1e9),

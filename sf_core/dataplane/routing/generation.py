@@ -13,9 +13,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.routing.pace import Pace
-from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
 """Generations submitted by the HTTP request being served, for metrics; None if nothing collects them."""
@@ -38,26 +40,13 @@ class Generation:
     """One growing sequence of sampled tokens. After an interruption it continues from prompt + sampled ids
     with the remaining budget."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_ids: array[int],
-        sampling: Sampling,
-        max_tokens: int,
-        stop_token_ids: tuple[int, ...],
-        *,
-        stream: bool,
-        floor: int,
-        grammar: str = "",
-    ) -> None:
-        self.request_id, self.prompt_ids, self.sampling = request_id, prompt_ids, sampling
-        self.max_tokens, self.stop_token_ids, self.stream = max_tokens, stop_token_ids, stream
+    def __init__(self, request: GenerationRequest, *, floor: int) -> None:
+        self.request = request
+        """All that is asked for, as it is before the first token is sampled."""
         self.on_start: Callable[[int], None] | None = None
         """Called with the policy version of the first engine that gets it."""
         self.pace: Pace | None = None
         """Limits how often the reader of a stream is woken after its first tokens; None: it always is."""
-        self.grammar = grammar
-        """What its tokens follow, as in GenerationRequest."""
         self.floor = floor
         """Oldest policy version that may continue it: versions never decrease within a turn."""
         self.token_ids: array[int] = array("i")
@@ -97,13 +86,17 @@ class Generation:
         self.near = CacheHint(engine_id, version, num_tokens)
 
     @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
     def is_over(self) -> bool:
         return self.finish_reason is not None or self.cancelled is not None or self.refusal is not None
 
     @property
     def num_tokens(self) -> int:
         """Length of the prompt and of the tokens sampled so far."""
-        return len(self.prompt_ids) + len(self.token_ids)
+        return len(self.request.prompt_ids) + len(self.token_ids)
 
     def remaining_request(self, version: int) -> GenerationRequest:
         """The rest of the generation as a request to an engine that holds this version."""
@@ -111,16 +104,12 @@ class Generation:
             self.on_start(version)
             self.on_start = None
         self.started_at = self.started_at or time.monotonic()
-        produced = len(self.token_ids)
-        return GenerationRequest(
-            self.request_id,
-            self.prompt_ids + self.token_ids if produced else self.prompt_ids,
-            produced,
-            self.max_tokens - produced,
-            self.stop_token_ids,
-            self.sampling,
-            self.stream,
-            self.grammar,
+        asked, produced = self.request, len(self.token_ids)
+        return replace(
+            asked,
+            prompt_ids=array("i", asked.prompt_ids) + self.token_ids if produced else asked.prompt_ids,
+            position=produced,
+            max_tokens=asked.max_tokens - produced,
         )
 
     def fault_of(self, chunk: Chunk, newest: int, num_ids: int) -> str | None:
@@ -132,8 +121,10 @@ class Generation:
             return f"sent {len(ids)} tokens with {len(logprobs)} log-probs"
         if not ids:
             return None
-        if len(self.token_ids) + len(ids) > self.max_tokens:
-            return f"sent {len(self.token_ids) + len(ids)} tokens where {self.max_tokens} were asked for"
+        if len(self.token_ids) + len(ids) > self.request.max_tokens:
+            return (
+                f"sent {len(self.token_ids) + len(ids)} tokens where {self.request.max_tokens} were asked for"
+            )
         if not 0 <= min(ids) <= max(ids) < num_ids:
             return f"sent a token id that is not from 0 to {num_ids - 1}"
         # a sum, because comparisons pass over NaN
@@ -153,13 +144,13 @@ class Generation:
             if engine not in self.engines:
                 self.engines.append(engine)
         if chunk.finish_reason is FinishReason.ABORT:
-            if len(self.token_ids) < self.max_tokens:
+            if len(self.token_ids) < self.request.max_tokens:
                 self._interrupt(engine)
                 return True
             self.finish(FinishReason.LENGTH)
         elif chunk.finish_reason is not None:
             self.finish(chunk.finish_reason)
-        elif self.stream:
+        elif self.request.stream:
             self._wake_in_time()
         return False
 
@@ -167,7 +158,7 @@ class Generation:
         self.interruptions += 1
         if len(self.versions):
             self.near = CacheHint(engine, self.versions[-1], self.num_tokens)
-        if self.stream:
+        if self.request.stream:
             # what was sampled may end with a stop string, and is due to the reader in any case
             self.wake()
 
@@ -212,7 +203,7 @@ class Generation:
 
     @property
     def _has_more(self) -> bool:
-        return self.stream and len(self.token_ids) > self._num_seen
+        return self.request.stream and len(self.token_ids) > self._num_seen
 
     async def progress(self, num_seen: int) -> None:
         """Return when there are more tokens than `num_seen` (streams only; paced after the first ones) or the

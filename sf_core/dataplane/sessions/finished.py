@@ -1,4 +1,4 @@
-"""The result of a session that is over, kept until its rows are stored."""
+"""The result of a session that is over: what its end makes of it, kept until its rows are stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sf_core.config.failures import Status
+from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.session import Session
 from storage.schema import Trajectory
 
 RESULT_BYTES, TRAJECTORY_BYTES, SPAN_BYTES = 600, 1000, 200
@@ -44,3 +47,66 @@ def _trajectory_bytes(trajectory: Trajectory) -> int:
     objects = TRAJECTORY_BYTES + SPAN_BYTES * len(trajectory.turns)
     texts = sum(map(sys.getsizeof, (trajectory.messages, trajectory.tools, trajectory.output)))
     return arrays + objects + texts
+
+
+def finish_session(
+    spec: RunSpec, session: Session, report: FinishBody, stop_ids: tuple[int, ...]
+) -> FinishedSession:
+    """The result of a session that is not served any more. The report has a reward, even for a failure."""
+    assert report.reward is not None
+    status = judge_status(session, report)
+    environment = report.environment or session.environment
+    trajectories = export_session(
+        session,
+        policy=spec.served_model,
+        group_id=_group_id(spec, session),
+        stop_ids=stop_ids,
+        task_id=report.task_id or session.task_id,
+        environment=environment,
+        reward=report.reward,
+        reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
+        steps={
+            turn: step
+            for answer, step in report.step_rewards.items()
+            if step is not None and (turn := session.turn_named(answer)) is not None
+        },
+        status=status,
+        output=report.output,
+    )
+    versions = [turn.versions for turn in session.turns if len(turn.versions)]
+    session.release()
+    return FinishedSession(
+        session.session_id,
+        session.claim,
+        report.reward,
+        environment,
+        min((int(sampled.min()) for sampled in versions), default=None),
+        max((int(sampled.max()) for sampled in versions), default=None),
+        trajectories,
+        status,
+    )
+
+
+def _group_id(spec: RunSpec, session: Session) -> str | None:
+    if (claim := session.claim) is None:
+        return session.group
+    return f"{spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
+
+
+def judge_status(session: Session, report: FinishBody) -> Status:
+    """How a session ended. A failure that the policy may have caused shows in the last
+    request: its prompt did not fit, or its answer had a call that could not be parsed."""
+    if report.status == "finished":
+        return "finished_after_overflow" if session.has_overflowed else "finished"
+    match report.cause:
+        case "time":
+            return "timeout"
+        case "prepare":
+            return "prepare_error"
+        case "reward":
+            return "reward_error"
+        case "code":
+            return "agent_error"
+    if session.has_overflowed:
+        return "context_overflow"
+    return "unparsed_call" if session.turns and session.turns[-1].num_unparsed_calls else "agent_error"

@@ -35,7 +35,15 @@ from sf_core.dataplane.sessions.tree import (
     Turn,
     last_whole_turn,
 )
-from sf_core.dataplane.sessions.turn_events import RecordedTurn
+from sf_core.dataplane.sessions.turn_events import (
+    Begun,
+    Delivered,
+    Ended,
+    Overflowed,
+    RecordedTurn,
+    Sampled,
+    TurnEvent,
+)
 from sf_core.types import FinishReason, Ids
 
 __all__ = ["Prompt", "Session", "Turn"]
@@ -175,18 +183,21 @@ class Session:
     ) -> Turn:
         """Record a finished turn; the agent gets its answer after this."""
         assert generation.finish_reason is not None
-        turn = _turn(
-            generation, prompt, sample, message, generation.finish_reason, num_unparsed_calls, len(self.turns)
-        )
+        reason, index = generation.finish_reason, len(self.turns)
+        turn = Turn.of(generation, prompt, sample, message, reason, num_unparsed_calls, index)
         self._add_turn(turn)
         return turn
 
     def abandon(self, generation: Generation, prompt: Prompt, sample: int, message: Message) -> Turn:
         """Record what was sampled of a turn that no client waits for any more."""
-        turn = _turn(generation, prompt, sample, message, FinishReason.ABORT, 0, len(self.abandoned))
-        self.abandoned.append(turn)
-        self._num_bytes += _turn_bytes(turn)
+        turn = Turn.of(generation, prompt, sample, message, FinishReason.ABORT, 0, len(self.abandoned))
+        self._add_abandoned(turn)
         return turn
+
+    def forget_answered(self, prompt: Prompt, identity: bytes) -> None:
+        """Forget recorded turns that are not asked again, now that a request of this identity has asked
+        `prompt`."""
+        self.recorded = [known for known in self.recorded if known.may_be_asked_again(prompt, identity)]
 
     def set_aside_unanswered(self, in_flight: Iterable[RecordedTurn] = ()) -> int:
         """When the session ends, move turns with undelivered answers to the abandoned ones: only delivered
@@ -208,18 +219,25 @@ class Session:
         start, self._num_recorded = self._num_recorded, len(self.prompts)
         return self.prompts[start:]
 
-    def restore_prompt(self, prompt: Prompt) -> None:
-        """Add a prompt read from records."""
-        prompt.tapes = self._tapes
-        self._take_prompt(prompt)
-
-    def restore_turn(self, turn: Turn) -> None:
-        """Add a turn read from records, finished or abandoned."""
-        if turn.finish_reason is FinishReason.ABORT:
-            self.abandoned.append(turn)
-            self._num_bytes += _turn_bytes(turn)
-        else:
-            self._add_turn(turn)
+    def apply(self, event: TurnEvent) -> None:
+        """Do what an event did, after a restart. Those of one turn come in order, those of several may
+        interleave."""
+        if isinstance(event, Overflowed):
+            self.has_overflowed = True
+            return
+        if isinstance(event, Begun):
+            return self._apply_begin(event)
+        recorded = next((known for known in reversed(self.recorded) if known.key == event.key), None)
+        if recorded is None:
+            return  # a later turn extended it before its delivery was written
+        match event:
+            case Sampled():
+                recorded.engines = event.engines
+                recorded.chunks.append(event.tokens)
+            case Ended():
+                self._apply_end(event, recorded)
+            case Delivered():
+                recorded.delivered = True
 
     @property
     def num_sampled(self) -> int:
@@ -237,6 +255,30 @@ class Session:
     def release(self) -> None:
         """Part prompts and tapes, so that their memory is free as soon as nobody holds the session."""
         self._tapes.clear()
+
+    def _apply_begin(self, event: Begun) -> None:
+        for new in event.prompts:
+            prompt = new.resolve(self.prompts, self.turns)
+            prompt.tapes = self._tapes
+            self._take_prompt(prompt)
+            self.take_unrecorded()
+        prompt = self.prompts[event.key.prompt]
+        self.begin_sample(prompt, event.nth)
+        self.forget_answered(prompt, event.identity)
+        self.recorded.append(RecordedTurn(event.key, event.identity, prompt))
+
+    def _apply_end(self, event: Ended, recorded: RecordedTurn) -> None:
+        turn = event.turn_of(recorded.prompt, recorded.tokens)
+        if turn.finish_reason is FinishReason.ABORT:
+            self._add_abandoned(turn)
+            self.recorded.remove(recorded)
+        else:
+            self._add_turn(turn)
+        recorded.turn, recorded.engines, recorded.chunks = turn, turn.engine, []
+
+    def _add_abandoned(self, turn: Turn) -> None:
+        self.abandoned.append(turn)
+        self._num_bytes += _turn_bytes(turn)
 
     def _add_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -346,29 +388,3 @@ def _hold_once(conversation: Conversation, matched: Turn) -> None:
         for i, message in enumerate([*turn.prompt.messages, turn.message], begin):
             if held[i] == message:  # reasoning may have been left out
                 held[i] = message
-
-
-def _turn(
-    generation: Generation,
-    prompt: Prompt,
-    sample: int,
-    message: Message,
-    finish_reason: FinishReason,
-    num_unparsed_calls: int,
-    index: int,
-) -> Turn:
-    return Turn(
-        prompt,
-        sample,
-        np.array(generation.token_ids, dtype=np.int32),
-        np.array(generation.logprobs, dtype=np.float32),
-        np.array(generation.versions, dtype=np.int32),
-        message,
-        finish_reason,
-        ",".join(generation.engines),
-        generation.sampling,
-        generation.interruptions,
-        num_unparsed_calls,
-        index,
-        bool(generation.grammar),
-    )

@@ -16,6 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.routing.generation import Generation
 from sf_core.types import FinishReason, Ids, Sampling
 
 NUM_TAPES = 8
@@ -127,6 +128,34 @@ class Turn:
     constrained: bool = False
     """It followed a grammar, so that its log-probs are not those of the policy alone: it does not train."""
     has_continuation: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        generation: Generation,
+        prompt: Prompt,
+        sample: int,
+        message: Message,
+        finish_reason: FinishReason,
+        num_unparsed_calls: int,
+        index: int,
+    ) -> Turn:
+        """What a generation has sampled."""
+        return cls(
+            prompt,
+            sample,
+            np.array(generation.token_ids, dtype=np.int32),
+            np.array(generation.logprobs, dtype=np.float32),
+            np.array(generation.versions, dtype=np.int32),
+            message,
+            finish_reason,
+            ",".join(generation.engines),
+            generation.request.sampling,
+            generation.interruptions,
+            num_unparsed_calls,
+            index,
+            bool(generation.request.grammar),
+        )
 
     @property
     def start(self) -> int:

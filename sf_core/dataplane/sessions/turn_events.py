@@ -1,4 +1,4 @@
-"""Events of turns, as journals hold them, and what they do to a session after a restart.
+"""Events of turns, as journals hold them, and what is recorded of a turn by them.
 
 Deltas only: a prompt names the prompt or turn whose tokens it begins with, the end of a turn holds the tokens
 that no chunk before it held.
@@ -6,11 +6,10 @@ that no chunk before it held.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,9 +19,6 @@ from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.tree import Prompt, Seam, TextMark, Turn
 from sf_core.types import Chunk, FinishReason, Ids, Sampling
-
-if TYPE_CHECKING:
-    from sf_core.dataplane.sessions.session import Session
 
 
 class TurnKey(NamedTuple):
@@ -49,15 +45,15 @@ class Tokens(NamedTuple):
         return cls(*map(np.concatenate, zip(*parts, strict=True))) if parts else NO_TOKENS
 
     @classmethod
-    def of(cls, ids: array[int], logprobs: array[float], versions: array[int]) -> Tokens:
+    def sampled_by(cls, generation: Generation, start: int, end: int) -> Tokens:
         return cls(
-            np.frombuffer(ids, dtype=np.int32),
-            np.frombuffer(logprobs, dtype=np.float32),
-            np.frombuffer(versions, dtype=np.int32),
+            np.frombuffer(generation.token_ids[start:end], dtype=np.int32),
+            np.frombuffer(generation.logprobs[start:end], dtype=np.float32),
+            np.frombuffer(generation.versions[start:end], dtype=np.int32),
         )
 
 
-NO_TOKENS = Tokens.of(array("i"), array("f"), array("i"))
+NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
 class NewPrompt(msgspec.Struct, array_like=True):
@@ -92,14 +88,14 @@ class NewPrompt(msgspec.Struct, array_like=True):
         }
         return cls(**values)
 
-    def prompt_in(self, session: Session) -> Prompt:
-        """The prompt in its session, which has all nodes that it refers to."""
+    def resolve(self, prompts: Sequence[Prompt], turns: Sequence[Turn]) -> Prompt:
+        """The prompt among those of its session, which has all nodes that it refers to."""
         values = msgspec.structs.asdict(self) | {"messages": msgspec.json.decode(self.messages)}
         if self.parent is not None:
             is_turn, index = self.parent
-            values["parent"] = session.turns[index] if is_turn else session.prompts[index]
+            values["parent"] = turns[index] if is_turn else prompts[index]
         if self.continues is not None:
-            turn = session.turns[self.continues]
+            turn = turns[self.continues]
             values |= {"continues": turn, "tools": turn.prompt.tools}
         return Prompt(**values)
 
@@ -118,7 +114,7 @@ class Begun(OfTurn):
     nth: int
     """Its index among the samples of its request."""
     identity: bytes
-    """Identifies its request when that is retried (RequestIdentity.identity)."""
+    """Identifies its request when that is retried (RequestIdentity.digest)."""
     prompts: list[NewPrompt]
     """Prompts opened since the session's last such event: later ones may begin with the tokens of any."""
 
@@ -185,7 +181,7 @@ class RecordedTurn:
 
     key: TurnKey
     identity: bytes
-    """Identifies its request when that is retried (RequestIdentity.identity)."""
+    """Identifies its request when that is retried (RequestIdentity.digest)."""
     prompt: Prompt
     chunks: list[Tokens] = field(default_factory=list)
     """Tokens sampled so far; empty once it is finished."""
@@ -226,45 +222,7 @@ class RecordedTurn:
         if self.turn is not None:
             generation.interruptions = self.turn.interruptions
             generation.finish(self.turn.finish_reason)
-        elif len(ids) and int(ids[-1]) in generation.stop_token_ids:
+        elif len(ids) and int(ids[-1]) in generation.request.stop_token_ids:
             generation.finish(FinishReason.STOP)
         elif len(ids):
             generation.absorb(Chunk(generation.request_id, [], [], 0, FinishReason.ABORT), "")
-
-
-def replay(session: Session, event: TurnEvent) -> None:
-    """Apply an event to its session. Those of one turn come in order, those of several may interleave."""
-    if isinstance(event, Overflowed):
-        session.has_overflowed = True
-        return
-    if isinstance(event, Begun):
-        return _begin_turn(session, event)
-    recorded = next((known for known in reversed(session.recorded) if known.key == event.key), None)
-    if recorded is None:
-        return  # a later turn extended it before its delivery was written
-    match event:
-        case Sampled():
-            recorded.engines = event.engines
-            recorded.chunks.append(event.tokens)
-        case Ended():
-            _end_turn(session, event, recorded)
-        case Delivered():
-            recorded.delivered = True
-
-
-def _begin_turn(session: Session, event: Begun) -> None:
-    for new in event.prompts:
-        session.restore_prompt(new.prompt_in(session))
-        session.take_unrecorded()
-    prompt, identity = session.prompts[event.key.prompt], event.identity
-    session.begin_sample(prompt, event.nth)
-    session.recorded = [known for known in session.recorded if known.may_be_asked_again(prompt, identity)]
-    session.recorded.append(RecordedTurn(event.key, identity, prompt))
-
-
-def _end_turn(session: Session, event: Ended, recorded: RecordedTurn) -> None:
-    turn = event.turn_of(recorded.prompt, recorded.tokens)
-    session.restore_turn(turn)
-    if turn.finish_reason is FinishReason.ABORT:
-        session.recorded.remove(recorded)
-    recorded.turn, recorded.engines, recorded.chunks = turn, turn.engine, []

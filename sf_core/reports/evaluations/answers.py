@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,19 @@ def read_answers(uris: list[str]) -> dict[str, list[Answer]]:
 
 def answers_of(view: RunView, version: int) -> dict[str, list[Answer]]:
     """Answers to the held-out tasks of a version's evaluation; nothing if it was not evaluated."""
-    found = view.evaluation(version)
+    found = view.sampling(version, "evaluate")
     return read_answers(found.uris) if found is not None and found.uris else {}
 
 
 Pair = tuple[Answer, Answer]
+
+
+def compare_ends(view: RunView, versions: Collection[int]) -> tuple[int | None, int | None, list[Pair]]:
+    """The first and the last of these versions, and what `side_by_side` has of them; nothing of one alone."""
+    if len(versions) < 2:
+        return None, None, []
+    before, after = min(versions), max(versions)
+    return before, after, side_by_side(view, before, after)
 
 
 def side_by_side(view: RunView, before: int, after: int) -> list[Pair]:

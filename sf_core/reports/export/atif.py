@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import UNTOLD, Conversation, Rendered, Row, Turn, as_stored
+from sf_core.reports.export.conversations import UNTOLD, Conversation, Format, Row, Turn
 from storage import files
 
 SOURCES = {"assistant": "agent", "user": "user"}
 """Sources of steps by role; all other messages are the system's."""
 
 
-class Atif:
+class Atif(Format):
     """ATIF 1.7 (harbor/models/trajectories of harbor 0.25): a folder with a document per session. It is that
     of the session's first branch, and embeds those of the others, which share its `session_id`.
 
@@ -27,12 +27,6 @@ class Atif:
     that an earlier branch has, that were given, or that the template rewrote."""
 
     ending = ""
-
-    def __init__(self, parts: Sequence[str]) -> None:
-        """`parts` is ignored: JSON needs no schema before writing."""
-
-    def rendered(self, conversation: Conversation) -> Rendered:
-        return as_stored(conversation)
 
     def convert(self, conversation: Conversation) -> Row | str:
         if conversation.sampled is None:

@@ -1,17 +1,19 @@
-"""Stored branches as conversations, of which each format makes what it can hold."""
+"""Stored branches as conversations, of which each format makes what it can hold; and the base of formats."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
+from storage import files
 from storage.parquet import numpy_rows
 from storage.schema import NOT_SAMPLED
 from storage.trajectories import iter_trajectories, iteration_of
@@ -63,25 +65,31 @@ Rendered = tuple[list[Message], list[Tool]]
 """Messages and tools as a reader of the format passes them to a chat template."""
 
 
-class Format(Protocol):
-    ending: str
+class Format:
+    """What each format overrides; a format that does not is a file with one JSON object per line."""
 
-    def rendered(self, conversation: Conversation) -> Rendered: ...
+    ending = ".jsonl"
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        """`parts` is ignored: JSON needs no schema before writing."""
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """Messages and tools with all that templates read."""
+        messages = [
+            {name: value for name, value in message.items() if name != "unparsed_calls"}
+            for message in conversation.messages
+        ]
+        return messages, json.loads(conversation.tools or "[]")
 
     def convert(self, conversation: Conversation) -> Row | str:
         """A row, or the reason why the format cannot hold it."""
+        raise NotImplementedError
 
     def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
         """Write lists of rows one after the other."""
-
-
-def as_stored(conversation: Conversation) -> Rendered:
-    """Messages and tools with all that templates read."""
-    messages = [
-        {name: value for name, value in message.items() if name != "unparsed_calls"}
-        for message in conversation.messages
-    ]
-    return messages, json.loads(conversation.tools or "[]")
+        with files.writer(uri) as file:
+            for rows in parts:
+                file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def read_conversations(uri: str) -> Iterator[list[Conversation]]:

@@ -21,12 +21,7 @@ from sf_core.reports.view import open_run
 from storage import files
 from storage.run_directory import RunDirectory
 
-FORMATS: dict[str, type[Atif | Trl | Verl | ShareGpt]] = {
-    "trl": Trl,
-    "verl": Verl,
-    "sharegpt": ShareGpt,
-    "atif": Atif,
-}
+FORMATS: dict[str, type[Format]] = {"trl": Trl, "verl": Verl, "sharegpt": ShareGpt, "atif": Atif}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
         what = "opened sessions have finished" if opened else "trajectories are committed"
         raise ValueError(f"{run.run_id}: no {what} yet")
     num_rows, left_out, unlike = 0, Counter[str](), 0
-    kind: Format = make(parts)
+    kind = make(parts)
     reader, unchecked = _open_reader(run)
 
     def rows() -> Iterator[list[Row]]:
@@ -68,7 +63,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
             kept = []
             for conversation in conversations:
                 if reader is not None:
-                    as_seen = reader.is_as_seen(*kind.rendered(conversation), conversation.seen.tolist())
+                    as_seen = reader.is_as_seen(*kind.render(conversation), conversation.seen.tolist())
                     conversation.facts["as_seen"] = as_seen
                 row = kind.convert(conversation)
                 if isinstance(row, str):

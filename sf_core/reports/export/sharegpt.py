@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import Conversation, Row
-from sf_core.reports.export.json_lines import JsonLines
+from sf_core.reports.export.conversations import Conversation, Format, Row
 
 
-class ShareGpt(JsonLines):
+class ShareGpt(Format):
     """ShareGPT as LLaMA-Factory reads it (SharegptDatasetConverter and OpenAIDatasetConverter of
     src/llamafactory/data/converter.py in hiyouga/LlamaFactory): from human or observation, then from gpt or
     function_call, strictly alternating. Consecutive messages of one speaker are joined; text beside a call is

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from sf_core.reports.export.conversations import UNTOLD, Conversation, Row
-from sf_core.reports.export.json_lines import JsonLines
+from sf_core.reports.export.conversations import UNTOLD, Conversation, Format, Row
 
 
-class Trl(JsonLines):
+class Trl(Format):
     """TRL's conversational prompt-completion type: messages before the first trained one, and the rest;
     huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl). Its trainers
     take `tools` as JSON text too, which `datasets` leaves as it is."""
@@ -17,6 +16,6 @@ class Trl(JsonLines):
         first = conversation.trained.index(True) if True in conversation.trained else 0
         if not first:
             return "no prompt before a sampled answer"
-        messages, _ = self.rendered(conversation)
+        messages, _ = self.render(conversation)
         facts = {"tools": conversation.tools, **conversation.facts}
         return {"prompt": messages[:first], "completion": messages[first:], **facts}

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.reports.export.conversations import FACTS, MAX_ROWS, UNTOLD, Conversation, Rendered, Row
+from sf_core.reports.export.conversations import FACTS, MAX_ROWS, UNTOLD, Conversation, Format, Rendered, Row
 from storage import files
 from storage.trajectories import iter_trajectories
 
 
-class Verl:
+class Verl(Format):
     """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
     with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
     type per field: arguments of tool calls are JSON strings, as in OpenAI's API, and a field that one tool
@@ -30,7 +30,7 @@ class Verl:
         distinct = {text for uri in parts for text in _distinct_tools(uri)}
         self._tools, self._type = _in_parquet({text: json.loads(text) for text in sorted(distinct)})
 
-    def rendered(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: Conversation) -> Rendered:
         tools = None if conversation.tools is None else self._tools.get(conversation.tools)
         return self._messages(conversation), tools or []
 

@@ -9,17 +9,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain, groupby
 from typing import Any
 
 import pyarrow as pa
 
-from sf_core.reports import devices as device_report
-from sf_core.reports.evaluations.answers import side_by_side
+from sf_core.reports.evaluations.answers import compare_ends
 from sf_core.reports.evaluations.comparison import MEASURED, read_comparisons
-from sf_core.reports.view import Iteration, RunView, kinds_in
-from sf_core.scheduling.figures import Window
-from sf_core.scheduling.timeline import Span, read_spans
+from sf_core.reports.series import RunSeries, record_devices
+from sf_core.reports.view import Iteration, RunView
+from sf_core.scheduling.figures import Window, by_worker
+from sf_core.scheduling.timeline import Span
 from storage.batches import read_batch
 from storage.errors import StorageError
 from storage.manifests import Manifest
@@ -36,49 +35,35 @@ TIMELINE_STEPS = 4000
 
 def run_figures(view: RunView) -> dict[str, Any]:
     """All figures, without the sessions. Raises ValueError if a committed file is missing or broken."""
-    run, iterations, windows = view.run, list(view.iterations()), view.windows()
-    rollouts = [view.rollout_figures(iteration.number) for iteration in iterations]
+    series = RunSeries(view)
+    rollouts = {number: asdict(figures) for number, figures in series.rollouts.items()}
     # writes, so only after the checks for broken files; without write access older figures are shown
     with suppress(StorageError):
-        device_report.record_figures(view, len(iterations) - 1)
-    devices = device_report.read_figures(run, range(len(iterations)))
+        record_devices(view, len(series.iterations) - 1)
     rows = [
         {
-            "iteration": iteration.number,
-            "seconds": _length(windows.get(iteration.number)),
+            "iteration": number,
+            "seconds": iteration.seconds if iteration.is_through else None,
             "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
             "missing": [stage for stage in STAGES if stage not in iteration.stages],
-            "rollout": None if rollout is None else asdict(rollout),
-            "groups": kinds_in(iteration.stages.get("rollout")),
+            "rollout": rollouts.get(number),
+            "groups": iteration.kinds,
             "training": _training(iteration),
-            "devices": devices.get(iteration.number, {}),
+            "devices": series.devices.get(number, {}),
         }
-        for iteration, rollout in zip(iterations, rollouts, strict=True)
+        for number, iteration in enumerate(series.iterations)
     ]
-    spans = read_spans(run)
-    held_out = sorted(view.held_out_rewards(range(len(iterations) + 1)).items())
+    before, after, answers = compare_ends(view, series.held_out)
+    pairs = [[asdict(old), asdict(new)] for old, new in answers]
     return {
         "iterations": rows,
-        "held_out": held_out,
-        "answers": _answers(view, [version for version, _ in held_out]),
-        "comparisons": read_comparisons(run.path(MEASURED)),
-        "timeline": _timeline(spans, windows.values()),
-        "tokens_sampled": sum(span.tokens for span in spans),
-        "groups": list(chain.from_iterable(_groups(run, iteration) for iteration in iterations)),
+        "held_out": sorted(series.held_out.items()),
+        "answers": {"before": before, "after": after, "pairs": pairs},
+        "comparisons": read_comparisons(view.run.path(MEASURED)),
+        "timeline": _timeline(series.spans, series.windows.values()),
+        "tokens_sampled": series.tokens_sampled,
+        "groups": [row for iteration in series.iterations for row in _groups(view.run, iteration)],
     }
-
-
-def _answers(view: RunView, versions: Sequence[int]) -> dict[str, Any]:
-    """Answers to the same tasks of the first and the last version that were measured."""
-    if len(versions) < 2:
-        return {"before": None, "after": None, "pairs": []}
-    before, after = versions[0], versions[-1]
-    pairs = [[asdict(old), asdict(new)] for old, new in side_by_side(view, before, after)]
-    return {"before": before, "after": after, "pairs": pairs}
-
-
-def _length(window: Window | None) -> float | None:
-    return None if window is None else window[1] - window[0]
 
 
 def _training(iteration: Iteration) -> dict[str, float]:
@@ -90,11 +75,10 @@ def _timeline(spans: Sequence[Span], windows: Iterable[Window]) -> dict[str, Any
     begin = min((span.start for span in spans), default=0.0)
     end = max((span.end for span in spans), default=0.0)
     gap_s = (end - begin) / TIMELINE_STEPS
-    by_worker = groupby(spans, key=lambda span: span.worker)
     return {
         "seconds": round(end - begin, 3),
         "boundaries": [round(window[1] - begin, 3) for window in windows],
-        "workers": {worker: _bars(own, begin, gap_s) for worker, own in by_worker},
+        "workers": {worker: _bars(own, begin, gap_s) for worker, own in by_worker(spans).items()},
     }
 
 

@@ -17,14 +17,14 @@ import orjson
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from sf_core.config import RunConfig
-from sf_core.config.failures import failures_text, sum_failures
+from sf_core.config.failures import failures_text
 from sf_core.models.token_bytes import token_bytes
 from sf_core.models.tokenizer import open_tokenizer
-from sf_core.reports.concerns import summed_concerns
+from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.html.blocks import Embedded, compress, embed_sessions
 from sf_core.reports.html.figures import run_figures
-from sf_core.reports.view import RunView, failures_of, open_run
+from sf_core.reports.series import RunSeries
+from sf_core.reports.view import RunView, open_run
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
@@ -73,12 +73,12 @@ def _drop_last_block(embedded: Embedded) -> None:
 
 def _said(view: RunView) -> dict[str, object]:
     """What the page says in words: why little was learned, and the settings of the run as YAML."""
-    config = view.run.read_config(RunConfig)
-    failures = sum_failures(failures_of(manifest) for manifest in view.committed("rollout"))
-    concerns = summed_concerns(view, config)
+    series = RunSeries(view)
+    failed = [f"failed sessions: {failures_text(series.failures)}"] if series.failures else []
+    settings = series.config.model_dump(mode="json")
     return {
-        "concerns": [f"failed sessions: {failures_text(failures)}", *concerns] if failures else concerns,
-        "settings": yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
+        "concerns": failed + sum_run_concerns(series),
+        "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
     }
 
 

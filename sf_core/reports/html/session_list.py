@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
 from sf_core.reports.view import Sampling
+from storage.schema import SCHEMA
 
-COLUMNS = [
-    "session_id",
-    "task_id",
-    "environment",
-    "group_id",
-    "reward",
-    "status",
-    "min_version",
-    "max_version",
-    "interruptions",
-    "loss_mask",
-]
+_OF_BRANCHES = {
+    # all branches of a session are alike in these
+    **dict.fromkeys(("task_id", "environment", "group_id", "reward", "status"), "first"),
+    **dict.fromkeys(("tokens", "sampled", "interruptions"), "sum"),
+    "place": "min",
+    "min_version": "min",
+    "max_version": "max",
+}
+"""How facts of a session come from those of its branches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +48,26 @@ class SessionFacts:
 
 def list_sessions(sampling: Sampling) -> list[SessionFacts]:
     """One line per session. Raises ValueError with one sentence if a file is missing or broken."""
-    table = sampling.read(COLUMNS)
-    if not len(table):
-        return []
+    table = sampling.read(["session_id", "loss_mask", *(_OF_BRANCHES.keys() & {*SCHEMA.names})])
     mask = table["loss_mask"].combine_chunks()
-    rows = pc.list_parent_indices(mask).to_numpy()
-    sampled = np.bincount(rows, pc.list_flatten(mask).to_numpy(zero_copy_only=False), len(table))
-    branches: dict[str, list[dict[str, Any]]] = {}
-    for row, tokens, count in zip(
-        table.drop_columns("loss_mask").to_pylist(),
-        pc.list_value_length(mask).to_pylist(),
-        sampled.tolist(),
-        strict=True,
-    ):
-        branches.setdefault(row["session_id"], []).append(row | {"tokens": tokens, "sampled": int(count)})
-    return [_session(sampling, rows) for rows in branches.values()]
+    sampled = np.bincount(pc.list_parent_indices(mask), pc.list_flatten(mask), len(table)).astype(int)
+    more = {"tokens": pc.list_value_length(mask), "sampled": [sampled], "place": [np.arange(len(table))]}
+    for name, column in more.items():
+        table = table.append_column(name, column)
+    groups = table.group_by("session_id", use_threads=False)
+    # they come in any order
+    found = groups.aggregate([*_OF_BRANCHES.items(), ([], "count_all")]).sort_by("place_min")
+    return [
+        SessionFacts(
+            row["session_id"],
+            sampling.kind,
+            sampling.number,
+            sampling.fate,
+            branches=row["count_all"],
+            **{name: row[f"{name}_{how}"] for name, how in _OF_BRANCHES.items() if name != "place"},
+        )
+        for row in found.to_pylist()
+    ]
 
 
 def telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
@@ -80,18 +82,3 @@ def telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
     )
     for reason in reasons:
         yield from nlargest(2, sessions, key=reason)
-
-
-def _session(sampling: Sampling, branches: Sequence[dict[str, Any]]) -> SessionFacts:
-    first = branches[0]
-    same = ("session_id", "task_id", "environment", "group_id", "reward", "status")
-    return SessionFacts(
-        **{name: first[name] for name in same},
-        kind=sampling.kind,
-        number=sampling.number,
-        fate=sampling.fate,
-        branches=len(branches),
-        **{name: sum(row[name] for row in branches) for name in ("tokens", "sampled", "interruptions")},
-        min_version=min((v for row in branches if (v := row["min_version"]) is not None), default=None),
-        max_version=max((v for row in branches if (v := row["max_version"]) is not None), default=None),
-    )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from sf_core.cli.main import app
 from sf_core.config.yaml_file import builtin_configs
-from sf_core.reports.devices import COLUMNS
+from sf_core.reports.tables import DEVICE_COLUMNS
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, configure
@@ -140,11 +140,11 @@ def test_a_server_to_set_up_must_be_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_table_in_a_pipe_is_not_cut(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-1"))
     configure(run)
-    figures = {name: 1234.0 for name in COLUMNS} | {f"idle_node-{i}.cluster": 1.0 for i in range(8)}
+    figures = {name: 1234.0 for name in DEVICE_COLUMNS} | {f"idle_node-{i}.cluster": 1.0 for i in range(8)}
     for number in range(11):
         commit(run, number, "filter", data={"lags": [1]})
         write_metrics(run, "devices", number, [figures])
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment = {name: value for name, value in os.environ.items() if name != "DEVICE_COLUMNS"}
     command = [sys.executable, "-m", "sf_core", "inspect", run.uri]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "\N{HORIZONTAL ELLIPSIS}" not in output

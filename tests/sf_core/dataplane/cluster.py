@@ -47,8 +47,8 @@ class ClusterEngine:
         self.engine = make()
         hello = wire.Hello("run", 1, name, 0, name, name, max_running)
         self._client = EngineClient("", None, hello, self.engine)
-        self.link = EngineConnection(name, name, name, 1, max_running, self._deliver)
-        router.add(self.link)
+        self.connection = EngineConnection(name, name, name, 1, max_running, self._deliver)
+        router.add(self.connection)
 
     def _deliver(self, frame: bytes) -> None:
         told = wire.read_from_data_plane(frame)
@@ -60,7 +60,7 @@ class ClusterEngine:
 
     @property
     def is_gone(self) -> bool:
-        return self.link.gone.is_set()
+        return self.connection.gone.is_set()
 
     def abort(self, request_ids: list[str]) -> None:
         """Give requests back that the engine cannot go on with."""
@@ -78,16 +78,16 @@ class ClusterEngine:
         match wire.read_from_engine(frame):
             case wire.Chunks(chunks):
                 self.num_sampled += sum(len(chunk.token_ids) for chunk in chunks)
-                self.router.receive(self.link, chunks)
+                self.router.receive(self.connection, chunks)
             case wire.Updated(version):
-                self.router.confirm(self.link, version)
+                self.router.confirm(self.connection, version)
             case wire.Paused():
-                self.router.confirm_pause(self.link)
+                self.router.confirm_pause(self.connection)
             case wire.Yielded():
-                self.router.lose(self.link)
+                self.router.lose(self.connection)
 
     def die(self) -> None:
-        self.router.lose(self.link)
+        self.router.lose(self.connection)
 
 
 class Cluster:
@@ -108,7 +108,7 @@ class Cluster:
     async def serving(self, make: MakeEngine, **options: Any) -> ClusterEngine:
         """Connect an engine and let it start serving."""
         engine = self.connect(make, **options)
-        while engine.link.version is None:
+        while engine.connection.version is None:
             engine.act()
         await self.dispatched()
         return engine
@@ -124,16 +124,12 @@ class Cluster:
         sampling: Sampling | None = None,
         grammar: str = "",
     ) -> Generation:
-        generation = Generation(
-            f"g{len(self.generations)}",
-            array("i", prompt_ids),
-            sampling or Sampling(seed=len(self.generations)),
-            max_tokens,
-            stop,
-            stream=stream,
-            floor=floor,
-            grammar=grammar,
+        number = len(self.generations)
+        sampling = sampling or Sampling(seed=number)
+        request = GenerationRequest(
+            f"g{number}", array("i", prompt_ids), 0, max_tokens, stop, sampling, stream, grammar
         )
+        generation = Generation(request, floor=floor)
         self.generations.append(generation)
         self.router.submit(generation)
         return generation
@@ -153,9 +149,12 @@ class Cluster:
         raise AssertionError("generations are left over")
 
 
-def turn(num_prompt: int, near: CacheHint | None = None) -> Generation:
+def turn(
+    num_prompt: int, near: CacheHint | None = None, max_tokens: int = 100, stream: bool = False
+) -> Generation:
     """A generation that no router has yet."""
-    generation = Generation("g", array("i", [5] * num_prompt), Sampling(), 100, (), stream=False, floor=0)
+    request = GenerationRequest("g", array("i", [5] * num_prompt), 0, max_tokens, (), Sampling(), stream)
+    generation = Generation(request, floor=0)
     generation.near = near
     return generation
 
@@ -174,7 +173,8 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 def check_tokens(generation: Generation) -> None:
-    expected = script(generation.prompt_ids, generation.sampling.seed)[: generation.max_tokens]
+    asked = generation.request
+    expected = script(list(asked.prompt_ids), asked.sampling.seed)[: asked.max_tokens]
     token_ids, versions = generation.token_ids.tolist(), generation.versions.tolist()
     if generation.cancelled is None:
         assert token_ids == expected

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -34,10 +33,9 @@ from sf_core.dataplane.sessions.turn_events import (
     TurnEvent,
     TurnKey,
     read_turn_event,
-    replay,
 )
 from sf_core.engines.scripted import scripted_logprob
-from sf_core.types import Chunk, FinishReason, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
 
 FAMILIES = ("qwen3", "llama3", "chatml")
@@ -150,9 +148,7 @@ class Record:
         asked = prompt.full_ids().tolist()
         ids = ids + [self.renderer.stop_token_ids[-1]] * end
         version = max(version, prompt.version)
-        generation = Generation(
-            "r", array("i", asked), Sampling(), 2**20, (), stream=False, floor=0, grammar=grammar
-        )
+        generation = generation_of(prompt, grammar=grammar)
         logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
         reason = FinishReason.STOP if end else FinishReason.LENGTH
         generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
@@ -171,7 +167,7 @@ class Record:
         """The session as a restart makes it of its journal."""
         session = Session(self.session.session_id)
         for event in self.journal:
-            replay(session, event)
+            session.apply(event)
         return session
 
     def restart(self) -> None:
@@ -196,6 +192,13 @@ class Record:
 
     def num_trained(self) -> int:
         return sum(len(turn.ids) for _, turn in self.turns if not turn.constrained)
+
+
+def generation_of(prompt: Prompt, sampling: Sampling | None = None, grammar: str = "") -> Generation:
+    """A generation of this prompt that no router has."""
+    sampling = sampling or Sampling()
+    request = GenerationRequest("r", prompt.full_ids(), 0, 2**20, (), sampling, grammar=grammar)
+    return Generation(request, floor=0)
 
 
 def state_of(session: Session) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.reports.concerns import concerns_of, failures_line, summed_concerns
+from sf_core.reports.concerns import concerns_of, failures_line, sum_run_concerns
+from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, configure
@@ -52,7 +53,7 @@ def test_an_iteration_in_which_nothing_or_little_can_be_learned_says_why(
     assert concerns_of(view, 0, config) == {}
     told = concerns_of(view, 1, config)
     assert list(told) == [kind] and sentence in told[kind]
-    [summed] = summed_concerns(view, config)
+    [summed] = sum_run_concerns(RunSeries(view))
     assert summed == f"{told[kind]} (1 of 2 iterations)"
 
 

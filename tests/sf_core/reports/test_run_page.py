@@ -10,10 +10,12 @@ from PIL import Image
 
 from sf_core.reports import run_page
 from sf_core.reports.run_page import RunPage, waits_table
+from sf_core.reports.series import record_devices
+from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import write_trajectories
-from tests.sf_core.reports.test_devices import AT, write_spans
+from tests.sf_core.reports.test_series import AT, write_spans
 from tests.sf_core.runs import commit, configure, conversation
 
 DATA: dict[str, dict[str, Any]] = {
@@ -119,6 +121,18 @@ def test_the_report_holds_its_pictures_and_says_where_the_files_are(run: RunDire
     batches = run.path("batches")
     assert f"[{batches}]({batches if '://' in batches else 'file://' + batches})" in report
     assert run.checkpoint_dir(1) in report
+
+
+def test_the_report_has_the_table_of_the_devices(run: RunDirectory) -> None:
+    for number in range(3):
+        turn(run, number)
+    record_devices(RunView(run), 2, is_over=True)
+    page = RunPage(run)
+    page.update(2)
+    lines = page.report().partition("## Devices in figures\n\n")[2].splitlines()
+    assert lines[0].startswith("| # | idle t0 | busy all |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 5
 
 
 def test_waits_are_told_with_since_when_and_until_when() -> None:

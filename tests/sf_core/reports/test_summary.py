@@ -3,6 +3,7 @@ from itertools import chain
 from pathlib import Path
 from uuid import uuid4
 
+from sf_core.reports.series import RunSeries
 from sf_core.reports.summary import orchestration_seconds, summarise
 from sf_core.reports.view import RunView
 from storage.manifests import Manifest
@@ -52,17 +53,17 @@ RUN = [
 
 
 def test_iterations_follow_each_other_without_a_gap_except_between_attempts() -> None:
-    assert view(RUN).windows() == {0: (10, 16), 1: (16, 26), 2: (100, 103)}
+    assert RunSeries(view(RUN)).windows == {0: (10, 16), 1: (16, 26), 2: (100, 103)}
 
 
 def test_the_window_of_an_iteration_is_the_same_wherever_reading_begins() -> None:
-    assert view(RUN).windows(first=1) == {1: (16, 26), 2: (100, 103)}
+    assert RunSeries(view(RUN), first=1).windows == {1: (16, 26), 2: (100, 103)}
     assert view(RUN).iteration(1).window == (16, 26)
 
 
 def test_an_iteration_that_is_not_through_has_no_window() -> None:
     begun = iteration(3, 2, ("rollout", 103, 104))
-    assert list(view([*RUN, begun]).windows()) == [0, 1, 2]
+    assert list(RunSeries(view([*RUN, begun])).windows) == [0, 1, 2]
     assert [found.number for found in view([*RUN, begun]).iterations()] == [0, 1, 2, 3]
 
 
@@ -85,7 +86,7 @@ def resumed() -> list[Manifest]:
 
 def test_the_time_in_which_nothing_ran_is_in_no_iteration() -> None:
     stages = [(stage, 28906 + k, 28907 + k) for k, stage in enumerate(STAGES)]
-    windows = view([*RUN[:2], resumed(), iteration(3, 3, *stages)]).windows()
+    windows = RunSeries(view([*RUN[:2], resumed(), iteration(3, 3, *stages)])).windows
     assert (windows[2], windows[3]) == ((28900, 28905), (28905, 28910))
     assert without_a_stage([*RUN[:2], resumed()]) == 1 + (1 + 1) + 0
 

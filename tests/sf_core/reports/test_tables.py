@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sf_core.config import RunConfig
+from sf_core.reports.series import RunSeries
 from sf_core.reports.tables import inspect_run, inspect_session
 from sf_core.reports.view import RunView
 from storage import files
@@ -113,10 +114,8 @@ def tokenizer(run: RunDirectory, tmp_path: Path) -> None:
 
 def test_figures_count_every_session_and_every_trained_token_once(run: RunDirectory) -> None:
     view = RunView(run)
-    first, second = view.rollout_figures(0), view.rollout_figures(1)
-    assert first is not None
+    first, second = RunSeries(view).rollouts.values()
     assert (first.sessions, first.reward_mean, first.tokens_sampled) == (2, 0.5, 6)
-    assert second is not None
     assert (second.lag_mean, second.lag_max) == (0.25, 1)
     assert [set(iteration.stages) - {"evaluate"} for iteration in view.iterations()] == [
         set(STAGES),

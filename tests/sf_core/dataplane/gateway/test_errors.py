@@ -300,7 +300,7 @@ def test_an_error_that_nobody_expected_has_its_id_too(
     def fail(*_: Any) -> None:
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr("sf_core.dataplane.gateway.endpoint.open_request", fail)
+    monkeypatch.setattr("sf_core.dataplane.gateway.endpoint.open_turns", fail)
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
     failed = httpx.post(f"{server.url}/v1/messages", json=body)
     assert failed.status_code == 500

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from sf_core.dataplane.chat.messages import assistant_message, call_id
 from sf_core.dataplane.chat.tool_formats import ToolCall
-from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session
-from sf_core.types import Chunk, FinishReason, Sampling
-from tests.sf_core.dataplane.conversations import odd_ids
+from sf_core.types import Chunk, FinishReason
+from tests.sf_core.dataplane.conversations import generation_of, odd_ids
 from tests.sf_core.dataplane.prompts.exceptions import Case
 from tests.sf_core.dataplane.prompts.folders import renderer
 from tests.sf_core.dataplane.prompts.references import Ids, open_prompt
@@ -76,8 +74,7 @@ def continue_recorded(case: Case) -> tuple[Ids, Ids]:
 def answer(session: Session, prompt: Prompt, ids: Ids, said: Said) -> None:
     """Record an answer as the gateway does, when its parser has read it."""
     number = session.begin_sample(prompt, 0)
-    asked = array("i", prompt.full_ids().tolist())
-    generation = Generation("r", asked, Sampling(), 2**20, (), stream=False, floor=0)
+    generation = generation_of(prompt)
     generation.absorb(Chunk("r", ids, [-1.0] * len(ids), 0, FinishReason.STOP), "engine")
     calls = [ToolCall(call.name, json.loads(call.arguments)) for call in said.calls]
     turn_id = session.turn_id(prompt, number)

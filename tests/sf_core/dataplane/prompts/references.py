@@ -6,7 +6,6 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from sf_core.config.rollout_config import RolloutConfig
@@ -14,7 +13,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.normalised import normalised
 from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.sessions.session import Prompt, Session
-from sf_core.dataplane.turns.turn import _open_prompt
+from sf_core.dataplane.turns import opening
 from sf_core.surroundings import inherited_variables, vllm_python
 from tests.sf_core.dataplane.prompts.folders import folder, renderer, transformers_tokenizer
 from tests.sf_core.dataplane.prompts.shapes import Request, Shape, chat, is_object
@@ -36,9 +35,7 @@ def open_prompt(kind: str, tokenizer: str, request: Request, session: Session) -
     assert dialect is not None
     body = dialect.read(json.loads(json.dumps(request.body)), request.path)
     [parsed] = dialect.parse(normalised(body, RolloutConfig().normalised), session)
-    # of the run, rendering needs the renderer alone
-    host: Any = SimpleNamespace(renderer=renderer(kind, tokenizer))
-    return _open_prompt(host, session, parsed)
+    return opening.open_prompt(renderer(kind, tokenizer), session, parsed)
 
 
 def transformers_ids(kind: str, tokenizer: str, shape: Shape) -> Ids | None:

@@ -17,15 +17,13 @@ def chunk(ids: list[int], reason: FinishReason | None = None, version: int = 0) 
 
 
 def test_a_budget_used_up_at_the_seam_ends_the_turn() -> None:
-    generation = turn(3)
-    generation.max_tokens = 4
+    generation = turn(3, max_tokens=4)
     assert not generation.absorb(chunk([7] * 4, FinishReason.ABORT), "a")
     assert generation.finish_reason is FinishReason.LENGTH
 
 
 def test_one_token_short_of_the_budget_one_is_asked_for() -> None:
-    generation = turn(3)
-    generation.max_tokens = 4
+    generation = turn(3, max_tokens=4)
     assert generation.absorb(chunk([7] * 3, FinishReason.ABORT), "a")
     rest = generation.remaining_request(0)
     assert (list(rest.prompt_ids), rest.position, rest.max_tokens) == ([5, 5, 5, 7, 7, 7], 3, 1)
@@ -76,8 +74,7 @@ def test_a_stream_sees_the_tokens_before_a_seam_while_nobody_continues() -> None
 
 
 async def stream_over_a_seam() -> None:
-    generation = turn(3)
-    generation.stream = True
+    generation = turn(3, stream=True)
     waiting = asyncio.ensure_future(generation.progress(0))
     await asyncio.sleep(0)
     generation.absorb(chunk([7, 8], FinishReason.ABORT), "a")

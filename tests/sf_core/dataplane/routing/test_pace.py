@@ -18,8 +18,8 @@ NEVER_S = 1e9
 
 
 def stream(pace: Pace) -> Generation:
-    generation = turn(3)
-    generation.stream, generation.pace = True, pace
+    generation = turn(3, stream=True)
+    generation.pace = pace
     return generation
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane
-from sf_core.dataplane.turns import host
+from sf_core.dataplane.sessions import finished
 from storage.schema import Trajectory
 from storage.trajectories import read_trajectories, to_rows
 from tests.patience import wait_until
@@ -249,14 +249,14 @@ def test_what_failed_is_tried_with_other_draws_and_what_was_lost_with_the_same(
 
 def fail_to_export(monkeypatch: pytest.MonkeyPatch, session_id: str) -> None:
     """Make the export of this session fail."""
-    export: Callable[..., list[Trajectory]] = host.export_session
+    export: Callable[..., list[Trajectory]] = finished.export_session
 
     def failing(session: Any, **facts: Any) -> list[Trajectory]:
         if session.session_id.startswith(session_id):
             raise ValueError("could not broadcast input array from shape (3,) into shape (4,)")
         return export(session, **facts)
 
-    monkeypatch.setattr(host, "export_session", failing)
+    monkeypatch.setattr(finished, "export_session", failing)
 
 
 @pytest.mark.parametrize("is_over_time", [False, True])

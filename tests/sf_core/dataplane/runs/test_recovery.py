@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.turns.turn import turn_seed
+from sf_core.dataplane.turns.sampling import derive_seed
 from storage.trajectories import read_trajectories, to_rows
 from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
@@ -134,7 +134,7 @@ def agents_see_whole_answers(
         ids = row.token_ids.tolist()
         spans = [span for span in row.turns if span.role == "assistant"]
         for turn, (span, text) in enumerate(zip(spans, answers[row.session_id], strict=True)):
-            seed_of_turn = turn_seed(7, ("train", claim["group"], claim["member"]), turn, 0)
+            seed_of_turn = derive_seed(7, ("train", claim["group"], claim["member"]), turn, 0)
             expected = script(ids[: span.start], seed_of_turn)[:BUDGET]
             assert ids[span.start : span.end] == expected
             assert text == renderer.decode([token for token in expected if token != STOP])
@@ -318,7 +318,7 @@ def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Resta
         post_chat(server, claim)
         finish(server, claim)
     seeds = [request.sampling.seed for request in server.asked]
-    assert seeds[3:] == [turn_seed(7, ("train", 0, 0), 0, 0, draw=1), seeds[1]]
+    assert seeds[3:] == [derive_seed(7, ("train", 0, 0), 0, 0, draw=1), seeds[1]]
     server.post(path + "/finish", {"status": "failed", "error": "the agent raised"})
     sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
     rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))

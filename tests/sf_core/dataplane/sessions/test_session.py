@@ -14,11 +14,10 @@ from sf_core.dataplane.chat.messages import Message, assistant_message, extend_c
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.gateway.dialects.chat import Chat
-from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Session, Turn
 from sf_core.dataplane.sessions.turn_events import RecordedTurn, TurnKey
-from sf_core.dataplane.turns.turn import turn_seed
+from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -28,6 +27,7 @@ from tests.sf_core.dataplane.conversations import (
     call_text,
     check,
     family,
+    generation_of,
     odd_ids,
     shown,
     user,
@@ -48,7 +48,7 @@ def sample(
     """Record a turn as the gateway would, answered with these ids."""
     prompt = session.open_prompt(messages, tools or [], renderer)
     number = session.begin_sample(prompt, 0)
-    generation = Generation("r", prompt.full_ids(), Sampling(), 64, (), stream=False, floor=0)
+    generation = generation_of(prompt)
     stopped = bool(ids) and ids[-1] in renderer.stop_token_ids
     reason = FinishReason.STOP if stopped else FinishReason.LENGTH
     logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
@@ -292,7 +292,7 @@ def test_a_row_has_what_was_sampled_where_it_was_sampled(renderer: Renderer) -> 
     """A turn that new weights went on with, by value."""
     session, sampling = Session("s"), Sampling(temperature=0.7, top_p=0.9, top_k=5)
     prompt = session.open_prompt([user("a")], [], renderer)
-    generation = Generation("r", prompt.full_ids(), sampling, 64, (), stream=False, floor=0)
+    generation = generation_of(prompt, sampling)
     ids = [7, 9, 8, renderer.stop_token_ids[0]]
     generation.absorb(Chunk("r", ids[:1], [-0.5], 3, FinishReason.ABORT), "e0")
     generation.absorb(Chunk("r", ids[1:], [-2.5, -0.25, -1.5], 4, FinishReason.STOP), "e1")
@@ -317,7 +317,7 @@ def test_turns_whose_answer_nobody_got_are_not_trained(renderer: Renderer) -> No
     unanswered = sample(session, renderer, messages, say(renderer, "two"))
     key = TurnKey("s", unanswered.prompt.index, unanswered.sample)
     session.recorded.append(RecordedTurn(key, b"", unanswered.prompt, turn=unanswered, unanswered=True))
-    cut = Generation("r", unanswered.prompt.full_ids(), Sampling(), 64, (), stream=False, floor=0)
+    cut = generation_of(unanswered.prompt)
     cut.absorb(Chunk("r", [7, 8], [-1.0, -1.0], 0, FinishReason.ABORT), "engine")
     session.abandon(cut, unanswered.prompt, 1, assistant_message("", [], "t"))
     assert session.set_aside_unanswered() == 1
@@ -328,7 +328,7 @@ def test_turns_whose_answer_nobody_got_are_not_trained(renderer: Renderer) -> No
 
 def test_the_seed_of_a_turn_depends_on_its_place_and_on_what_failed_there() -> None:
     places = (("train", 0, 0), ("train", 0, 1))
-    seeds = {turn_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1), (0, 1, 2))}
+    seeds = {derive_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1), (0, 1, 2))}
     assert len(seeds) == 48
     assert all(0 <= seed < 2**64 for seed in seeds)
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.turns.turn import turn_seed
+from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import Trajectory, read_trajectories, to_rows
 from tests.patience import join, patience, wait_until
@@ -183,7 +183,7 @@ def check_row(
     ids = row.token_ids.tolist()
     spans = [span for span in row.turns if span.role == "assistant"]
     for index, (span, answer) in enumerate(zip(spans, answers, strict=True)):
-        seed = turn_seed(7, ("train", claim["group"], claim["member"]), index, 0)
+        seed = derive_seed(7, ("train", claim["group"], claim["member"]), index, 0)
         expected = script(ids[: span.start], seed)[:BUDGET]
         assert ids[span.start : span.end] == expected
         assert answer["text"] == renderer.decode([token for token in expected if token != STOP])

@@ -15,10 +15,13 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.runs.state import RunState
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
+from sf_core.dataplane.turns.identity import RequestIdentity
+from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.turn import open_request
 from sf_core.types import Chunk, FinishReason
 from tests.patience import patience
 from tests.properties import examples
@@ -78,14 +81,15 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     tokenizer.save_pretrained(folder)
     changes = {"run_dir": str(folder), "model_dir": str(folder), "context_length": 4096}
     spec = RunSpec.model_validate(SPEC | changes)
-    return ServedRun(spec, Renderer(str(folder)), Journal(folder / "run.journal"), 10.0)
+    state = RunState(spec, Memory())
+    return ServedRun(state, Renderer(str(folder)), Journal(folder / "run.journal"), 10.0)
 
 
 async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Answer:
     """The answer of a turn whose engine samples these chunks."""
     session = Session("s")
     request = TurnRequest(text_or_ids="the", stop=stop, logprobs=True)
-    turn = open_request(run, session, request).begin(0, None)
+    [turn] = open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
 
     async def read() -> None:
         async for _ in turn.pieces():
@@ -100,6 +104,7 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
         for _ in range(6):
             await asyncio.sleep(0)
     await asyncio.wait_for(reading, patience())
+    turn.leave()
     return turn.answer()
 
 

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,15 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.runs.recovery import open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun, limits_of
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
+from sf_core.dataplane.turns.identity import RequestIdentity
+from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.retries import RequestIdentity, join_turn
-from sf_core.dataplane.turns.turn import open_request
 from tests.patience import join, patience, until, wait_until
 from tests.sf_core.dataplane.cluster import ClusterEngine, scripted
 from tests.sf_core.dataplane.conversations import user
@@ -235,7 +235,7 @@ class Asked:
         spec = RunSpec.model_validate(changed(SPEC, **folders, group_size=1, max_tokens=len(ANSWER)))
         path = folder / "run.journal"
         run = await open_run(spec, Journal(path), 10.0, Memory())
-        [session], _ = await run.claim(ClaimBody(runner="a0", max=1))
+        [session], _ = await claiming.claim(run, ClaimBody(runner="a0", max=1))
         return cls(path, run, session)
 
     async def restart(self) -> None:
@@ -251,14 +251,14 @@ class Asked:
         return engine
 
     async def ask(self, request: TurnRequest, content: bytes = b"") -> Answer:
-        begin = partial(open_request(self.run, self.session, request).begin, 0)
-        listener = join_turn(self.run, self.session, RequestIdentity.of([], content).of_turn(0), begin)
+        identity = RequestIdentity.of([], content)
+        [subscriber] = open_turns(self.run.turns, self.session, [request], identity)
         try:
-            async for _ in listener.pieces():
+            async for _ in subscriber.pieces():
                 pass
-            return listener.answer()
+            return subscriber.answer()
         finally:
-            listener.leave()
+            subscriber.leave()
 
     async def refuse(self, request: TurnRequest) -> int:
         """The engine dies in the middle of the turn, and none comes in time; returns how many tokens are
@@ -271,8 +271,8 @@ class Asked:
             engine.act()
             await asyncio.sleep(0)
         if request.stop:  # what is read one by one, each after the last is on the disk
-            [served] = self.run.in_flight[self.session.session_id]
-            await until(lambda: served.turn.num_read == len(generation.token_ids))
+            [turn] = self.run.turns.in_flight[self.session.session_id]
+            await until(lambda: turn.reader.num_read == len(generation.token_ids))
         engine.die()
         self.run.router.limits = replace(self.run.router.limits, patience_s=-1.0)
         self.run.router.sweep()
@@ -327,7 +327,7 @@ def test_a_turn_that_was_refused_and_is_not_asked_for_again_is_abandoned_in_the_
         asked = await Asked.begin(tmp_path, model_dir)
         await asked.refuse(REQUESTS[0])
         assert asked.run.counters["abandoned_turns"] == 0
-        await asked.run.finish(asked.session, FinishBody(status="failed"))
+        await endings.finish(asked.run, asked.session, FinishBody(status="failed"))
         assert asked.run.counters["abandoned_turns"] == 1
 
     asyncio.run(scenario())

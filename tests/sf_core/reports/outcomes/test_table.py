@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from sf_core.reports.devices import record_figures
 from sf_core.reports.outcomes.table import inspect_tasks
+from sf_core.reports.series import record_devices
 from sf_core.reports.tables import inspect_run, run_data
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
@@ -15,7 +15,7 @@ from storage.outcomes import write_outcomes
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import write_trajectories
 from tests.sf_core.cli.test_main import sf
-from tests.sf_core.reports.test_devices import AT, write_spans
+from tests.sf_core.reports.test_series import AT, write_spans
 from tests.sf_core.runs import commit, configure, conversation, group_row, sample
 
 TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -109,7 +109,7 @@ def test_iterations_show_sampled_beside_trained_tokens_and_kinds_of_groups(run: 
     for stage in STAGES[1:]:
         times = {"started_at": AT + 10, "finished_at": AT + 10}
         commit(run, 0, stage, data=times | ({"lags": [1]} if stage == "filter" else {}))
-    record_figures(RunView(run), 0, is_over=True)
+    record_devices(RunView(run), 0, is_over=True)
     told = lines(inspect_run(run.uri))
     assert max(map(len, told[:6])) <= 80
     assert told[1].split() == ["iter-", "held-", "lag", "lag", "tokens", "tokens", "right/mixed"]

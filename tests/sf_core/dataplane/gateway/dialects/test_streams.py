@@ -19,8 +19,11 @@ from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.routing.pace import Pace
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.runs.state import RunState
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.turn import open_request
+from sf_core.dataplane.turns.identity import RequestIdentity
+from sf_core.dataplane.turns.opening import open_turns
 from sf_core.types import Chunk, FinishReason
 from tests.patience import patience
 from tests.properties import examples
@@ -147,7 +150,8 @@ READERS: dict[str, Callable[[list[Event]], Said]] = {
 def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> ServedRun:
     folder: Path = tmp_path_factory.mktemp("streams")
     changes = {"run_dir": str(folder), "model_dir": model_dir, "context_length": 4096}
-    return ServedRun(RunSpec.model_validate(SPEC | changes), renderer, Journal(folder / "run.journal"), 10.0)
+    state = RunState(RunSpec.model_validate(SPEC | changes), Memory())
+    return ServedRun(state, renderer, Journal(folder / "run.journal"), 10.0)
 
 
 async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, int]]) -> Said:
@@ -156,7 +160,7 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
     assert dialect is not None
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
     [request] = dialect.parse(body, session)
-    turn = open_request(run, session, request).begin(0, None)
+    [turn] = open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
     reply = dialect.reply(body, turn.turn_id, session)
     sent = [reply.started(turn.num_prompt_tokens)]
 
@@ -175,6 +179,7 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
             await asyncio.sleep(0)
     await asyncio.wait_for(forwarding, patience())
     answer = turn.answer()
+    turn.leave()
     sent += [reply.turn_ended(0, answer), reply.ended([answer])]
     events = re.findall(rb"data: (\{.*\})\n\n", b"".join(sent))
     said = READERS[path]([orjson.loads(event) for event in events])
@@ -240,7 +245,7 @@ def test_however_tokens_arrive_a_stream_says_the_same(
     event_s = data.draw(st.sampled_from([0.0, 1e9]), "event_s")
 
     def stream(pace: Pace, chunks: list[tuple[Chunk, int]]) -> Said:
-        run.pace = pace
+        run.turns.pace = pace
         return asyncio.run(say(run, path, more, chunks))
 
     one_by_one = cut(ids, list(range(1, len(ids))), reason, set())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.reports.trace import Bar, chrome_trace
+from sf_core.reports.timeline import Bar, chrome_trace
 from sf_core.scheduling.timeline import Span
 from tests.sf_core.scheduling.test_figures import R0, T0
 

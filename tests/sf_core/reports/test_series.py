@@ -6,8 +6,10 @@ import pytest
 from PIL import Image
 
 from sf_core.config import RunConfig
-from sf_core.reports import devices
+from sf_core.reports import series
+from sf_core.reports.series import read_devices, record_devices
 from sf_core.reports.tables import inspect_timeline
+from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage import files
@@ -59,8 +61,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
 
 
 def test_figures_of_an_iteration_are_a_row_of_metrics(run: RunDirectory) -> None:
-    devices.record_figures(RunView(run), 2, is_over=True)
-    row = devices.read_figures(run, range(3))[1]
+    record_devices(RunView(run), 2, is_over=True)
+    row = read_devices(run, range(3))[1]
     assert (row["iteration"], row["seconds"], row["idle_t0"]) == (1, 10, 0.5)
     assert row["loading_t0"] == 0.1
     assert (row["utilisation_train"], row["utilisation_rollout"]) == (pytest.approx(0.3), pytest.approx(0.2))
@@ -71,35 +73,35 @@ def test_figures_of_an_iteration_are_a_row_of_metrics(run: RunDirectory) -> None
 
 
 def test_the_figures_of_all_iterations_read_as_one_table(run: RunDirectory, tmp_path: Path) -> None:
-    devices.record_figures(RunView(run), 2, is_over=True)
+    record_devices(RunView(run), 2, is_over=True)
     if files.is_local(run.uri):
         table = pq.read_table(run.path("metrics", "devices"))
         assert sorted(table["iteration"].to_pylist()) == [0, 1, 2]
 
 
 def test_figures_are_written_once_and_the_same_whenever_that_is(run: RunDirectory) -> None:
-    devices.record_figures(RunView(run), 1, is_over=True)
-    early = devices.read_figures(run, range(3))
+    record_devices(RunView(run), 1, is_over=True)
+    early = read_devices(run, range(3))
     assert list(early) == [0, 1]
-    devices.record_figures(RunView(run), 2, is_over=True)
-    late = devices.read_figures(run, range(3))
+    record_devices(RunView(run), 2, is_over=True)
+    late = read_devices(run, range(3))
     assert {k: repr(late[k]) for k in early} == {k: repr(early[k]) for k in early}  # NaN is not NaN
     for k in range(3):
         files.remove(run.metrics_file("devices", k))
-    devices.record_figures(RunView(run), 2, is_over=True)
-    assert repr(devices.read_figures(run, range(3))) == repr(late)
+    record_devices(RunView(run), 2, is_over=True)
+    assert repr(read_devices(run, range(3))) == repr(late)
 
 
 def test_an_iteration_whose_devices_may_still_write_has_no_figures_yet(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices.time, "time", lambda: AT + 31)  # a second after the end of the last
-    devices.record_figures(RunView(run), 2)
-    assert list(devices.read_figures(run, range(3))) == [0, 1]
+    monkeypatch.setattr(series.time, "time", lambda: AT + 31)  # a second after the end of the last
+    record_devices(RunView(run), 2)
+    assert list(read_devices(run, range(3))) == [0, 1]
 
 
 def test_timelines_are_drawn_from_the_directory_alone(run: RunDirectory, tmp_path: Path) -> None:
-    devices.draw_timelines(RunView(run))
+    write_timelines(RunView(run))
     events = json.loads(files.read_bytes(run.trace_file))["traceEvents"]
     assert {"iteration 2", "train 1", "batch 0", "yield"} <= {event["name"] for event in events}
     (tmp_path / "copy.png").write_bytes(files.read_bytes(run.timeline_picture))
@@ -110,7 +112,7 @@ def test_timelines_are_drawn_from_the_directory_alone(run: RunDirectory, tmp_pat
 
 def test_an_iteration_under_way_is_drawn_as_far_as_it_is(run: RunDirectory) -> None:
     files.remove(run.manifest_file(2, "publish"))
-    devices.draw_timelines(RunView(run))
+    write_timelines(RunView(run))
     names = {event["name"] for event in json.loads(files.read_bytes(run.trace_file))["traceEvents"]}
     assert "train 2" in names
     assert "iteration 2" not in names
@@ -135,11 +137,3 @@ def test_devices_are_shown_as_a_table(run: RunDirectory) -> None:
         "10",
     ]
     assert run.timeline_picture in " ".join(lines)
-
-
-def test_the_page_shows_the_same_table(run: RunDirectory) -> None:
-    devices.record_figures(RunView(run), 2, is_over=True)
-    lines = devices.markdown_table(devices.read_figures(run, range(3))).splitlines()
-    assert lines[0].startswith("| # | idle t0 | busy all |")
-    assert len({line.count("|") for line in lines}) == 1
-    assert len(lines) == 5

@@ -1,0 +1,125 @@
+"""Reads the tokens of a generation as the parts of an answer, and ends it where its request says."""
+
+from __future__ import annotations
+
+from sf_core.dataplane.chat.answer_parser import (
+    THINK_END,
+    THINK_START,
+    AnswerParts,
+    AnswerStream,
+    ReasoningSplitter,
+    StopStrings,
+)
+from sf_core.dataplane.chat.calls.formats import FORMATS
+from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
+from sf_core.dataplane.chat.renderer import Renderer, TextStream
+from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.turns.answer import Event, MadeCall, Pieces, TokenLogprob, encode_arguments
+from sf_core.dataplane.turns.request import TurnRequest
+
+AFTER_THINKING = f"\n{THINK_END}\n\n"
+"""What a forced beginning has before it where the template opens a thought."""
+
+
+class AnswerReader:
+    def __init__(self, renderer: Renderer, request: TurnRequest, forced: str, turn_id: str) -> None:
+        """`forced` is the beginning of the answer that the prompt ends with."""
+        self._renderer, self._turn_id = renderer, turn_id
+        self.num_read = 0
+        """Number of tokens read."""
+        self.stops = StopStrings(request.stop)
+        has_one_call = request.calls_tools and not request.tool_choice.parallel
+        self._has_one_call = has_one_call
+        self.reads_singly = bool(request.stop) or has_one_call
+        """Whether the answer may end before the engine ends it, so that tokens are read one by one."""
+        self.logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
+        """Log-probs of the tokens read; None if the request did not ask for them."""
+        self.answer, marks = _make_stream(renderer.with_options(request.template_options), request, forced)
+        self._text = TextStream(renderer, marks)
+        self._forced: AnswerParts = self.answer.push(forced.removeprefix(AFTER_THINKING))
+        self._num_calls = 0
+        self._inside = b""
+        """The bytes of a character whose last token has not come yet."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether a stop string, or the only call allowed, was read."""
+        return self.stops.found is not None or (self._has_one_call and bool(self.answer.calls))
+
+    def make_message(self) -> Message:
+        """What was read so far, as a message."""
+        answer = self.answer
+        return assistant_message(answer.content, answer.calls, self._turn_id, answer.reasoning)
+
+    def read(self, generation: Generation) -> Pieces:
+        """Read new tokens; at a stop string, or after the only call allowed, the generation ends with the
+        token that completes it."""
+        start = self.num_read
+        new = generation.token_ids[start:].tolist()
+        parts, self._forced = self._forced, []
+        if not self.reads_singly:
+            self.num_read += len(new)
+            parts += self.answer.push(self._text.push(self._hide_stops(new)))
+        for token in new if self.reads_singly else ():
+            self.num_read += 1
+            parts += self.answer.push(self.stops.push(self._text.push(self._hide_stops([token]))))
+            if self.is_at_end:
+                generation.end_at(self.num_read)
+                break
+        if generation.finish_reason is not None:
+            if not self.stops.found:
+                rest = self.stops.push(self._text.flush())
+                parts += self.answer.push(rest + self.stops.flush())
+            parts += self.answer.finish()
+        return Pieces([self._tell(part) for part in parts], self._read_logprobs(generation, start))
+
+    def _tell(self, part: str | ToolCall | Event) -> Event:
+        if not isinstance(part, ToolCall):
+            return part
+        self._num_calls += 1
+        made = call_id(self._turn_id, self._num_calls - 1)
+        return MadeCall(made, part.name, encode_arguments(part.arguments))
+
+    def _hide_stops(self, ids: list[int]) -> list[int]:
+        stops = self._renderer.stop_texts
+        return ids if stops.keys().isdisjoint(ids) else [token for token in ids if token not in stops]
+
+    def _read_logprobs(self, generation: Generation, start: int) -> list[TokenLogprob] | None:
+        if self.logprobs is None:
+            return None
+        end, renderer = self.num_read, self._renderer
+        ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
+        pieces = renderer.token_bytes(ids)
+        if start == 0 and pieces:
+            # the text of an answer has no spaces where SentencePiece marks that it begins with a word
+            shown = renderer.shown(ids[:1]).encode()
+            if pieces[0].lstrip(b" ") == shown.lstrip(b" "):
+                pieces[0] = shown
+        new = [
+            TokenLogprob(self._complete(piece), piece, logprob)
+            for piece, logprob in zip(pieces, logprobs, strict=True)
+        ]
+        self.logprobs += new
+        return new
+
+    def _complete(self, piece: bytes) -> str:
+        """The text of a token, and of those before it that end inside a character; empty if it does too."""
+        self._inside += piece
+        text = self._inside.decode(errors="replace")
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._inside = b""
+        return text
+
+
+def _make_stream(
+    renderer: Renderer, request: TurnRequest, forced: str
+) -> tuple[AnswerStream, tuple[str, ...]]:
+    """What reads the answer, and the marks that it must see."""
+    form = FORMATS[renderer.tool_format] if request.calls_tools else None
+    splitter, marks = (form.splitter(request.tools), form.marks) if form else (None, ())
+    if not (renderer.thinks and request.text_or_ids is None) or forced:
+        return AnswerStream(splitter), marks
+    reasoning = ReasoningSplitter(renderer.opens_thinking, marks[:1])
+    return AnswerStream(splitter, reasoning), (THINK_START, THINK_END, *marks)

@@ -1,0 +1,400 @@
+"""One turn while it lives: its prompt, its generation, what reads the answer, who waits for it, its record.
+
+Owns that nothing is forwarded before it is in the journal, how long a turn outlives its last client, and what
+remains of it: `RecordedTurn` is its state on disk. Which request joins which turn is in opening.py. Knows no
+HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.routing.pace import Pace
+from sf_core.dataplane.routing.router import Router
+from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.tree import Prompt
+from sf_core.dataplane.sessions.turn_events import (
+    Begun,
+    Delivered,
+    Ended,
+    NewPrompt,
+    Overflowed,
+    RecordedTurn,
+    Sampled,
+    Tokens,
+    TurnEvent,
+    TurnKey,
+)
+from sf_core.dataplane.signals import Signal
+from sf_core.dataplane.turns.answer import Answer, Pieces
+from sf_core.dataplane.turns.answer_reader import AnswerReader
+from sf_core.dataplane.turns.identity import RequestIdentity
+from sf_core.dataplane.turns.request import TurnRequest
+from sf_core.dataplane.turns.sampling import choose_sampling, limit_tokens
+from sf_core.types import FinishReason, GenerationRequest
+
+log = logging.getLogger(__name__)
+
+_request_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class LiveTurns:
+    """The live turns of a run, and what serves them."""
+
+    spec: RunSpec
+    """What the run is registered with now."""
+    renderer: Renderer
+    router: Router
+    journal: Journal
+    grace_s: float
+    """Seconds for which a turn goes on without a client."""
+    memory: Memory
+    counters: Counter[str]
+    """Those of the run."""
+    sessions: dict[str, Session]
+    """The run's open sessions, by id."""
+    note_started: Callable[[Claim, int], None]
+    """Told of every claimed session a policy version that may have sampled in it."""
+    pace: Pace = field(default_factory=Pace)
+    in_flight: dict[str, list[LiveTurn]] = field(default_factory=dict)
+    """Turns that are sampled, or whose answer a client is still being sent, by session id."""
+
+    def includes(self, session: Session) -> bool:
+        """Whether requests can name the session."""
+        return self.sessions.get(session.session_id) is session
+
+    async def note_overflow(self, session: Session) -> None:
+        """A request of this session did not fit into the context window. Raises ApiError 503 while the
+        journal cannot be written."""
+        if self.includes(session) and not session.has_overflowed:
+            session.has_overflowed = True
+            await self.journal.attend(self.journal.append_chunk(Overflowed(session.session_id)))
+
+    def recover(self, event: TurnEvent) -> None:
+        """Apply an event of a turn from the journal, unless its session is over."""
+        if (session := self.sessions.get(event.session_id)) is None:
+            return
+        versions = event.tokens.versions if isinstance(event, Sampled | Ended) else ()
+        if len(versions) and session.claim is not None:
+            self.note_started(session.claim, int(min(versions)))
+        session.apply(event)
+        self.memory.weigh(session)
+
+    def set_aside_unanswered(self, session: Session) -> None:
+        """At the end of a session, have it not train on answers that nobody got."""
+        in_flight = [turn.recorded for turn in self.in_flight.get(session.session_id, ())]
+        self.counters["abandoned_turns"] += session.set_aside_unanswered(in_flight)
+
+
+class LiveTurn:
+    """One sample of a request, until it is over and no client is left, or is refused for now: then it is a
+    recorded turn like those that a restart finds, from which a retry goes on."""
+
+    def __init__(
+        self,
+        turns: LiveTurns,
+        session: Session,
+        request: TurnRequest,
+        prompt: Prompt,
+        grammar: str,
+        nth: int,
+        identity: RequestIdentity,
+        recorded: RecordedTurn | None,
+    ) -> None:
+        """The `nth` sample of its request, or the recorded one continued. That has a prompt of its own: the
+        client's key may say that another prompt is the same request."""
+        is_new = recorded is None
+        if recorded is None:
+            key = TurnKey(session.session_id, prompt.index, session.begin_sample(prompt, nth))
+            recorded = RecordedTurn(key, identity.digest, prompt)
+        self.recorded = recorded
+        self.prompt = recorded.prompt
+        self.turn_id = session.turn_id(self.prompt, recorded.key.sample)
+        self._turns, self._session = turns, session
+        self.reader = AnswerReader(turns.renderer, request, self.prompt.forced, self.turn_id)
+        self._generation = self._make_generation(request, grammar, nth)
+        recorded.restore(self._generation)
+        recorded.chunks = []  # the generation has taken these tokens over
+        self._num_recorded = len(self._generation.token_ids)
+        self._is_recording = False
+        self._is_put_off = False
+        """Whether it was refused for now; a retry of its request continues it."""
+        self.pieces: list[Pieces] = []
+        """All parts of the answer so far."""
+        self.is_over = False
+        self.error: Exception | None = None
+        self.changed = Signal()
+        self._subscribers: set[Subscriber] = set()
+        self._grace: asyncio.TimerHandle | None = None
+        # a session that no request can name cannot be retried: nothing to record, no client to wait for
+        is_known = turns.includes(session)
+        self._journal = turns.journal if is_known else None
+        self._grace_s = turns.grace_s if is_known else 0.0
+        if self._journal is not None and is_new:
+            prompts = [NewPrompt.of(prompt) for prompt in session.take_unrecorded()]
+            self._journal.note(Begun(recorded.key, nth, identity.digest, prompts))
+        self._serving = asyncio.ensure_future(self._serve())
+
+    def _make_generation(self, request: TurnRequest, grammar: str, nth: int) -> Generation:
+        turns, session, prompt = self._turns, self._session, self.prompt
+        spec, claim, sample = turns.spec, session.claim, self.recorded.key.sample
+        prompt_ids = prompt.full_ids()
+        asked = GenerationRequest(
+            f"{next(_request_numbers)}",
+            prompt_ids,
+            position=0,
+            max_tokens=limit_tokens(request, spec, claim, len(prompt_ids)),
+            stop_token_ids=turns.renderer.stop_token_ids,
+            sampling=choose_sampling(request, spec, claim, prompt.index, sample, nth),
+            stream=request.stream or self.reader.reads_singly,
+            grammar=grammar,
+        )
+        generation = Generation(asked, floor=max(prompt.version, session.floor))
+        generation.session_id = session.session_id
+        generation.pace = turns.pace
+        if (before := prompt.continues) is not None:
+            generation.comes_after(before.engine.split(",")[-1], prompt.version, prompt.start)
+        if claim is not None:
+            generation.on_start = lambda version: turns.note_started(claim, version)
+        return generation
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._generation.request.prompt_ids)
+
+    def answer(self) -> Answer:
+        """The whole answer, once there are no more pieces."""
+        generation, reader, turn = self._generation, self.reader, self.recorded.turn
+        assert generation.finish_reason is not None and turn is not None
+        called = bool(reader.answer.calls) and generation.finish_reason is FinishReason.STOP
+        return Answer(
+            self.turn_id,
+            turn.message,
+            "tool_calls" if called else generation.finish_reason.value,
+            reader.stops.found,
+            self.num_prompt_tokens,
+            len(generation.token_ids),
+            reader.logprobs,
+        )
+
+    # --- clients
+
+    def is_answer_to(self, identity: RequestIdentity) -> bool:
+        is_cancelled = self._generation.cancelled is not None
+        if self.error is not None or is_cancelled or identity.digest != self.recorded.identity:
+            return False
+        if identity.insists:
+            return True
+        return not self.recorded.delivered if self.is_over else not self._subscribers
+
+    def join(self, subscriber: Subscriber) -> None:
+        self._subscribers.add(subscriber)
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def leave(self, subscriber: Subscriber) -> None:
+        self._subscribers.discard(subscriber)
+        if self.is_over:
+            self._settle()
+        elif not self._subscribers and self._grace is None:
+            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._cancel)
+        self.changed.notify()
+
+    def check(self) -> None:
+        """Raises ApiError 503 while the turn waits for a journal that cannot be written. The turn goes on
+        afterwards; a retry joins it."""
+        if self._journal is not None and self._is_recording:
+            self._journal.check()
+
+    def set_delivered(self) -> None:
+        if self.is_over and self.error is None and not self.recorded.delivered:
+            self.recorded.delivered, self.recorded.unanswered = True, False
+            if self._journal is not None:
+                self._journal.note(Delivered(self.recorded.key))
+
+    def _cancel(self) -> None:
+        """Stop sampling. What was sampled so far is not trained on."""
+        self._turns.router.cancel(self._generation, "the client went away")
+
+    # --- sampling and recording
+
+    async def _serve(self) -> None:
+        try:
+            last = await self._sample()
+            if self.recorded.turn is None:
+                await self._record_end()
+            self._publish(last)
+        except Exception as error:  # raised by the subscribers
+            self.error = error
+            if self._generation.finish_reason is None:
+                self._break_off()
+            if not isinstance(error, ApiError):
+                log.exception("turn %s failed", self.turn_id)
+        finally:
+            self.is_over = True
+            self.recorded.unanswered = not self.recorded.delivered
+            if self._grace is not None:
+                self._grace.cancel()
+            self.changed.notify()
+            self._settle()
+
+    async def _sample(self) -> Pieces:
+        """Record and publish the parts of the answer as they become final; returns the last ones."""
+        generation, reader = self._generation, self.reader
+        self._session.running.add(generation)
+        if generation.finish_reason is None:
+            self._turns.router.submit(generation)
+        try:
+            while True:
+                await generation.progress(reader.num_read)
+                if generation.cancelled is not None:
+                    raise ApiError(
+                        410, f"This request was ended: {generation.cancelled}.", code="session_over"
+                    )
+                pieces = reader.read(generation)
+                if reader.is_at_end:
+                    self._turns.router.stop(generation)
+                if generation.finish_reason is not None:
+                    return pieces
+                if self._journal is not None and (chunk := self._take_chunk(reader.num_read)) is not None:
+                    await self._until_recorded(self._journal.append_chunk(chunk))
+                self._publish(pieces)
+        finally:
+            self._session.running.discard(generation)
+
+    def _publish(self, pieces: Pieces) -> None:
+        self.pieces.append(pieces)
+        self.changed.notify()
+
+    def _take_chunk(self, end: int) -> Sampled | None:
+        """The tokens before this one that are in no event yet."""
+        start, self._num_recorded = self._num_recorded, end
+        if start == end:
+            return None
+        engines = ",".join(self._generation.engines)
+        return Sampled(self.recorded.key, Tokens.sampled_by(self._generation, start, end), engines)
+
+    async def _record_end(self) -> None:
+        """Put the turn into the session and its end on disk."""
+        counters, num_unparsed = self._turns.counters, self.reader.answer.num_unparsed
+        message, sample = self.reader.make_message(), self.recorded.key.sample
+        turn = self._session.commit(self._generation, self.prompt, sample, message, num_unparsed)
+        # no client has the answer yet: if the session ends before that, it is not trained on
+        self.recorded.turn, self.recorded.unanswered = turn, True
+        counters["unparsed_calls"] += num_unparsed
+        if turn.constrained:
+            counters["constrained_turns"] += 1
+        if self._journal is not None:
+            end = Ended.of(self.recorded.key, turn, self._num_recorded)
+            await self._until_recorded(self._journal.append(end))
+
+    def _break_off(self) -> None:
+        """Keep what was sampled: for a retry if it was refused for now, else among what is abandoned."""
+        turns, session, recorded = self._turns, self._session, self.recorded
+        generation, reader = self._generation, self.reader
+        refusal = generation.refusal
+        event: Sampled | Ended | None
+        # a retry cannot name a session that is not among the run's
+        if refusal is not None and refusal.retry_after_s is not None and turns.includes(session):
+            self._is_put_off = True
+            # what was not read may go on behind a stop string
+            num_kept = reader.num_read if reader.reads_singly else len(generation.token_ids)
+            num_kept = max(num_kept, self._num_recorded)
+            recorded.chunks = [Tokens.sampled_by(generation, 0, num_kept)]
+            recorded.engines = ",".join(generation.engines)
+            event = self._take_chunk(num_kept)
+        else:
+            self._cancel()
+            turns.counters["abandoned_turns"] += 1
+            sample, message = recorded.key.sample, reader.make_message()
+            recorded.turn = session.abandon(generation, self.prompt, sample, message)
+            event = Ended.of(recorded.key, recorded.turn, self._num_recorded)
+        if self._journal is not None and event is not None:
+            self._journal.note(event)
+
+    async def _until_recorded(self, appending: Awaitable[None]) -> None:
+        journal = self._turns.journal
+        journal.watchers.add(self.changed)
+        self._is_recording = True
+        if journal.failure is not None:
+            self.changed.notify()
+        try:
+            await appending
+        finally:
+            self._is_recording = False
+            journal.watchers.discard(self.changed)
+
+    def _settle(self) -> None:
+        """Make it a recorded turn, if it was put off or is over without a client left."""
+        turns, session = self._turns, self._session
+        in_flight = turns.in_flight.get(session.session_id, [])
+        if (self._is_put_off or not self._subscribers) and self in in_flight:
+            in_flight.remove(self)
+            if not in_flight:
+                del turns.in_flight[session.session_id]
+            if self._is_put_off or self.error is None:
+                session.recorded.append(self.recorded)
+        turns.memory.weigh(session)
+
+
+class Subscriber:
+    """One request that waits for a turn and gets all its pieces."""
+
+    def __init__(self, turn: LiveTurn) -> None:
+        self._turn = turn
+        self._is_gone = False
+        turn.join(self)
+
+    @property
+    def turn_id(self) -> str:
+        return self._turn.turn_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._turn.num_prompt_tokens
+
+    async def pieces(self) -> AsyncIterator[Pieces]:
+        """All pieces of the turn's answer. Raises what the turn raised."""
+        turn, num_seen = self._turn, 0
+        while True:
+            while num_seen < len(turn.pieces):
+                num_seen += 1
+                yield turn.pieces[num_seen - 1]
+            if self._is_gone:
+                raise ApiError(400, "The client went away before its answer was complete.")
+            if turn.error is not None:
+                raise turn.error
+            if turn.is_over:
+                return
+            turn.check()
+            await turn.changed.wait()
+
+    def check(self) -> None:
+        """Raises ApiError 503 while the turn cannot go on; see LiveTurn.check."""
+        self._turn.check()
+
+    def answer(self) -> Answer:
+        """The whole answer, once there are no more pieces."""
+        return self._turn.answer()
+
+    def leave(self, has_answer: bool = False) -> None:
+        """The client has its answer, or is gone: an unfinished turn goes on for a while, for a retry."""
+        if not self._is_gone:
+            self._is_gone = True
+            if has_answer:
+                self._turn.set_delivered()
+            self._turn.leave(self)
