@@ -7,7 +7,6 @@ from prefect import flow
 from sf_core.config import RunConfig
 from sf_core.reports.log_lines import tell
 from sf_core.scheduling.cluster import await_plan
-from sf_core.stages.commit import read_committed
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.stages.settling.derived import first_prompts
 from sf_core.stages.settling.start_folder import check_start, start_fault, warms_model
@@ -67,5 +66,5 @@ def warm_up(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> None:
             result_of(shown, f"demonstrations of iteration {number}", patience_s)
             trained = gang.has_committed()
         remove_spare(warm, number + 1)
-        loss = read_committed(OpenRun(warm), number, "train").data["loss"]
+        loss = OpenRun(warm).directory.read_committed(number, "train").data["loss"]
         tell(f"warm start: {(number + 1) * per_iteration} of {steps} steps, loss {loss:.3f}")

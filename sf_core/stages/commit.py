@@ -65,9 +65,3 @@ def commit(
     )
     with fenced(check):
         return run.directory.commit_manifest(manifest)
-
-
-def read_committed(run: OpenRun, iteration: int, name: str) -> Manifest:
-    manifest = run.directory.read_manifest(iteration, name)
-    assert manifest is not None, f"{name} of iteration {iteration} must be committed first"
-    return manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from sf_core.reports.cleanup import spare_weights
-from sf_core.stages.commit import StageResult, commits_once, read_committed
+from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
 
 log = logging.getLogger(__name__)
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 @commits_once
 def publish(run: OpenRun, iteration: int) -> StageResult:
     """Hand the weights of the train stage to every engine; done when none samples with older ones."""
-    source = read_committed(run, iteration, "train")
+    source = run.directory.read_committed(iteration, "train")
     version = int(source.data["version"])
     # it was hashed while it was written, and engines compare what they take with the digest in it
     run.directory.verify_sizes(source)

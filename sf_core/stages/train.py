@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from sf_core.reports.outcomes.figures import rollout_metrics
 from sf_core.scheduling.lending import Switching
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
-from sf_core.stages.commit import StageResult, commit, read_committed
+from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import trim_memory
 from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, join_gang
@@ -41,9 +41,9 @@ def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment
             with switching.not_counting():
                 patience_s = run.config.train.gang_timeout_s
                 ranks = stack.enter_context(join_gang(backend.meet, files, seat, worker.host, patience_s))
-            trainer_at = partial(backend.trainer_at, run, iteration, ranks)
+            trainer = backend.trainer_at(run, iteration, ranks)
             timeline = Timeline(run.directory, worker.name, "train", f"train-{iteration}.{ref.attempt}")
-            step = _step(run, iteration, seat, trainer_at, files, timeline, switching)
+            step = _step(run, iteration, seat, trainer, files, timeline, switching)
             if seat.rank == 0:
                 run.report_stage(iteration, "train")
                 commit(
@@ -51,7 +51,7 @@ def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment
                 )
             else:
                 stack.enter_context(step)
-    return read_committed(run, iteration, "train").data
+    return run.directory.read_committed(iteration, "train").data
 
 
 _COMPARED_TOKENS = 64
@@ -63,16 +63,16 @@ def _step(
     run: OpenRun,
     iteration: int,
     seat: RankAssignment,
-    trainer_at: Callable[[], AbstractContextManager[Trainer]],
+    opening: AbstractContextManager[Trainer],
     gang: GangFiles,
     timeline: Timeline,
     switching: Switching,
 ) -> Iterator[StageResult]:
     """Make the next version; the block commits it, and at its end the checkpoint is begun."""
-    source = read_committed(run, iteration, "filter")
+    source = run.directory.read_committed(iteration, "filter")
     with timeline, ExitStack() as stack:
         with timeline.doing("moving", "load trainer", iteration):
-            trainer = stack.enter_context(trainer_at())
+            trainer = stack.enter_context(opening)
             batch = read_stored_batch(run, iteration)
         switching.note_training(timeline)
         with timeline.doing("busy", "train", iteration):
@@ -109,13 +109,13 @@ def _is_due(config: TrainConfig, version: int) -> bool:
     return version % config.interval == 0 or version == config.iterations
 
 
-def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, read_committed: int) -> None:
+def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, committed: int) -> None:
     """Wait for the checkpoint that is being stored, and remove older ones that need not stay when this is the
     newest version that is committed."""
     with waiting_for("the checkpoint that is being stored", run.config.cluster.stage_timeout_s):
         trainer.await_checkpoint()
     if seat.rank == 0:
-        for spare in spare_checkpoints(run.directory, read_committed, run.config.train):
+        for spare in spare_checkpoints(run.directory, committed, run.config.train):
             spare.remove()
 
 
