@@ -190,12 +190,12 @@ def training_order(worker: Worker, config: RunConfig) -> tuple[int, float, bool,
     (train_priority; unknown devices last), then without the tag `rollout`, because the others are worth more
     as engines, then by name."""
 
-    def preferred(duty: Literal["rollout", "train"]) -> int:
+    def count_preferred(duty: Literal["rollout", "train"]) -> int:
         return len(worker.tags & set(config.cluster.prefer.get(duty, ())))
 
     priority = priority_of(worker, config)
     return (
-        preferred("rollout") - preferred("train"),
+        count_preferred("rollout") - count_preferred("train"),
         math.inf if priority is None else -step_of(priority),
         "rollout" in worker.tags,
         worker.name,
