@@ -29,7 +29,7 @@ from sf_core.engines.testing import awake
 from sf_core.engines.torch.torch_engine import local_device
 from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import WeightsRef
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
@@ -96,13 +96,13 @@ def trainer(folder: str, vocab_size: int) -> dict[str, Any]:
     return {"ours": ours, "plain": plain, "speed_ratio": round(ratio, 2)}
 
 
-def make_trainer(folder: str) -> Trainer:
+def make_trainer(folder: str) -> ModelTrainer:
     make = partial(TorchModel, folder, device=local_device(), dtype="bfloat16")
     config = TrainConfig(tokens_per_microbatch=TOKENS_PER_MICROBATCH)
-    return Trainer(make, config, seed=0, dtype="bfloat16")
+    return ModelTrainer(make, config, seed=0, dtype="bfloat16")
 
 
-def our_step(own: Trainer, batch: Any) -> float:
+def our_step(own: ModelTrainer, batch: Any) -> float:
     return own.step(batch)["tokens"]
 
 

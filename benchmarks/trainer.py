@@ -36,7 +36,7 @@ from sf_core.config import TrainConfig
 from sf_core.models.builtin import make_tokenizer
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from storage.schema import TURN
 from tests.sf_core.training.gang import Member, Try
 from tests.sf_core.training.model_contract import Setup
@@ -140,7 +140,7 @@ def step(folder: str, warm_steps: int) -> None:
     torch.set_num_threads(THREADS)
     given = json.loads((Path(folder) / "batch.json").read_text())
     batch = as_table(given["rows"], given["group_size"])
-    trainer = Trainer(functools.partial(TorchModel, folder), TrainConfig(), seed=0)
+    trainer = ModelTrainer(functools.partial(TorchModel, folder), TrainConfig(), seed=0)
     meter = Meter(sum(len(row["completion"]) for row in given["rows"]), resident_bytes())
     for _ in range(warm_steps + 1):
         meter.begin()

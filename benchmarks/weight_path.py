@@ -33,7 +33,7 @@ from sf_core.engines.registry import make_engine
 from sf_core.models.builtin import make_policy
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import WeightsRef
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
@@ -64,7 +64,7 @@ def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
     start = str(folder / "start")
     make_policy(start, policy, seed=0)
     model = TorchModel(start, SingleRank())
-    trainer = Trainer(lambda _: model, TrainConfig(), seed=0)
+    trainer = ModelTrainer(lambda _: model, TrainConfig(), seed=0)
     trainer.step(batch(seed=0))  # makes Adam's moments, which the checkpoint holds
     run = RunDirectory(str(folder / "run"))
     attempt = run.begin_attempt()

@@ -44,7 +44,7 @@ from sf_core.models.decoder import DecoderSpec, decoder_spec, fuse
 from sf_core.models.projections import fastest
 from sf_core.surroundings import vllm_python
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 from storage.batches import BATCH_SCHEMA
 from storage.run_directory import RunDirectory
@@ -86,7 +86,7 @@ def publish_versions(run: RunDirectory, policy: PolicyConfig) -> None:
     save_weights(run.start_dir, weights, 0, policy.dtype_name)
     config = TrainConfig(learning_rate=LEARNING_RATE)
     make_model = functools.partial(TorchModel, run.start_dir, dtype=policy.dtype_name)
-    trainer = Trainer(make_model, config, seed=0, dtype=policy.dtype_name)
+    trainer = ModelTrainer(make_model, config, seed=0, dtype=policy.dtype_name)
     for version in range(1, STEPS + 1):
         trainer.step(batch(version))
         trainer.save_weights(run.weights_dir(version), folder_of(run, version - 1))

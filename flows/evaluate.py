@@ -11,10 +11,10 @@ from sf_core.scheduling.cluster import await_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import OpenRun, begin_attempt, open_config
 from sf_core.stages.settling.first_tasks import check_held_out
-from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit
+from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import DeployedConfig
 from tasks.identity import run_name_with_flow
-from tasks.interruption import freeing_workers, sending_logs
+from tasks.interruption import free_workers_at_end, send_logs_at_end
 from tasks.lease import Leases
 from tasks.stages import evaluate as evaluate_task
 
@@ -24,7 +24,7 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
     """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
 
     Nothing is trained; only run_id, storage.root, evaluate.num_tasks and the addresses of `config` count."""
-    with sending_logs():
+    with send_logs_at_end():
         evaluation = open_evaluation(config)
         if evaluation.measured is not None:
             return evaluation.measured.data
@@ -35,7 +35,7 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
         OpenRun(run).register(evaluate_only=True)
         # before lend_trainers: trainers are lent only for work that is known to be left
         OpenRun(run).start_evaluation(version, config.evaluate.num_tasks)
-        with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
+        with crash_without_scheduler(), free_workers_at_end(run), Leases(run, plan) as leases:
             leases.lend_trainers(version)
             measured = submit(evaluate_task, run, version, config.evaluate.num_tasks)
             return result_of(measured, "the evaluation", config.cluster.stage_timeout_s)

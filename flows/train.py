@@ -16,22 +16,22 @@ from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
-from sf_core.stages.settling.first_tasks import check_held_out, foreseen
-from sf_core.stages.settling.sizes import Sizes, check_memory
+from sf_core.stages.settling.first_tasks import check_held_out, foresee
+from sf_core.stages.settling.sizes import PolicySizes, check_memory
 from sf_core.stages.settling.start_folder import check_start
-from sf_core.stages.settling.stored_config import settled
+from sf_core.stages.settling.stored_config import settle_config
 from tasks.cluster import (
     TaggedTaskRunner,
-    crashing_without_scheduler,
-    lean_settings,
+    crash_without_scheduler,
     result_of,
     scheduler_address,
     submit,
+    use_lean_settings,
 )
 from tasks.deployed import DeployedConfig
 from tasks.gang import Gang
-from tasks.identity import identified, run_name
-from tasks.interruption import freeing_workers, sending_logs
+from tasks.identity import identify_run, run_name
+from tasks.interruption import free_workers_at_end, send_logs_at_end
 from tasks.lease import Leases
 from tasks.page import Page
 from tasks.stages import evaluate, filter_, finish, publish, rollout
@@ -40,18 +40,18 @@ from tasks.stages import evaluate, filter_, finish, publish, rollout
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
 def train(config: DeployedConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
-    with sending_logs():
-        config = settled(identified(config))
+    with send_logs_at_end():
+        config = settle_config(identify_run(config))
         check_held_out(config)
         check_start(config, by_a_worker=True)
         plan = await_plan(scheduler_address(), config)
-        check_memory(Sizes.of(config), read_workers(scheduler_address()))
-        for sentence in foreseen(config):
+        check_memory(PolicySizes.of(config), read_workers(scheduler_address()))
+        for sentence in foresee(config):
             tell(sentence)
         run = begin_attempt(config)
         trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
-        # freeing_workers is innermost: a flow that ends frees the workers first
-        with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):
+        # free_workers_at_end is innermost: a flow that ends frees the workers first
+        with crash_without_scheduler(), use_lean_settings(), trackers, page, free_workers_at_end(run):
             start_policy(config, run, plan.trainers)
             OpenRun(run).register()
             with Leases(run, plan) as leases:

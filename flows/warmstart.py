@@ -7,23 +7,22 @@ from prefect import flow
 from sf_core.config import RunConfig
 from sf_core.reports.log_lines import tell
 from sf_core.scheduling.cluster import await_plan
-from sf_core.stages.commit import committed
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.stages.settling.derived import first_prompts
 from sf_core.stages.settling.start_folder import check_start, start_fault, warms_model
-from sf_core.stages.settling.stored_config import settled
+from sf_core.stages.settling.stored_config import settle_config
 from sf_core.stages.warmstart import begin_warmstart, iterations_left, remove_spare
 from tasks.cluster import (
     TaggedTaskRunner,
-    crashing_without_scheduler,
+    crash_without_scheduler,
     result_of,
     scheduler_address,
     submit,
 )
 from tasks.deployed import DeployedConfig
 from tasks.gang import Gang
-from tasks.identity import identified, run_name_with_flow
-from tasks.interruption import freeing_workers, sending_logs
+from tasks.identity import identify_run, run_name_with_flow
+from tasks.interruption import free_workers_at_end, send_logs_at_end
 from tasks.stages import demonstrate
 from tasks.stages import warmstart as warmstart_task
 
@@ -31,12 +30,12 @@ from tasks.stages import warmstart as warmstart_task
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
 def warmstart(config: DeployedConfig) -> str:
     """Make version 0 of the run's policy; returns its Hugging Face folder."""
-    with sending_logs():
-        config = settled(identified(config))
+    with send_logs_at_end():
+        config = settle_config(identify_run(config))
         check_start(config, by_a_worker=True)
         trainers = await_plan(scheduler_address(), config).trainers if warms_model(config) else ()
         run = begin_attempt(config)
-        with crashing_without_scheduler(), freeing_workers(run):
+        with crash_without_scheduler(), free_workers_at_end(run):
             return start_policy(config, run, trainers)
 
 
@@ -67,5 +66,5 @@ def warm_up(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> None:
             result_of(shown, f"demonstrations of iteration {number}", patience_s)
             trained = gang.has_committed()
         remove_spare(warm, number + 1)
-        loss = committed(OpenRun(warm), number, "train").data["loss"]
+        loss = OpenRun(warm).directory.read_committed(number, "train").data["loss"]
         tell(f"warm start: {(number + 1) * per_iteration} of {steps} steps, loss {loss:.3f}")

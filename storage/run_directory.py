@@ -162,6 +162,12 @@ class RunDirectory:
             return None
         return parse_manifest(uri, text, self.run_id, iteration, stage)
 
+    def read_committed(self, iteration: int, stage: str) -> Manifest:
+        """The manifest of a stage that must be committed by now."""
+        manifest = self.read_manifest(iteration, stage)
+        assert manifest is not None, f"{stage} of iteration {iteration} must be committed first"
+        return manifest
+
     def commit_manifest(self, manifest: Manifest) -> Manifest:
         """Write the manifest atomically, after all outputs; returns the one that is in force.
 

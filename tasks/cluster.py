@@ -36,7 +36,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from sf_core import surroundings
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import owner_of, scheduler_of
-from sf_core.scheduling.leases import Ended
+from sf_core.scheduling.leases import LeaseEnd
 from sf_core.scheduling.tags import TASK_KINDS
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import waiting_for
@@ -185,14 +185,14 @@ def outcome_of(future: TaskFuture) -> Any:
         return error
 
 
-def end_of(future: TaskFuture) -> Ended | None:
+def end_of(future: TaskFuture) -> LeaseEnd | None:
     """How a lease task ended; None while it is queued or runs."""
     if not future.wrapped_future.done():
         return None
     outcome = outcome_of(future) if future.wrapped_future.status in ("finished", "error") else None
     if isinstance(outcome, BaseException):
-        return Ended("lost" if isinstance(outcome, LOSSES) else "failed", outcome)
-    return Ended("unknown" if outcome is None else "revoked" if outcome == "revoked" else "returned")
+        return LeaseEnd("lost" if isinstance(outcome, LOSSES) else "failed", outcome)
+    return LeaseEnd("unknown" if outcome is None else "revoked" if outcome == "revoked" else "returned")
 
 
 class SchedulerLostError(BaseException):
@@ -200,7 +200,7 @@ class SchedulerLostError(BaseException):
 
 
 @contextmanager
-def crashing_without_scheduler() -> Iterator[None]:
+def crash_without_scheduler() -> Iterator[None]:
     """Raises SchedulerLostError if tasks were cancelled because the Dask scheduler died."""
     try:
         yield
@@ -222,7 +222,7 @@ class _SettingsAsTheyAre(SettingsContext):
 
 
 @contextmanager
-def lean_settings() -> Iterator[None]:
+def use_lean_settings() -> Iterator[None]:
     """Settings for subflows: no heartbeats of their own, because ending each takes up to a second and those
     of the parent suffice, and settings that are sent as one object."""
     context = get_settings_context()

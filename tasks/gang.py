@@ -13,7 +13,7 @@ from distributed import wait
 from distributed.scheduler import NoValidWorkerError
 
 from sf_core.dataplane.control.client import UNANSWERED
-from sf_core.scheduling.cluster import connected_workers, kill_worker
+from sf_core.scheduling.cluster import kill_worker, list_connected
 from sf_core.scheduling.leases import lease_of
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.gang import GangError, GangPlan, Lent, RankEnd, SupersededError
@@ -54,7 +54,7 @@ class Gang:
         what = f"devices to begin training of iteration {self._iteration}"
         with waiting_for(what, plan.yield_s) as waited:
             self._revoke(plan.take_devices(lent, _addresses()))
-            while late := plan.late(self._begun(), _addresses()):
+            while late := plan.late(self._find_begun(), _addresses()):
                 waited.reason = f"{', '.join(late)} did not yield yet"
                 if not waited.left_s:
                     for worker in late:
@@ -129,7 +129,7 @@ class Gang:
         with waiting_for(what, self._run.config.cluster.stage_timeout_s) as waited:
             while True:
                 try:
-                    return self._plan.choose_again(connected_workers(dask_client()).values())
+                    return self._plan.choose_again(list_connected(dask_client()).values())
                 except ValueError as error:
                     waited.reason = str(error)
                 waited.check()
@@ -143,7 +143,7 @@ class Gang:
         """Ends of the ranks that have ended, by worker."""
         return {w: _end_of(future) for w, future in self._ranks.items() if future.wrapped_future.done()}
 
-    def _begun(self) -> set[str]:
+    def _find_begun(self) -> set[str]:
         """Workers whose ranks have begun."""
         return {
             worker
@@ -154,7 +154,7 @@ class Gang:
 
 def _addresses() -> dict[str, str]:
     """Addresses of the connected workers by name. A restarted process has another address."""
-    return {worker.name: address for address, worker in connected_workers(dask_client()).items()}
+    return {worker.name: address for address, worker in list_connected(dask_client()).items()}
 
 
 def _end_of(future: TaskFuture) -> RankEnd:

@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 from sf_core.config import RunConfig
 
 
-def identified(config: RunConfig) -> RunConfig:
+def identify_run(config: RunConfig) -> RunConfig:
     """The configuration with a run_id. Must be called inside a flow run."""
     if config.run_id is not None:
         return config
@@ -19,7 +19,7 @@ def identified(config: RunConfig) -> RunConfig:
 
 def run_name() -> str:
     """Name of the flow run, which is that of its run."""
-    return str(identified(flow_run.parameters["config"]).run_id)
+    return str(identify_run(flow_run.parameters["config"]).run_id)
 
 
 def run_name_with_flow() -> str:

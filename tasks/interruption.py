@@ -31,7 +31,7 @@ RELEASE_S = 2.0
 
 
 @contextmanager
-def sending_logs() -> Iterator[None]:
+def send_logs_at_end() -> Iterator[None]:
     """When the block ends, the Prefect server has its log lines. Prefect sends them together up to two
     seconds later, and a process worker that is removed at once takes the flow's process with it."""
     try:
@@ -41,7 +41,7 @@ def sending_logs() -> Iterator[None]:
 
 
 @contextmanager
-def freeing_workers(run: RunRef) -> Iterator[None]:
+def free_workers_at_end(run: RunRef) -> Iterator[None]:
     """However the block ends, no worker runs anything of this attempt afterwards."""
     try:
         yield

@@ -14,8 +14,8 @@ from typing import Any
 from prefect import Task, task
 
 from sf_core.dataplane.control.client import UNANSWERED
-from sf_core.scheduling.cluster import connected_workers
-from sf_core.scheduling.leases import Action, Fail, Lease, LeaseSet, Retire, Revoke, Submit
+from sf_core.scheduling.cluster import list_connected
+from sf_core.scheduling.leases import Action, Fail, Lease, LeaseSet, Retire, Revoke, SubmitLease
 from sf_core.scheduling.plan import Duty, Plan
 from sf_core.scheduling.worker_state import current_epoch, current_worker
 from sf_core.stages.lease import run_sessions, serve_lease
@@ -118,16 +118,16 @@ class Leases:
         """Observe leases and workers (none if the scheduler does not answer), then do as is decided."""
         with self._changing:
             ended = {lease_id: end_of(future) for lease_id, future in self._futures.items()}
-            connected = connected_workers(dask_client()).values()
+            connected = list_connected(dask_client()).values()
             self._leases.observe(time.monotonic(), connected, ended)
-            for lease_id in self._futures.keys() - self._leases.unsettled():
+            for lease_id in self._futures.keys() - self._leases.list_unsettled():
                 del self._futures[lease_id]
             for action in decide():
                 self._do(action)
 
     def _do(self, action: Action) -> None:
         match action:
-            case Submit(new):
+            case SubmitLease(new):
                 self._futures[new.lease_id] = submit(HELD_BY[new.duty], self._ref, new, worker=new.worker)
             case Revoke(lease_id):
                 self._run.dataplane.revoke(lease_id, self._run.config.cluster.yield_timeout_s)

@@ -7,11 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config import RunConfig
-from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of, workers_here
+from sf_core.scheduling.cluster import find_workers, scheduler_of, tell_holders, workers_here
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
 from sf_core.scheduling.tags import COMPUTING
-from sf_core.stages.settling.first_tasks import foreseen
-from sf_core.stages.settling.sizes import Sizes, check_memory, explain_sizes
+from sf_core.stages.settling.first_tasks import foresee
+from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.settling.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import describe_policy
 
@@ -22,7 +22,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
     workers = find_workers(config, scheduler)
     plan = make_plan(workers, config)
-    check_memory(sizes := Sizes.of(config), workers)
+    check_memory(sizes := PolicySizes.of(config), workers)
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     facts.add_row("pipeline", Text(_pipeline(plan, config)))
     facts.add_row("lag bound", Text(_lag(config)))
@@ -32,7 +32,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
         facts.add_row("outside", Text(_outside(plan, config)))
     for subject, text in explain_sizes(config, sizes).items():
         facts.add_row(subject, Text(text))
-    for sentence in foreseen(config):
+    for sentence in foresee(config):
         facts.add_row("look at this", Text(sentence))
     able = able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
@@ -42,7 +42,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     address = scheduler or scheduler_of(config)
     if address is None:
         facts.add_row("devices", Text(_devices(config)))
-    if address and (held := held_by_others(address, config.run_id)):
+    if address and (held := tell_holders(address, config.run_id)):
         facts.add_row("held", Text(f"{held}, which a run that starts now waits for"))
     return Group(_table(workers, plan, config), Text(), facts)
 

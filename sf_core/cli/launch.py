@@ -36,8 +36,8 @@ from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
 from sf_core.stages.settling.first_tasks import check_held_out
-from sf_core.stages.settling.sizes import Sizes, check_memory, explain_sizes
-from sf_core.stages.settling.stored_config import settled
+from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
+from sf_core.stages.settling.stored_config import settle_config
 from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,
@@ -86,7 +86,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
             config = evaluation.config
         else:
             # first: the caller may ask for more iterations than are done
-            config = settled(config, tell)
+            config = settle_config(config, tell)
             if is_finished(RunView(directory), config.train.iterations):
                 more = "a larger train.iterations makes it go on, another run_id begins another"
                 tell(f"run {name} is already finished; {more}")
@@ -94,7 +94,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         scheduler = scheduler_of(config)
         if scheduler:
             await_plan(scheduler, config, tell)
-        workers, sizes = find_workers(config), Sizes.of(config)
+        workers, sizes = find_workers(config), PolicySizes.of(config)
         if not scheduler:
             make_plan(workers, config)
         check_memory(sizes, workers)

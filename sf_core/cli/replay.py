@@ -18,7 +18,7 @@ from sf_core.scheduling.worker import worker_threads
 from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.registry import trainer_backend, trainer_kind
-from sf_core.training.stored_steps import stored_batch, stored_settings
+from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from storage.manifests import Manifest
@@ -46,7 +46,7 @@ def replay(uri: str, iteration: int) -> Replay:
     run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
     if not trainer_kind(run.config).computes_weights:
         raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
-    batch = stored_batch(run, iteration)
+    batch = read_stored_batch(run, iteration)
     workers = run.config.cluster.workers.values()
     # sums are split among threads: another number of threads rounds differently
     torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
@@ -55,7 +55,7 @@ def replay(uri: str, iteration: int) -> Replay:
         raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
     backend = cast(TorchBackend, trainer_backend(run.config, WorkerState("replay")))
     trainer = backend.rebuild_trainer(run, iteration, SingleRank(), device)
-    trainer.config = stored_settings(run, iteration)
+    trainer.config = read_stored_settings(run, iteration)
     metrics = trainer.step(batch)
     weights = trainer.weights()
     packed, stored = pack_weights(weights, trainer.version), _stored(directory, trainer.version)

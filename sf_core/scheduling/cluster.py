@@ -71,7 +71,7 @@ def _client(scheduler: str) -> Iterator[Client]:
         raise ValueError(f"no Dask scheduler answers at {scheduler}: {error}") from None
 
 
-def connected_workers(client: Client) -> dict[str, Worker]:
+def list_connected(client: Client) -> dict[str, Worker]:
     """Our workers by address; none if the scheduler does not answer or is lost for good."""
 
     async def ask() -> dict[str, Any]:
@@ -138,7 +138,7 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
             fault, left_s = error, JOIN_S - max(0.0, time.time() - found["started"])
             hope = "the Dask scheduler has just started: workers are awaited"
         else:
-            if not (held := held_by_others(scheduler, config.run_id)):
+            if not (held := tell_holders(scheduler, config.run_id)):
                 return plan
             fault = ValueError(
                 f"{held}, and a cluster serves one run at a time: wait until it has ended, or cancel it; if "
@@ -154,12 +154,12 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
         time.sleep(LOOK_S)
 
 
-def held_by_others(scheduler: str, run_id: str | None) -> str:
+def tell_holders(scheduler: str, run_id: str | None) -> str:
     """Which workers run tasks of other runs than this one, in words; empty if none does. A worker that does
     not answer in time counts as free. Raises ValueError like `read_workers`."""
     with _client(scheduler) as client:
-        workers = connected_workers(client)
-        running = client.sync(running_owners, client, workers)
+        workers = list_connected(client)
+        running = client.sync(list_owners, client, workers)
     held: dict[str, list[str]] = {}
     for address, worker in workers.items():
         for other in {run_of(owner) for owner in running[address] or ()} - {run_id}:
@@ -184,7 +184,7 @@ def run_of(owner: str) -> str:
     return owner.rpartition(".")[0]
 
 
-async def running_owners(client: Client, addresses: Collection[str]) -> dict[str, set[str] | None]:
+async def list_owners(client: Client, addresses: Collection[str]) -> dict[str, set[str] | None]:
     """Owners of the tasks that each worker runs, by its address, whether or not Dask still wants those tasks;
     None for a worker that does not answer in time."""
     answers = await asyncio.gather(*(_owners_on(client, address) for address in addresses))
@@ -210,7 +210,7 @@ def kill_worker(scheduler: str, worker: str) -> bool:
     """Kill the process of this worker; its nanny starts another one, and Dask runs there again what was
     running or queued. False if no such worker is connected, that is, if its process is gone already."""
     with Client(scheduler, set_as_default=False) as client:
-        connected = connected_workers(client)
+        connected = list_connected(client)
         found = [address for address, known in connected.items() if known.name == worker]
         if found:
             client.restart_workers(found, timeout=KILL_S, raise_for_error=False)
@@ -239,7 +239,7 @@ async def _busy(client: Client, owner: str) -> dict[str, str]:
     """Names of the workers that run a task of this owner, by address. A worker that does not
     answer hangs and may hold its device, so it counts too."""
     workers = our_workers((await client.scheduler.identity(n_workers=-1))["workers"])
-    running = await running_owners(client, workers)
+    running = await list_owners(client, workers)
     return {
         address: worker.name
         for address, worker in workers.items()

@@ -26,7 +26,7 @@ class Elastic:
     def at_least(self) -> int:
         return self._bounds.min
 
-    def wanted(self, now_s: float, num_sessions: int) -> int:
+    def count_wanted(self, now_s: float, num_sessions: int) -> int:
         """Number of workers wanted now; `now_s` must not decrease between calls."""
         needed = math.ceil(num_sessions / self._concurrency)
         while self._needed and self._needed[-1][1] <= needed:

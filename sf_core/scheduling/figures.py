@@ -102,7 +102,7 @@ def idle_by_cause(
         "requests": [span for span in spans if span.kind == "wait"],
         "hand-over": [_during(window) for window in windows],
     }
-    whole = _joined(windows)
+    whole = _join(windows)
     accounted = [span for span in spans if span.kind == "busy"]
     covered_before = sum(covered_s(accounted, window) for window in whole)
     length, shares = sum(end - start for start, end in windows), dict.fromkeys(causes, 0.0)
@@ -142,7 +142,7 @@ def _switch(before: Span, after: Span, spans: Sequence[Span]) -> Switch:
     return Switch(after.worker, "rollout", after.start, first.end - trained if first else None)
 
 
-def _joined(windows: Sequence[Window]) -> list[Window]:
+def _join(windows: Sequence[Window]) -> list[Window]:
     """Windows of which each ends before the next begins; an iteration begins where the one before ended."""
     joined: list[Window] = []
     for start, end in windows:

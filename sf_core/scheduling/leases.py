@@ -46,7 +46,7 @@ def lease_of(holder: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class LeaseEnd:
     """How a lease ended. One that was lost ended through no fault of its own; one that failed would fail
     again. Unknown: its worker, which knows, does not answer."""
 
@@ -55,7 +55,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitLease:
     """Submit this lease to its worker."""
 
     lease: Lease
@@ -82,7 +82,7 @@ class Fail:
     error: BaseException
 
 
-Action = Submit | Revoke | Retire | Fail
+Action = SubmitLease | Revoke | Retire | Fail
 
 
 class LeaseSet:
@@ -103,7 +103,7 @@ class LeaseSet:
         self._permanent: dict[tuple[Duty, str], Lease] = {}
         """The last permanent lease of each duty and worker."""
         self._loans: list[Lease] = []
-        self._ended: dict[str, Ended | None] = {}
+        self._ended: dict[str, LeaseEnd | None] = {}
         self._count = itertools.count()
         self._now = 0.0
         self._given: dict[str, float] = {}
@@ -115,9 +115,9 @@ class LeaseSet:
         self.nobody_left: BaseException | None = None
         """The error because of which the run cannot go on."""
 
-    def observe(self, now: float, connected: Iterable[Worker], ended: Mapping[str, Ended | None]) -> None:
-        """Take note of the time (monotonic), of the connected workers, and how each lease of `unsettled` has
-        ended: None if it has not."""
+    def observe(self, now: float, connected: Iterable[Worker], ended: Mapping[str, LeaseEnd | None]) -> None:
+        """Take note of the time (monotonic), of the connected workers, and how each lease of `list_unsettled`
+        has ended: None if it has not."""
         self._now = now
         self._connected = {worker.name: worker for worker in connected}
         self._seen |= {name: (worker, now) for name, worker in self._connected.items()}
@@ -126,7 +126,7 @@ class LeaseSet:
             if end is not None and end.how == "failed":
                 log.error("lease %s failed: %s: %s", lease_id, type(end.error).__name__, end.error)
 
-    def unsettled(self) -> set[str]:
+    def list_unsettled(self) -> set[str]:
         """Ids of the leases that are queued or run, or ended in a way that is not known."""
         return {lease.lease_id for lease in self._leases() if self._how(lease) in (None, "unknown")}
 
@@ -160,7 +160,7 @@ class LeaseSet:
             was_taken = worker in self._connected and self._how(lease) == "revoked"
             if duty == "rollout" and (worker in plan.trainers or was_taken):
                 self._loans.append(self._permanent.pop((duty, worker)))
-        unsettled = self.unsettled()
+        unsettled = self.list_unsettled()
         former = [loan.lease_id for loan in self._loans if loan.worker not in plan.trainers]
         return [Revoke(lease_id) for lease_id in former if lease_id in unsettled]
 
@@ -193,7 +193,7 @@ class LeaseSet:
         if self._is_over:
             return []
         actions: list[Action] = []
-        for loan in self._lost_loans():
+        for loan in self._list_lost_loans():
             self._log_again(loan)
             self._loans.remove(loan)
             actions.append(self._lend(loan.worker, loan.after))
@@ -213,7 +213,7 @@ class LeaseSet:
     def to_await(self, begun: Container[str]) -> list[str]:
         """Ids of the released leases that will end: `begun` are the holders that the data plane knows. The
         others are queued, or their worker is gone."""
-        unsettled = self.unsettled()
+        unsettled = self.list_unsettled()
         return [
             lease.lease_id
             for lease in self._leases()
@@ -235,7 +235,7 @@ class LeaseSet:
                 log.warning(self._sentence(lease))
         return [Fail(error) for error in self._errors(there)]
 
-    def _lost_loans(self) -> list[Lease]:
+    def _list_lost_loans(self) -> list[Lease]:
         """Lost loans of connected trainers that could roll out again before they train. Training revokes
         whichever loan then holds the worker."""
         return [
@@ -253,7 +253,7 @@ class LeaseSet:
         if (elastic := self._elastic.get(duty)) is not None:
             if status is None:
                 return []
-            wanted, runners = elastic.wanted(self._now, status["work"][duty]), status["runners"]
+            wanted, runners = elastic.count_wanted(self._now, status["work"][duty]), status["runners"]
             leases = [self._permanent[duty, worker] for worker in workers if worker not in free]
             holders = [lease.holder for lease in leases if self._how(lease) is None]
             staying = [name for name in holders if name not in runners or not runners[name]["retiring"]]
@@ -305,14 +305,14 @@ class LeaseSet:
         end = self._ended.get(lease.lease_id)
         return None if end is None else end.how
 
-    def _hold(self, duty: Duty, worker: str) -> Submit:
+    def _hold(self, duty: Duty, worker: str) -> SubmitLease:
         lease = self._permanent[duty, worker] = Lease(duty, worker, self._new_id(worker))
-        return Submit(lease)
+        return SubmitLease(lease)
 
-    def _lend(self, worker: str, after: int | None) -> Submit:
+    def _lend(self, worker: str, after: int | None) -> SubmitLease:
         loan = Lease("rollout", worker, self._new_id(worker), after, self.plan.trainers)
         self._loans.append(loan)
-        return Submit(loan)
+        return SubmitLease(loan)
 
     def _new_id(self, worker: str) -> str:
         self._given[worker] = self._now

@@ -1,4 +1,5 @@
-"""Whether a device that can train is worth lending to rollout now. Facts in, verdict out: no clock, no IO."""
+"""Whether a device that can train is worth lending to rollout now: a gate without clock or IO, and what
+measures the switches that the gate weighs."""
 
 from __future__ import annotations
 

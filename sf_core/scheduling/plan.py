@@ -102,7 +102,7 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     carried = {tag for worker in workers for tag in worker.tags}
     without = ("agents",) if config.rollout.is_outside else ()
     if missing := [repr(tag) for tag in needed_tags(without) if tag not in carried]:
-        raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_offered(workers)}")
+        raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_list_offers(workers)}")
     for worker in workers:
         if "cpu" in worker.tags and (long := sorted(worker.tags & {"agent", "reward"})):
             raise ValueError(
@@ -120,12 +120,12 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         raise ValueError(
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
-            f"workers: {_offered(workers)}"
+            f"workers: {_list_offers(workers)}"
         )
     if not held["agent"] and not config.rollout.is_outside:
         raise ValueError(
             f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
-            f"workers: {_offered(workers)}"
+            f"workers: {_list_offers(workers)}"
         )
     return Plan(
         rollout=rollout,
@@ -150,7 +150,7 @@ def choose_trainers(
         if busy and not able:
             names = ", ".join(worker.name for worker in busy)
             raise ValueError(
-                f"nobody is left to train: {names} runs agents or scores; workers: {_offered(workers)}"
+                f"nobody is left to train: {names} runs agents or scores; workers: {_list_offers(workers)}"
             )
         if config.train.min_workers:
             key, fewest = "train.min_workers", config.train.min_workers
@@ -163,14 +163,14 @@ def choose_trainers(
         if ranks != len(able):
             raise ValueError(
                 f"pipeline colocated trains on every device worker: set train.workers to {len(able)}, not "
-                f"{ranks}; workers: {_offered(workers)}"
+                f"{ranks}; workers: {_list_offers(workers)}"
             )
     if not able:
-        raise ValueError(f"no worker carries {' and '.join(sorted(needs))}; workers: {_offered(workers)}")
+        raise ValueError(f"no worker carries {' and '.join(sorted(needs))}; workers: {_list_offers(workers)}")
     if len(able) < fewest:
         raise ValueError(
             f"{key} is {fewest}, more than the {len(able)} that carry {' and '.join(sorted(needs))}; "
-            f"workers: {_offered(workers)}"
+            f"workers: {_list_offers(workers)}"
         )
     return able[: config.train.largest_gang(len(able))]
 
@@ -190,12 +190,12 @@ def training_order(worker: Worker, config: RunConfig) -> tuple[int, float, bool,
     (train_priority; unknown devices last), then without the tag `rollout`, because the others are worth more
     as engines, then by name."""
 
-    def preferred(duty: Literal["rollout", "train"]) -> int:
+    def count_preferred(duty: Literal["rollout", "train"]) -> int:
         return len(worker.tags & set(config.cluster.prefer.get(duty, ())))
 
     priority = priority_of(worker, config)
     return (
-        preferred("rollout") - preferred("train"),
+        count_preferred("rollout") - count_preferred("train"),
         math.inf if priority is None else -step_of(priority),
         "rollout" in worker.tags,
         worker.name,
@@ -213,7 +213,7 @@ def priority_of(worker: Worker, config: RunConfig) -> float | None:
     )
 
 
-def _offered(workers: list[Worker]) -> str:
+def _list_offers(workers: list[Worker]) -> str:
     return ", ".join(f"{w.name} {_tags(w)}" for w in workers) or "none"
 
 

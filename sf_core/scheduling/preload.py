@@ -40,19 +40,12 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
         importlib.import_module(module)
     own_device = Device(**json.loads(device)) if device else device_kind
     published = asdict(own_device) if own_device else None
-
-    async def device_of(worker: Any) -> dict[str, Any] | None:
-        return published
-
-    async def memory_of(worker: Any) -> int | None:
-        return memory
-
-    computes = COMPUTING & worker.state.total_resources.keys()
-    memory = _device_memory() if computes else None
+    resources = worker.state.total_resources
+    memory = _device_memory() if COMPUTING & resources.keys() else None
     # sent with every registration; the scheduler shows it in scheduler_info
-    worker.startup_information |= {"device": device_of, "memory": memory_of}
-    name = worker_of(worker.state.total_resources).name
-    await worker.plugin_add(WorkerState(name, worker.ip, own_device), name=PLUGIN)
+    worker.startup_information |= {"device": lambda _: published, "memory": lambda _: memory}
+    state = WorkerState(worker_of(resources).name, worker.ip, own_device)
+    await worker.plugin_add(state, name=PLUGIN)
 
 
 def _device_memory() -> int | None:

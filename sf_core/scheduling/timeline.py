@@ -117,7 +117,7 @@ def read_spans(directory: RunDirectory, since: float = 0.0) -> list[Span]:
     before may be cut."""
     parts = directory.read_timelines(since)
     spans = [span for uri, data in parts.items() for span in _parse(uri, data)]
-    return sorted(_joined(spans), key=lambda span: (span.worker, span.start))
+    return sorted(_join_held(spans), key=lambda span: (span.worker, span.start))
 
 
 _SPANS = TypeAdapter(list[Span])
@@ -130,7 +130,7 @@ def _parse(uri: str, data: bytes) -> list[Span]:
         raise ValueError(f"{uri}: no part of a timeline: {first_fault(error)}; remove it") from None
 
 
-def _joined(spans: list[Span]) -> Iterator[Span]:
+def _join_held(spans: list[Span]) -> Iterator[Span]:
     """Spans with the `held` spans of a lease joined into one, of which every written part has its own."""
     last: dict[tuple[str, str], Span] = {}
     for span in sorted(spans, key=lambda span: span.start):

@@ -14,7 +14,7 @@ from storage.manifests import Manifest
 
 
 @dataclass
-class Outcome:
+class StageResult:
     """Inputs, outputs and data of a stage, for its manifest."""
 
     inputs: dict[str, str] = field(default_factory=dict)
@@ -26,7 +26,7 @@ Stage = Callable[..., dict[str, Any]]
 """Function of a RunRef, an iteration, and the other arguments of `work`; returns the manifest's data."""
 
 
-def commits_once(work: Callable[..., Outcome]) -> Stage:
+def commits_once(work: Callable[..., StageResult]) -> Stage:
     """Make a stage of `work`, which runs and commits only if the stage is not committed yet."""
     name = work.__name__
 
@@ -46,7 +46,7 @@ def commit(
     run: OpenRun,
     iteration: int | None,
     name: str,
-    work: Callable[[], Outcome],
+    work: Callable[[], StageResult],
     check: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Run `work` and commit its outcome; `check` is called directly before the manifest is written."""
@@ -65,9 +65,3 @@ def commit(
     )
     with fenced(check):
         return run.directory.commit_manifest(manifest)
-
-
-def committed(run: OpenRun, iteration: int, name: str) -> Manifest:
-    manifest = run.directory.read_manifest(iteration, name)
-    assert manifest is not None, f"{name} of iteration {iteration} must be committed first"
-    return manifest

@@ -11,17 +11,17 @@ from sf_core.recipes.samples import Samples, Values
 from sf_core.recipes.selections import AnySelection
 from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import taught
-from sf_core.stages.commit import Outcome, commits_once, committed
+from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
 from storage.batches import TRAIN, write_batch
 from storage.trajectories import read_trajectories
 
 
 @commits_once
-def filter(run: OpenRun, iteration: int) -> Outcome:
+def filter(run: OpenRun, iteration: int) -> StageResult:
     """Write the batch: the advantage and the weight of every token, unless the train step must make them.
     Raises ValueError if nothing of what was sampled trains, which no iteration would change."""
-    source = committed(run, iteration, "rollout")
+    source = run.directory.read_committed(iteration, "rollout")
     files = source.files("trajectories")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in files)
     settings, sampled = run.config.train, samples_of(rows, iteration)
@@ -53,7 +53,7 @@ def filter(run: OpenRun, iteration: int) -> Outcome:
         decisions=decisions,
         part=f"batch-{run.ref.attempt}",
     )
-    return Outcome(
+    return StageResult(
         inputs={ref.uri: ref.sha256 for ref in files},
         outputs=[batch],
         data={

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ from sf_core.reports.outcomes.figures import rollout_metrics
 from sf_core.scheduling.lending import Switching
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
-from sf_core.stages.commit import Outcome, commit, committed
+from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import trim_memory
-from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, seated
+from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, join_gang
 from sf_core.training.protocol import Trainer
 from sf_core.training.registry import trainer_backend
-from sf_core.training.stored_steps import stored_batch
+from sf_core.training.stored_steps import read_stored_batch
 from sf_core.waits import waiting_for
 from storage.files import FileRef, fenced
 from storage.gangs import GangFiles
@@ -40,10 +40,10 @@ def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment
         with ExitStack() as stack:
             with switching.not_counting():
                 patience_s = run.config.train.gang_timeout_s
-                ranks = stack.enter_context(seated(backend.meet, files, seat, worker.host, patience_s))
-            trainer_at = partial(backend.trainer_at, run, iteration, ranks)
+                ranks = stack.enter_context(join_gang(backend.meet, files, seat, worker.host, patience_s))
+            trainer = backend.trainer_at(run, iteration, ranks)
             timeline = Timeline(run.directory, worker.name, "train", f"train-{iteration}.{ref.attempt}")
-            step = _step(run, iteration, seat, trainer_at, files, timeline, switching)
+            step = _step(run, iteration, seat, trainer, files, timeline, switching)
             if seat.rank == 0:
                 run.report_stage(iteration, "train")
                 commit(
@@ -51,7 +51,7 @@ def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment
                 )
             else:
                 stack.enter_context(step)
-    return committed(run, iteration, "train").data
+    return run.directory.read_committed(iteration, "train").data
 
 
 _COMPARED_TOKENS = 64
@@ -63,17 +63,17 @@ def _step(
     run: OpenRun,
     iteration: int,
     seat: RankAssignment,
-    trainer_at: Callable[[], AbstractContextManager[Trainer]],
+    opening: AbstractContextManager[Trainer],
     gang: GangFiles,
     timeline: Timeline,
     switching: Switching,
-) -> Iterator[Outcome]:
+) -> Iterator[StageResult]:
     """Make the next version; the block commits it, and at its end the checkpoint is begun."""
-    source = committed(run, iteration, "filter")
+    source = run.directory.read_committed(iteration, "filter")
     with timeline, ExitStack() as stack:
         with timeline.doing("moving", "load trainer", iteration):
-            trainer = stack.enter_context(trainer_at())
-            batch = stored_batch(run, iteration)
+            trainer = stack.enter_context(opening)
+            batch = read_stored_batch(run, iteration)
         switching.note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
@@ -86,7 +86,7 @@ def _step(
             outputs = _write(run, iteration, trainer, metrics)
             if has_checkpoint:
                 _complete(run, trainer, seat, iteration)
-        yield Outcome(
+        yield StageResult(
             inputs={ref.uri: ref.sha256 for ref in source.outputs},
             outputs=outputs,
             data={

@@ -18,7 +18,7 @@ from sf_core.config.train_config import rate_for
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
-from sf_core.stages.commit import Outcome, commit
+from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import warm_rate
 from sf_core.training.demonstrations import Shown, demonstrations, encode
@@ -40,13 +40,13 @@ def begin_warmstart(ref: RunRef, parameters: int | None = None) -> RunRef:
     """Begin an attempt at the warm start of this run. `parameters`: size of the model. The learning rate
     follows it, so it must be known before anything is trained."""
     config, directory = OpenRun(ref).config, RunDirectory(RunDirectory(ref.uri).warmstart_dir)
-    directory.write_config(supervised(config, parameters))
+    directory.write_config(configure_warmstart(config, parameters))
     number = directory.begin_attempt(Attempt(dataplane="", host=socket.gethostname()))
     owner = owner_of(ref.run_id, ref.attempt)
     return RunRef(directory.run_id, directory.uri, "", number, secrets.token_hex(8), within=owner)
 
 
-def supervised(config: RunConfig, parameters: int | None) -> RunConfig:
+def configure_warmstart(config: RunConfig, parameters: int | None) -> RunConfig:
     """The settings of the warm start of a run with these settings."""
     warm, steps = config.policy.warmstart, config.policy.warm_steps
     assert warm is not None
@@ -97,7 +97,7 @@ def demonstrate(ref: RunRef, iteration: int) -> dict[str, Any]:
     return manifest.data
 
 
-def _batch(run: OpenRun, iteration: int) -> Outcome:
+def _batch(run: OpenRun, iteration: int) -> StageResult:
     size, renderer = run.config.train.minibatches, open_renderer(run.start_dir)
     steps = range(iteration * size, (iteration + 1) * size)
     batches = zip(steps, demonstrations(run.config, steps), strict=True)
@@ -117,7 +117,7 @@ def _batch(run: OpenRun, iteration: int) -> Outcome:
         decisions=["train"] * len(rows),
         part=f"batch-{run.ref.attempt}",
     )
-    return Outcome(outputs=[batch], data={"rows": len(rows)})
+    return StageResult(outputs=[batch], data={"rows": len(rows)})
 
 
 def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iteration: int) -> Trajectory:

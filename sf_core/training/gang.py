@@ -79,7 +79,9 @@ Meet = Callable[[GangFiles, RankAssignment, str, float], AbstractContextManager[
 
 
 @contextmanager
-def seated(meet: Meet[T], files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[T]:
+def join_gang(
+    meet: Meet[T], files: GangFiles, seat: RankAssignment, host: str, timeout_s: float
+) -> Iterator[T]:
     """Take a seat, meet the other ranks, run the block; ends when rank 0 has finished it.
 
     `meet` is that of a TrainerBackend, `host` the address of this worker. Raises SupersededError if this rank

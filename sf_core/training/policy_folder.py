@@ -45,7 +45,7 @@ def check_model_folder(model: str) -> None:
             "save the model with its adapter merged into it (PEFT's merge_and_unload), and name that folder"
         )
     if not (folder / "config.json").is_file():
-        raise ValueError(f"policy.model: {model} {_missing(model)}")
+        raise ValueError(f"policy.model: {model} {_tell_absence(model)}")
     if fault := _fault_of(model):
         raise ValueError(f"policy.model: {fault}")
     for weights in folder.glob("*.safetensors"):
@@ -68,7 +68,7 @@ def check_model_folder(model: str) -> None:
 def _fault_of(model: str) -> str | None:
     """Why this kind of model cannot be trained, by what its folder says of it; None if it can."""
     shape = read_model_config(model)
-    if method := _quantised_by(model, shape):
+    if method := _find_quantiser(model, shape):
         return f"the weights of {model} are quantised ({method}); {_FULL_ONES}"
     kind = next(iter(shape.get("architectures") or ()), None)
     if shape.get("is_encoder_decoder"):
@@ -88,7 +88,7 @@ def _is_causal(shape: dict[str, Any]) -> bool:
     return shape.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def _quantised_by(model: str, shape: dict[str, Any]) -> str | None:
+def _find_quantiser(model: str, shape: dict[str, Any]) -> str | None:
     for part, key in product((shape, shape.get("text_config") or {}), QUANTISED):
         if settings := part.get(key):
             known = settings.get("quant_method") if isinstance(settings, dict) else None
@@ -103,7 +103,7 @@ def _unusual_dtypes(model: str) -> str:
     return ", ".join(sorted(dtypes - FULL))
 
 
-def _missing(model: str) -> str:
+def _tell_absence(model: str) -> str:
     if gguf := next(Path(model).glob("*.gguf"), None):
         return f"holds a GGUF file: `sf model {gguf} DIR` makes a folder of it"
     if is_gguf(model):

@@ -32,18 +32,16 @@ COLUMNS = [
 """Columns of a batch that a trainer reads, without the conversations as text."""
 
 
-def stored_batch(run: TrainedRun, iteration: int) -> pa.Table:
+def read_stored_batch(run: TrainedRun, iteration: int) -> pa.Table:
     """The COLUMNS of a committed batch. Raises ValueError if it is not what the filter wrote."""
-    manifest = run.directory.read_manifest(iteration, "filter")
-    assert manifest is not None, f"filter of iteration {iteration} must be committed first"
+    manifest = run.directory.read_committed(iteration, "filter")
     run.directory.verify(manifest)
     return read_batch(run.directory.path(manifest.outputs[0].uri), COLUMNS)
 
 
-def stored_settings(run: TrainedRun, iteration: int) -> TrainConfig:
+def read_stored_settings(run: TrainedRun, iteration: int) -> TrainConfig:
     """Settings of a committed train step. Raises ValueError if its manifest holds something else."""
-    manifest = run.directory.read_manifest(iteration, "train")
-    assert manifest is not None, f"train of iteration {iteration} must be committed first"
+    manifest = run.directory.read_committed(iteration, "train")
     try:
         return TrainConfig.model_validate(manifest.data.get("settings"))
     except ValidationError as error:

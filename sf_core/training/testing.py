@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from sf_core.training.gang import RankAssignment, seated
+from sf_core.training.gang import RankAssignment, join_gang
 from sf_core.training.protocol import TrainedRun, Trainer, TrainerBackend
 from storage import files, parquet
 from storage.files import FileRef
@@ -112,7 +112,7 @@ class TrainerTests:
         gang = GangFiles(run.directory, version, attempt=1, epoch=0)
         alone = RankAssignment(("t0",))
         with (
-            seated(self.backend.meet, gang, alone, "127.0.0.1", 10.0) as ranks,
+            join_gang(self.backend.meet, gang, alone, "127.0.0.1", 10.0) as ranks,
             self.backend.trainer_at(run, version, ranks) as trainer,
         ):
             yield trainer

@@ -17,7 +17,7 @@ from distributed import Client, Event
 
 from sf_core.cli.stack.local import start_dask_worker
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.scheduling.cluster import held_by_others, read_workers
+from sf_core.scheduling.cluster import read_workers, tell_holders
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, holders, is_committed, spans
 from tests.e2e.invariants import check_result, manifests
@@ -79,7 +79,7 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
         )
         newest = httpx.get(url).json()["version"]
         assert versions() == {"r0": newest, "r1": newest}, cluster.log(config)[-2000:]
-        held = held_by_others(cluster.services.scheduler, "another")
+        held = tell_holders(cluster.services.scheduler, "another")
         assert re.fullmatch(r"workers a0, (c0, )?r0, r1(, t0)? are held by run elastic", held)
         end_worker(cluster, "r0")
         httpx.post(f"{url}/resume", json={}).raise_for_status()

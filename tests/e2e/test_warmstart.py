@@ -9,7 +9,6 @@ import torch
 from sf_core.cli.replay import replay
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
-from sf_core.stages.commit import committed
 from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
@@ -38,7 +37,7 @@ def test_a_model_is_warmed_up_whatever_is_killed_and_each_step_can_be_replayed(
 
     run = OpenRun(RunRef(warm.run_id, warm.uri, "", 0))
     assert run.config.train.iterations == 4 and run.config.train.minibatches == 10
-    losses = [committed(run, number, "train").data["loss"] for number in range(4)]
+    losses = [run.directory.read_committed(number, "train").data["loss"] for number in range(4)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 1
     made, given = load_weights(RunDirectory(config.run_dir).start_dir), load_weights(model)
     last = load_weights(warm.weights_dir(4))

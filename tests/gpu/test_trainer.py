@@ -15,7 +15,7 @@ from sf_core.training.megatron.backend import MegatronBackend
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
 BATCHES = [
@@ -23,9 +23,11 @@ BATCHES = [
 ]
 
 
-def make_trainer(folder: str, device: str, dtype: Literal["float32", "bfloat16"], **settings: Any) -> Trainer:
+def make_trainer(
+    folder: str, device: str, dtype: Literal["float32", "bfloat16"], **settings: Any
+) -> ModelTrainer:
     make_model = partial(TorchModel, folder, device=device, dtype=dtype)
-    return Trainer(make_model, TrainConfig.model_validate(settings), seed=0, dtype=dtype)
+    return ModelTrainer(make_model, TrainConfig.model_validate(settings), seed=0, dtype=dtype)
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, MegatronBackend])
@@ -36,7 +38,7 @@ def test_a_step_measures_what_the_cpu_measures(
     expected = make_trainer(folder, "cpu", "float32").step(BATCHES[0])
     config = RunConfig.model_validate({"policy": {"model": folder, "dtype": dtype}})
     make_model = partial(backend(WorkerDevice()).make_model, config, folder, device="cuda")
-    found = Trainer(make_model, config.train, seed=0, dtype=dtype).step(BATCHES[0])
+    found = ModelTrainer(make_model, config.train, seed=0, dtype=dtype).step(BATCHES[0])
     for name in ("loss", "entropy", "kl", "grad_norm", "logprob_difference_mean"):
         assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
 
@@ -64,7 +66,7 @@ def test_recomputed_blocks_take_less_memory_and_give_the_same_weights(folder: st
     peaks, weights = [], []
     for recompute in (False, True):
         model = TorchModel(folder, SingleRank(), device="cuda", dtype="bfloat16", recompute=recompute)
-        trainer = Trainer(lambda _, model=model: model, TrainConfig(), seed=0)
+        trainer = ModelTrainer(lambda _, model=model: model, TrainConfig(), seed=0)
         torch.cuda.reset_peak_memory_stats()
         trainer.step(make_batch(grouped_rows(16, 8, sampled=200), logprob=-6.0, group_size=8))
         peaks.append(torch.cuda.max_memory_allocated())

@@ -15,7 +15,7 @@ import pyarrow as pa
 from sf_core.config import RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from storage import parquet
 from storage.files import write_atomic
 from storage.manifests import Manifest
@@ -86,7 +86,7 @@ def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None
     make_policy(run.start_dir, config.policy, config.seed)
     dtype = config.policy.dtype_name
     make_model = partial(TorchModel, run.start_dir, dtype=dtype)
-    trainer = Trainer(make_model, config.train, seed=config.seed, dtype=dtype)
+    trainer = ModelTrainer(make_model, config.train, seed=config.seed, dtype=dtype)
     for iteration, batch in enumerate(batches):
         uri = f"{run.partition('batches', iteration)}/batch-1.parquet"
         commit(run, iteration, "filter", outputs=[run.relative(parquet.write_table(uri, batch))])

@@ -5,7 +5,7 @@ import pytest
 from distributed.client import FutureCancelledError
 from prefect.futures import PrefectConcurrentFuture
 
-from tasks.cluster import SchedulerLostError, crashing_without_scheduler, result_of
+from tasks.cluster import SchedulerLostError, crash_without_scheduler, result_of
 
 
 def submitted(future: Future[int]) -> PrefectConcurrentFuture[int]:
@@ -32,10 +32,10 @@ def test_a_task_that_timed_out_itself_says_why() -> None:
 
 
 def test_a_run_whose_scheduler_died_crashes_and_says_so() -> None:
-    with pytest.raises(SchedulerLostError, match="the Dask scheduler died"), crashing_without_scheduler():
+    with pytest.raises(SchedulerLostError, match="the Dask scheduler died"), crash_without_scheduler():
         raise FutureCancelledError("lease-1", "scheduler-connection-lost")
 
 
 def test_a_task_that_was_given_up_is_no_dead_scheduler() -> None:
-    with pytest.raises(FutureCancelledError), crashing_without_scheduler():
+    with pytest.raises(FutureCancelledError), crash_without_scheduler():
         raise FutureCancelledError("lease-1", None)

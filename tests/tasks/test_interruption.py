@@ -12,7 +12,7 @@ from distributed import Client
 from sf_core.scheduling.cluster import owner_of
 from sf_core.stages.run import RunRef
 from tasks import interruption
-from tasks.interruption import freeing_workers
+from tasks.interruption import free_workers_at_end
 from tests.patience import wait_until
 from tests.sf_core.scheduling.test_worker import Bench, bench, running_tasks, tasks_process  # noqa: F401
 
@@ -39,7 +39,7 @@ def test_a_worker_that_goes_on_after_the_end_of_its_run_is_ended_by_force(
         wait_until(lambda: running_tasks(client) == ["sleep"], "the task to run", every_s=0.1)
         ends: list[BaseException] = []
         try:
-            with freeing_workers(run):
+            with free_workers_at_end(run):
                 if end is not None:
                     raise end
         except BaseException as error:

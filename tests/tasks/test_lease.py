@@ -81,7 +81,7 @@ def cluster(client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     tags = {"r0": "rollout", "a0": "agent", "a1": "agent"}
     workers = {f"tcp://{name}": Worker(name, frozenset({tag})) for name, tag in tags.items()}
     monkeypatch.setattr("tasks.lease.dask_client", lambda: client)
-    monkeypatch.setattr("tasks.lease.connected_workers", lambda client: workers)
+    monkeypatch.setattr("tasks.lease.list_connected", lambda client: workers)
     monkeypatch.setattr("tasks.lease.submit", cluster.submit)
     monkeypatch.setattr("tasks.lease.LOOK_S", 0.02)
     monkeypatch.setattr("tasks.lease.RELEASED_S", 0.1)

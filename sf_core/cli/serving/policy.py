@@ -8,7 +8,7 @@ from pathlib import Path
 from sf_core.config import RunConfig
 from sf_core.reports.view import RunView, open_run
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
-from sf_core.stages.settling.sizes import Sizes
+from sf_core.stages.settling.sizes import PolicySizes
 from sf_core.stages.start import name_dtype, warm_folder
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from sf_core.training.registry import trainer_kind
@@ -55,7 +55,7 @@ def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
 
 def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
     start, about = _start_of(config, scratch)
-    sizes = Sizes.of(config)
+    sizes = PolicySizes.of(config)
     config = config.filled(values_of(derive(config))) if sizes is None else sizes.config
     if sizes is not None:
         name_dtype(str(start), config.policy.dtype_name)

@@ -46,7 +46,7 @@ class LocalRunners:
         """Start or end workers by the data plane's status of the run; called periodically. Raises StackError
         if a worker cannot be started."""
         for duty, kind in self._kinds.items():
-            wanted = kind.elastic.wanted(time.monotonic(), status["work"][duty])
+            wanted = kind.elastic.count_wanted(time.monotonic(), status["work"][duty])
             while kind.num_workers < wanted:
                 self._start(kind)
             if kind.started and kind.num_workers > wanted:

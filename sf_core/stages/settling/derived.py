@@ -77,10 +77,10 @@ def read_with_derived(directory: RunDirectory) -> RunConfig:
     """The stored configuration, and the values that were derived where the run began. Raises ValueError if
     there is no run."""
     config, start = directory.read_config(RunConfig), directory.read_manifest(None, "start")
-    return config if start is None else config.filled(_stored_values(start.data))
+    return config if start is None else config.filled(_read_values(start.data))
 
 
-def _stored_values(data: Mapping[str, Any]) -> dict[str, Any]:
+def _read_values(data: Mapping[str, Any]) -> dict[str, Any]:
     if "derived" in data:
         return dict(data["derived"])
     # a run that began before its values were stored

@@ -20,7 +20,7 @@ NUM_HELD_OUT, NUM_TRAINED = 64, 256
 """Tasks of each split that are compared before a run."""
 
 
-def foreseen(config: RunConfig) -> list[str]:
+def foresee(config: RunConfig) -> list[str]:
     """What the first tasks tell of the run, as sentences; nothing of an emulated one."""
     if not engine_kind(config).runs_policy:
         return []

@@ -57,7 +57,7 @@ def read_stored_config(uri: str) -> RunConfig:
     return config.model_copy(update={"run_id": directory.run_id, "storage": storage})
 
 
-def settled(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
+def settle_config(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
     """The configuration to train with: `config`, with what follows from its settings, or that of the existing
     run that it names, with its changes. A run that begins anew is configured like one that is not there.
 
@@ -66,7 +66,7 @@ def settled(config: RunConfig, tell: Callable[[str], None] = log.warning) -> Run
     if changed := begins_anew(config):
         tell(f"run {config.run_id} has no batch yet and begins anew, with {', '.join(changed)}")
     elif RunDirectory(config.run_dir).exists():
-        return _merged(config, tell, _refuse_early_end)
+        return _merge_with_stored(config, tell, _refuse_early_end)
     return config.filled(values_of(derive(config)))
 
 
@@ -112,14 +112,14 @@ def _stays_derived(key: str, config: RunConfig) -> bool:
     return key in DERIVED and config.leaves_open(key)
 
 
-def settled_to_measure(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
+def settle_to_measure(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
     """The configuration to measure the stored run that `config` names.
 
     Raises ValueError if there is no such run, or `config` changes more than an evaluation may."""
-    return _merged(config, tell, _refuse_another_measure)
+    return _merge_with_stored(config, tell, _refuse_another_measure)
 
 
-def _merged(
+def _merge_with_stored(
     config: RunConfig, tell: Callable[[str], None], check: Callable[[RunDirectory, str, Any, Any], None]
 ) -> RunConfig:
     run = RunDirectory(config.run_dir)

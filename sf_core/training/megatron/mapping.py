@@ -16,7 +16,7 @@ from storage.tensors.shards import Place
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterPart:
     """What a parameter of Megatron's has of a tensor."""
 
     name: str
@@ -42,7 +42,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ParameterParts:
     """The pieces of Hugging Face's tensors that the parameters of one rank consist of."""
 
     vocab_size: int
@@ -58,7 +58,7 @@ class Pieces:
     first_layer: int
     """Number of the first layer of this stage of the pipeline."""
 
-    def of(self, parameter: str, size: tuple[int, ...]) -> list[Piece]:
+    def of(self, parameter: str, size: tuple[int, ...]) -> list[ParameterPart]:
         """The pieces in a parameter of this name, of which this rank has a tensor of this size."""
         if parameter == "embedding.word_embeddings.weight":
             return [self._vocabulary("model.embed_tokens.weight", size)]
@@ -66,31 +66,31 @@ class Pieces:
             name = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
             return [self._vocabulary(name, size)]
         if parameter == VALUE_HEAD:
-            return [_replicated(VALUE_HEAD, size)]
+            return [_replicate(VALUE_HEAD, size)]
         if parameter == "decoder.final_layernorm.weight":
-            return [_replicated("model.norm.weight", size)]
+            return [_replicate("model.norm.weight", size)]
         _, _, layer, own = parameter.split(".", 3)
         prefix = f"model.layers.{int(layer) + self.first_layer}."
         if own.startswith("self_attention.linear_qkv."):
             return list(self._heads(prefix, own.rsplit(".", 1)[1], size))
         if own == "mlp.linear_fc1.weight":
-            return list(self._gated(prefix, size))
+            return list(self._split_gated(prefix, size))
         if own in ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"):
             whole = (size[0], size[1] * self.parts)
             place = Place(whole, (0, self.rank * size[1]), size)
-            return [Piece(prefix + NAMES[own], place, lambda tensor: tensor, replicated=False)]
-        return [_replicated(prefix + NAMES[own], size)]
+            return [ParameterPart(prefix + NAMES[own], place, lambda tensor: tensor, replicated=False)]
+        return [_replicate(prefix + NAMES[own], size)]
 
-    def _vocabulary(self, name: str, size: tuple[int, ...]) -> Piece:
+    def _vocabulary(self, name: str, size: tuple[int, ...]) -> ParameterPart:
         """Rows of the embedding or the head. What they are padded with, so that they can be split evenly, is
         no part of it."""
         total = self.vocab_size
         own = vocabulary_rows(total, size[0], self.rank)
         num_rows = own.stop - own.start
         place = Place((total, size[1]), (own.start, 0), (num_rows, size[1]))
-        return Piece(name, place, lambda tensor: tensor[:num_rows], replicated=False)
+        return ParameterPart(name, place, lambda tensor: tensor[:num_rows], replicated=False)
 
-    def _heads(self, prefix: str, kind: str, size: tuple[int, ...]) -> Iterator[Piece]:
+    def _heads(self, prefix: str, kind: str, size: tuple[int, ...]) -> Iterator[ParameterPart]:
         queries, head_dim = self.queries_per_group, self.head_dim
         groups = size[0] // ((queries + 2) * head_dim)
         for name, heads in (
@@ -105,7 +105,7 @@ class Pieces:
             rows = groups * (heads.stop - heads.start) * head_dim
             yield self._rows(f"{prefix}self_attn.{name}_proj.{kind}", (rows, *size[1:]), of)
 
-    def _gated(self, prefix: str, size: tuple[int, ...]) -> Iterator[Piece]:
+    def _split_gated(self, prefix: str, size: tuple[int, ...]) -> Iterator[ParameterPart]:
         rows = size[0] // 2
         for name, begin in (("gate", 0), ("up", rows)):
 
@@ -114,10 +114,12 @@ class Pieces:
 
             yield self._rows(f"{prefix}mlp.{name}_proj.weight", (rows, *size[1:]), of)
 
-    def _rows(self, name: str, size: tuple[int, ...], of: Callable[[torch.Tensor], torch.Tensor]) -> Piece:
+    def _rows(
+        self, name: str, size: tuple[int, ...], of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> ParameterPart:
         """This rank's part of a tensor of whose rows each tensor-parallel rank has as many."""
         place = Place((size[0] * self.parts, *size[1:]), (size[0] * self.rank, *[0] * (len(size) - 1)), size)
-        return Piece(name, place, of, replicated=False)
+        return ParameterPart(name, place, of, replicated=False)
 
 
 def vocabulary_rows(vocabulary: int, padded: int, rank: int) -> slice:
@@ -125,5 +127,5 @@ def vocabulary_rows(vocabulary: int, padded: int, rank: int) -> slice:
     return slice(*(min(vocabulary, (rank + i) * padded) for i in (0, 1)))
 
 
-def _replicated(name: str, size: tuple[int, ...]) -> Piece:
-    return Piece(name, Place.whole(size), lambda tensor: tensor, replicated=True)
+def _replicate(name: str, size: tuple[int, ...]) -> ParameterPart:
+    return ParameterPart(name, Place.whole(size), lambda tensor: tensor, replicated=True)

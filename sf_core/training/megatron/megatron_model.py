@@ -34,8 +34,8 @@ from sf_core.config.run_config import DtypeName
 from sf_core.models.decoder import decoder_spec
 from sf_core.training.megatron.groups import make_groups
 from sf_core.training.megatron.limits import check_shape
-from sf_core.training.megatron.mapping import VALUE_HEAD, Pieces
-from sf_core.training.megatron.network import Network
+from sf_core.training.megatron.mapping import VALUE_HEAD, ParameterParts
+from sf_core.training.megatron.network import MegatronNetwork
 from sf_core.training.megatron.on_cpu import cuda_means_cpu
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.ranks import Ranks, exchange
@@ -84,7 +84,7 @@ class MegatronModel:
             groups = self._groups = make_groups(ranks, self.device, tensor, pipeline)
             self.num_shares, self.share = groups.dp.size(), groups.dp.rank()
             self.measures = groups.pp.rank() == pipeline - 1 and groups.tp.rank() == 0
-            network = Network(
+            network = MegatronNetwork(
                 shape, spec, groups, getattr(torch, dtype), recompute=config.recompute, values=values
             )
             network.to(self.device)
@@ -98,7 +98,7 @@ class MegatronModel:
             self._run = get_forward_backward_func(pipeline, None)
             self._between_stages = P2PCommunicator(groups.pp, network.config)
         offset = get_transformer_layer_offset(network.config, pp_rank=groups.pp.rank())
-        pieces = Pieces(
+        pieces = ParameterParts(
             shape.vocab_size,
             spec.head_dim,
             spec.num_heads // spec.num_kv_heads,
@@ -111,7 +111,7 @@ class MegatronModel:
         self._ranges = dict(_ranges(self._optimizer))
         stored = {name: place for name, place in self.places.items() if name != VALUE_HEAD}
         new = {name: torch.zeros(place.size) for name, place in self.places.items() if name == VALUE_HEAD}
-        self._load(MASTER, _stored(model_dir, stored) | new)
+        self._load(MASTER, _read_slices(model_dir, stored) | new)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
         self._pass(microbatches, loss, forward_only=False)
@@ -171,7 +171,7 @@ class MegatronModel:
     def slices(self, parts: Sequence[str]) -> Slices:
         found = {}
         with exchange():
-            for number, parameter in enumerate(self._stored_here()):
+            for number, parameter in enumerate(self._list_stored_here()):
                 for part in parts:
                     whole = self._whole(part, parameter, number % self.num_shares)
                     if whole is not None:
@@ -181,7 +181,7 @@ class MegatronModel:
         # a small vocabulary may leave some ranks without a row
         return {name: (place, own) for name, (place, own) in found.items() if 0 not in place.size}
 
-    def _stored_here(self) -> list[torch.Tensor]:
+    def _list_stored_here(self) -> list[torch.Tensor]:
         """Parameters of which no other tensor-parallel rank or stage stores the same."""
         first = self._groups.tp.rank() == 0
         return [
@@ -196,10 +196,10 @@ class MegatronModel:
         """A part of a parameter, on the data-parallel rank with this share; None on the others."""
         own = self._ranges.get(parameter)
         if own is not None and self.num_shares == 1:
-            return self._held(part, own).view(parameter.shape)
+            return self._find_held(part, own).view(parameter.shape)
         whole = torch.zeros(parameter.numel(), device=self.device)
         if own is not None:
-            whole[own.begin : own.end] = self._held(part, own)
+            whole[own.begin : own.end] = self._find_held(part, own)
         # the sum of integers of which all but one are zero keeps every bit, also the sign of a zero
         dist.reduce(whole.view(torch.int32), group=self._groups.dp, group_dst=share)
         return whole.view(parameter.shape).cpu() if share == self.share else None
@@ -224,9 +224,9 @@ class MegatronModel:
             if part == MASTER:
                 parameter.copy_(whole)
             if (own := self._ranges.get(parameter)) is not None:
-                self._held(part, own).copy_(whole.view(-1)[own.begin : own.end])
+                self._find_held(part, own).copy_(whole.view(-1)[own.begin : own.end])
 
-    def _held(self, part: str, own: _Range) -> torch.Tensor:
+    def _find_held(self, part: str, own: _Range) -> torch.Tensor:
         return own.master.detach() if part == MASTER else self._state[own.master][part]
 
     def rest(self) -> None:
@@ -294,7 +294,7 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, _Ra
                 yield parameter, _Range(master, where["param"].start, where["param"].end)
 
 
-def _stored(model_dir: str, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
+def _read_slices(model_dir: str, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
     """Slices of the tensors of a Hugging Face folder. Raises ValueError if it lacks one."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(Path(model_dir).glob("*.safetensors")):

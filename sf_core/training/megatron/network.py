@@ -25,7 +25,7 @@ from sf_core.training.packing import Microbatch
 from sf_core.training.torch.network import attention, rows
 
 
-class Network(GPTModel):
+class MegatronNetwork(GPTModel):
     """This rank's part of a policy: of each layer, and of the layers."""
 
     def __init__(

@@ -12,12 +12,12 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.engines.torch.torch_engine import local_device
 from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
-from sf_core.training.stored_steps import stored_batch, stored_settings
+from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trained_model import TrainedModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from storage.files import local_folder
 from storage.scratch import scratch_folder
 from storage.tensors.checkpoints import has_checkpoint
@@ -31,7 +31,7 @@ class TorchBackend:
     def __init__(self, device: WorkerDevice) -> None:
         self._rendezvous = Rendezvous()
         self.meet = self._rendezvous.meet
-        self._resident: tuple[Hashable, str, Trainer] | None = None
+        self._resident: tuple[Hashable, str, ModelTrainer] | None = None
         """Run reference of the attempt, name of the process group, and their trainer; None during a step."""
 
     def make_model(
@@ -43,7 +43,7 @@ class TorchBackend:
         return TorchModel(model_dir, ranks, device=device, dtype=dtype, recompute=recompute, values=values)
 
     @contextmanager
-    def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[Trainer]:
+    def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[ModelTrainer]:
         """The resident trainer, or a rebuilt one, which stays if the block succeeds. All ranks of a new
         process group rebuild their trainers, since replaying a step takes all of them."""
         place = (run.ref, ranks.group)
@@ -68,7 +68,7 @@ class TorchBackend:
 
     def rebuild_trainer(
         self, run: TrainedRun, version: int, ranks: Ranks, device: str | None = None
-    ) -> Trainer:
+    ) -> ModelTrainer:
         """A trainer that holds this version, rebuilt from the last sound checkpoint not after it and the
         stored batches since, each with the settings of its step. Nothing is sampled again or written. The
         default device is this process's own.
@@ -84,7 +84,7 @@ class TorchBackend:
         def make_critic(ranks: Ranks) -> TrainedModel:
             return self.make_model(config, local_folder(run.start_dir), ranks, place, values=True)
 
-        trainer = Trainer(
+        trainer = ModelTrainer(
             lambda ranks: self.make_model(config, local_folder(run.start_dir), ranks, place),
             config.train,
             seed=config.seed,
@@ -103,8 +103,8 @@ class TorchBackend:
         if (steps := version - trainer.version) > 0:
             log.warning("version %d is made again from %d (train steps: %d)", version, trainer.version, steps)
         while trainer.version < version:
-            trainer.config = stored_settings(run, trainer.version)
-            trainer.step(stored_batch(run, trainer.version))
+            trainer.config = read_stored_settings(run, trainer.version)
+            trainer.step(read_stored_batch(run, trainer.version))
         return trainer
 
 

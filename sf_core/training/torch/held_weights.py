@@ -39,13 +39,13 @@ class HeldLayer:
         self._held: list[torch.Tensor] = []
         with torch.no_grad():
             cast = {name: parameter.to(dtype) for name, parameter in parameters.items()}
-            self.layer = self._fused(cast, self._hold)
+            self.layer = self._fuse(cast, self._hold)
 
     def _hold(self, fused: torch.Tensor) -> torch.Tensor:
         self._held.append(_leaf(fused, fused.dtype))
         return self._held[-1]
 
-    def _fused(self, parameters: Mapping[str, torch.Tensor], through: Through) -> Layer:
+    def _fuse(self, parameters: Mapping[str, torch.Tensor], through: Through) -> Layer:
         layer = fuse_layer(parameters.get, self._spec, passing(through))
         return layer if layer.qk_norm is None else replace(layer, qk_norm=through(layer.qk_norm))
 
@@ -58,7 +58,7 @@ class HeldLayer:
             return tensor
 
         if any(held.grad is not None for held in self._held):
-            self._fused(self._parameters, note)
+            self._fuse(self._parameters, note)
             torch.autograd.backward(fused, [held.grad for held in self._held])
         self._held.clear()
 

@@ -31,10 +31,12 @@ class Publisher:
             return save_weights(folder, weights, version)
         packed = pack_weights(weights, version, self.dtype)
         refs = save_tensors(folder, packed)
-        delta = save_delta(folder, self._kept(version - 1) or stored_base(before, packed), packed, version)
+        delta = save_delta(
+            folder, self._find_kept(version - 1) or stored_base(before, packed), packed, version
+        )
         self._last = None  # before another copy is made
         self._last = version, packed if is_local(folder) else shared(packed, packed.header.metadata[DIGEST])
         return [*refs, delta] if delta else refs
 
-    def _kept(self, version: int) -> TensorBytes | None:
+    def _find_kept(self, version: int) -> TensorBytes | None:
         return self._last[1] if self._last is not None and self._last[0] == version else None

@@ -66,7 +66,7 @@ class SingleRank:
         return DeviceMesh.from_group(group, device)
 
 
-class Group:
+class ProcessGroup:
     """The ranks of torch.distributed's default process group. Its methods raise ExchangeError."""
 
     def __init__(self, group: str, workers: tuple[str, ...], timeout_s: float) -> None:

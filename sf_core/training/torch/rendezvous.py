@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from sf_core.training.gang import GangError, RankAssignment, wait_for
-from sf_core.training.torch.ranks import ExchangeError, Group, Ranks, SingleRank, make_group
+from sf_core.training.torch.ranks import ExchangeError, ProcessGroup, Ranks, SingleRank, make_group
 from storage.gangs import GangFiles
 
 CONNECT_S = 5.0
@@ -34,7 +34,7 @@ class Rendezvous:
     """The process group of this process, kept from step to step while its members stay."""
 
     def __init__(self) -> None:
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         """None during a step."""
         self._last: _Meeting | None = None
         """While rank 0 is alive, the others can read in its store how the last step ended."""
@@ -78,7 +78,7 @@ class _Meeting:
         self._timeout_s = timeout_s
         self._store: dist.Store | None = None
 
-    def join(self, resident: Group | None) -> Group:
+    def join(self, resident: ProcessGroup | None) -> ProcessGroup:
         """The process group of this step: the resident one if all ranks still have it."""
         self._open_store()
         kept = resident.group if resident and resident.workers == self._seat.workers else "none"
@@ -94,7 +94,7 @@ class _Meeting:
             return resident
         _leave()
         self._make_group(group)
-        return Group(group, self._seat.workers, self._timeout_s)
+        return ProcessGroup(group, self._seat.workers, self._timeout_s)
 
     def end(self) -> None:
         """Tell the other ranks that rank 0 has committed; they wait for it."""
@@ -134,7 +134,7 @@ class _Meeting:
             self._store = self._connect(*address)
 
     def _connect(self, host: str, port: int, listening: int | None = None) -> dist.Store:
-        with self._blaming_rank_0():
+        with self._blame_rank_0():
             return dist.TCPStore(
                 host,
                 port,
@@ -152,16 +152,16 @@ class _Meeting:
             raise ExchangeError(f"no process group: {error}") from error
 
     def _put(self, key: str, value: str) -> None:
-        with self._blaming_rank_0():
+        with self._blame_rank_0():
             self._opened.set(key, value)
 
     def _get(self, key: str) -> str:
-        with self._blaming_rank_0():
+        with self._blame_rank_0():
             return str(self._opened.get(key), "utf-8")
 
     def _has(self, *keys: str) -> bool:
         """Whether the store has all of these."""
-        with self._blaming_rank_0():
+        with self._blame_rank_0():
             return bool(self._opened.check(list(keys)))
 
     @property
@@ -171,7 +171,7 @@ class _Meeting:
         return self._store
 
     @contextmanager
-    def _blaming_rank_0(self) -> Iterator[None]:
+    def _blame_rank_0(self) -> Iterator[None]:
         """Blame rank 0 for errors of the store, which is in its process."""
         try:
             yield

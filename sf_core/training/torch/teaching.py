@@ -42,16 +42,16 @@ def scores_of(
     needs = config.needs | config.loss.needs
     found: dict[Score, Values] = {}
     if needs & {"start", "entropy"}:
-        found["start"], found["entropy"] = _scored(rows, config, model, ranks)
+        found["start"], found["entropy"] = _score_rows(rows, config, model, ranks)
     if "reference" in needs:
         with references(config.loss.reference_of(version)) as reference:
-            found["reference"], _ = _scored(rows, config, reference, ranks)
+            found["reference"], _ = _score_rows(rows, config, reference, ranks)
     if "values" in needs and critic is not None:
-        found["values"], _ = _scored(rows, config, critic, ranks)
+        found["values"], _ = _score_rows(rows, config, critic, ranks)
     return found
 
 
-def _scored(
+def _score_rows(
     rows: Sequence[Row], config: TrainConfig, model: TrainedModel, ranks: Ranks
 ) -> tuple[Values, Values]:
     """Log-probs and entropies of all rows."""
@@ -76,7 +76,7 @@ def _scored(
     return found
 
 
-def prepared(
+def prepare_rows(
     rows: Sequence[Row], batch: pa.Table, scores: Mapping[Score, Values], config: TrainConfig, version: int
 ) -> list[Row]:
     """The rows with the advantages, weights and log-probs that follow from their scores. They are the
@@ -117,7 +117,7 @@ def _penalties(samples: Samples, loss: LossConfig) -> npt.NDArray[np.float64]:
     return np.multiply(kl.coefficient, samples.session_sum(of_tokens), dtype=np.float64)
 
 
-def fitted(rows: Sequence[Row], scores: Mapping[Score, Values], loss: LossConfig) -> PolicyLoss:
+def fit_policy_loss(rows: Sequence[Row], scores: Mapping[Score, Values], loss: LossConfig) -> PolicyLoss:
     """The policy's part of the loss of a step of these rows, which are prepared."""
     if "start" not in loss.policy.needs:
         return loss.policy
@@ -129,7 +129,7 @@ def fitted(rows: Sequence[Row], scores: Mapping[Score, Values], loss: LossConfig
     return loss.policy.fitted(np.concatenate(log_ratios), np.concatenate(advantages))
 
 
-def weighed(rows: Sequence[Row], loss: LossConfig) -> tuple[list[Row], float]:
+def weigh_rows(rows: Sequence[Row], loss: LossConfig) -> tuple[list[Row], float]:
     """The rows of an optimiser step with weights such that their sum over tokens, divided by the number that
     is returned, is the mean that the loss is."""
     lengths = np.array([row.weights[row.loss_mask].sum(dtype=np.float64) for row in rows])

@@ -29,7 +29,7 @@ from sf_core.training.torch.step_metrics import (
     summaries,
     token_metrics,
 )
-from sf_core.training.torch.teaching import References, fitted, prepared, scores_of, weighed
+from sf_core.training.torch.teaching import References, fit_policy_loss, prepare_rows, scores_of, weigh_rows
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
 from storage.files import FileRef
 from storage.tensors.checkpoints import MASTER, PARTS, Progress, load_checkpoint, save_shard
@@ -43,7 +43,7 @@ PerToken = dict[str, list[torch.Tensor]]
 """Metrics of every trained token, from each microbatch."""
 
 
-class Trainer:
+class ModelTrainer:
     """Trains a model that starts at version 0.
 
     Each of several ranks computes on its share of every optimiser step's rows; all of them must call `step`
@@ -85,7 +85,7 @@ class Trainer:
         the trainer must not be used after that."""
         started, cpu_started = time.perf_counter(), time.process_time()
         self._steps_before = self._optimizer_steps
-        rows, policy_loss = self._taught(batch)
+        rows, policy_loss = self._prepare_batch(batch)
         random = np.random.default_rng((self._seed, self.version))
         per_token: PerToken = defaultdict(list)
         grad_norms = [
@@ -108,7 +108,7 @@ class Trainer:
             "cpu_seconds": sum(cpu_seconds for _, cpu_seconds, _ in of_ranks),
         }
 
-    def _taught(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss]:
+    def _prepare_batch(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss]:
         """The rows of a batch with what they teach, and the policy's part of their loss."""
         rows, config = read_rows(batch), self.config
         if not config.needs | config.loss.needs:
@@ -116,13 +116,13 @@ class Trainer:
         scores = scores_of(
             rows, config, self.model, self._ranks, self.version, self._references, self._critic
         )
-        taught = prepared(rows, batch, scores, config, self.version)
-        return taught, fitted(taught, scores, config.loss)
+        taught = prepare_rows(rows, batch, scores, config, self.version)
+        return taught, fit_policy_loss(taught, scores, config.loss)
 
     def _optimise(self, rows: list[Row], policy_loss: PolicyLoss, per_token: PerToken) -> float:
         """One optimiser step on these rows; appends the metrics of every token, returns the gradient norm."""
         config = self.config
-        weighted, total = weighed(rows, config.loss)
+        weighted, total = weigh_rows(rows, config.loss)
         noted = per_token if self.model.measures else defaultdict(list)
         loss = partial(self._loss, total, policy_loss, noted)
         teaches = [config.loss.teaches_all or bool(row.advantages.any()) for row in weighted]

@@ -13,13 +13,13 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.leases import (
     AGAIN_S,
     Action,
-    Ended,
     Fail,
     Lease,
+    LeaseEnd,
     LeaseSet,
     Retire,
     Revoke,
-    Submit,
+    SubmitLease,
     lease_of,
 )
 from sf_core.scheduling.plan import Worker, make_plan
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "cluster": {"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 1}}},
     "rollout": {"concurrency": 1},
 }
-LOST = Ended("lost", ConnectionError("no claim was answered\nfor long"))
+LOST = LeaseEnd("lost", ConnectionError("no claim was answered\nfor long"))
 
 
 class Bench:
@@ -44,18 +44,18 @@ class Bench:
         self.connected = set(workers or WORKERS)
         self.leases = LeaseSet(make_plan(self.workers(), config), config, attempt=1)
         self.now = 1000.0
-        self.ended: dict[str, Ended] = {}
+        self.ended: dict[str, LeaseEnd] = {}
         self.given: dict[str, Lease] = {}
 
     def workers(self) -> list[Worker]:
         return [WORKERS[name] for name in sorted(self.connected)]
 
     def observe(self) -> None:
-        ended = {lease_id: self.ended.get(lease_id) for lease_id in self.leases.unsettled()}
+        ended = {lease_id: self.ended.get(lease_id) for lease_id in self.leases.list_unsettled()}
         self.leases.observe(self.now, self.workers(), ended)
 
     def noted(self, actions: list[Action]) -> list[Action]:
-        submitted = [action.lease for action in actions if isinstance(action, Submit)]
+        submitted = [action.lease for action in actions if isinstance(action, SubmitLease)]
         self.given |= {lease.lease_id: lease for lease in submitted}
         return actions
 
@@ -79,7 +79,7 @@ class Bench:
         status = None if sessions is None else {"work": {"agent": sessions}, "runners": known}
         return self.noted(self.leases.adapt(status))
 
-    def end(self, worker: str, how: Ended) -> None:
+    def end(self, worker: str, how: LeaseEnd) -> None:
         """End the oldest lease of this worker that goes on."""
         open_ = [x for x in self.given.values() if x.worker == worker and x.lease_id not in self.ended]
         self.ended[open_[0].lease_id] = how
@@ -87,11 +87,13 @@ class Bench:
 
 def given(actions: Iterable[Action]) -> list[tuple[str, int | None]]:
     """Worker and `after` of the submitted leases."""
-    return [(action.lease.worker, action.lease.after) for action in actions if isinstance(action, Submit)]
+    return [
+        (action.lease.worker, action.lease.after) for action in actions if isinstance(action, SubmitLease)
+    ]
 
 
 BROKEN = ValueError("module my_agent has no agent")
-FAILED = Ended("failed", BROKEN)
+FAILED = LeaseEnd("failed", BROKEN)
 
 
 def test_all_but_trainers_are_held_from_the_start_and_as_few_as_the_bounds_allow() -> None:
@@ -110,10 +112,10 @@ def test_a_trainer_has_one_loan_and_the_next_one_queued_behind_it_but_for_the_la
     assert given(bench.lend(0)) == [("t0", None), ("t0", 0)]
     for iteration in range(1, 4):
         assert bench.leases.to_revoke(iteration - 1) == [("t0", f"t0-{iteration - 1}.1")]
-        bench.end("t0", Ended("revoked"))
+        bench.end("t0", LeaseEnd("revoked"))
         assert given(bench.lend(iteration)) == [("t0", iteration)]
     # after the last iteration there is only an evaluation
-    bench.end("t0", Ended("revoked"))
+    bench.end("t0", LeaseEnd("revoked"))
     assert bench.lend(4) == []
     assert {lease.trainers for lease in bench.given.values()} == {("t0",)}
 
@@ -122,7 +124,7 @@ def test_a_trainer_that_the_gate_refused_is_lent_again_in_the_next_iteration() -
     bench = Bench()
     bench.lend(2)
     for _ in range(2):
-        bench.end("t0", Ended("returned"))
+        bench.end("t0", LeaseEnd("returned"))
     assert given(bench.lend(3)) == [("t0", 2), ("t0", 3)]
 
 
@@ -163,10 +165,10 @@ def test_a_trainer_whose_loan_was_lost_is_lent_again_once_it_is_there() -> None:
 def test_a_retired_runner_whose_worker_does_not_say_so_is_neither_waited_for_nor_replaced() -> None:
     bench = Bench("r0", "t0", "a0", "c0")
     bench.begin()
-    bench.end("a0", Ended("unknown"))
+    bench.end("a0", LeaseEnd("unknown"))
     assert bench.adapt(sessions=5) == []
-    assert "a0-0.1" in bench.leases.unsettled()
-    bench.ended["a0-0.1"] = Ended("returned")
+    assert "a0-0.1" in bench.leases.list_unsettled()
+    bench.ended["a0-0.1"] = LeaseEnd("returned")
     assert given(bench.adapt(sessions=5)) == [("a0", None)]
 
 
@@ -211,7 +213,7 @@ def test_a_failed_lease_is_said_at_once_and_the_run_ends_when_nobody_is_left(
     bench.end("t1", LOST)
     bench.adapt(sessions=2)
     assert bench.leases.nobody_left is None
-    bench.end("a1", Ended("failed", ValueError("another")))
+    bench.end("a1", LeaseEnd("failed", ValueError("another")))
     bench.adapt(sessions=2)
     assert bench.leases.nobody_left is BROKEN
     assert "nobody is left for `agent`, and the run ends" in caplog.messages
@@ -231,7 +233,7 @@ def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it() -> None:
     # one that retires gets another lease only once it has ended
     runners = {"a0:a0-0.1": False, "a1:a1-2.1": True}
     assert bench.adapt(2, runners) == []
-    bench.end("a1", Ended("returned"))
+    bench.end("a1", LeaseEnd("returned"))
     assert given(bench.adapt(2, {"a0:a0-0.1": False})) == [("a1", None)]
 
 
@@ -265,8 +267,8 @@ def test_leases_follow_who_trains(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_device_that_was_taken_to_replace_a_lost_trainer_is_held_again_and_a_drained_one_is_not() -> None:
     bench = Bench()
     bench.begin()
-    bench.end("r0", Ended("revoked"))
-    bench.end("t1", Ended("returned"))
+    bench.end("r0", LeaseEnd("revoked"))
+    bench.end("t1", LeaseEnd("returned"))
     assert bench.adapt() == []
     bench.replan()
     assert given(bench.adapt()) == [("r0", None)]
@@ -287,7 +289,7 @@ def test_at_the_end_only_leases_that_have_begun_on_workers_that_are_there_are_aw
     bench.begin()
     bench.lend(0)
     bench.connected.remove("t1")
-    bench.end("t0", Ended("returned"))
+    bench.end("t0", LeaseEnd("returned"))
     bench.observe()
     begun = {lease.holder for lease in bench.given.values() if lease.worker != "a0"} - {"t0:t0-4.1"}
     assert bench.leases.to_await(begun) == ["r0-1.1"]
@@ -310,7 +312,7 @@ class Cluster(RuleBasedStateMachine):
     def do(self, actions: list[Action]) -> None:
         assert not (self.is_over and given(actions)), "nothing is submitted after the end"
         for action in actions:
-            if isinstance(action, Submit):
+            if isinstance(action, SubmitLease):
                 self.last_given[action.lease.worker] = self.bench.now
             elif isinstance(action, Revoke):
                 self.revoked.add(action.lease_id)
@@ -333,7 +335,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(sorted(WORKERS)), how=st.sampled_from(["returned", "lost", "unknown"]))
     def end_lease(self, worker: str, how: Any) -> None:
         if self.open(worker):
-            self.bench.end(worker, LOST if how == "lost" else Ended(how))
+            self.bench.end(worker, LOST if how == "lost" else LeaseEnd(how))
 
     @rule(worker=st.sampled_from(["r0", *AGENTS]))
     def fail(self, worker: str) -> None:
@@ -346,7 +348,7 @@ class Cluster(RuleBasedStateMachine):
         """Train an iteration and begin the next one. What was told to yield ends."""
         bench, self.trained = self.bench, self.trained + 1
         self.revoked |= {lease_id for _, lease_id in bench.leases.to_revoke(self.trained)}
-        bench.ended |= dict.fromkeys(self.revoked - bench.ended.keys(), Ended("revoked"))
+        bench.ended |= dict.fromkeys(self.revoked - bench.ended.keys(), LeaseEnd("revoked"))
         self.do(bench.replan())
         self.do(bench.lend(self.trained + 1))
 
@@ -359,8 +361,8 @@ class Cluster(RuleBasedStateMachine):
         self.do(actions)
         for action in actions:
             if isinstance(action, Retire):
-                bench.ended[lease_of(action.holder)[1]] = Ended("returned")
-            if isinstance(action, Submit):
+                bench.ended[lease_of(action.holder)[1]] = LeaseEnd("returned")
+            if isinstance(action, SubmitLease):
                 self.check_pause(action.lease, before)
                 if action.lease.duty == "agent":
                     assert sum(len(self.open(worker)) for worker in bench.connected & {*AGENTS}) <= 2
@@ -395,7 +397,7 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def what_is_unsettled_has_no_known_end(self) -> None:
         self.bench.observe()
-        ends = [self.bench.ended.get(lease_id) for lease_id in self.bench.leases.unsettled()]
+        ends = [self.bench.ended.get(lease_id) for lease_id in self.bench.leases.list_unsettled()]
         assert all(end is None or end.how == "unknown" for end in ends)
 
 

@@ -23,7 +23,7 @@ from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import DEVICES, Device
 from sf_core.scheduling import cluster
-from sf_core.scheduling.cluster import connected_workers, end_tasks, read_workers
+from sf_core.scheduling.cluster import end_tasks, list_connected, read_workers
 from sf_core.scheduling.plan import Worker
 from sf_core.scheduling.template.nanny import template_modules
 from sf_core.scheduling.worker import DASK_SETTINGS, worker_environment
@@ -104,7 +104,7 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(b
     often = {"distributed.client.scheduler-info-interval": "1ms"}
     with dask.config.set(often), Client(bench.scheduler, set_as_default=False) as client:
         # whatever the client asks for by itself meanwhile
-        assert all(len(connected_workers(client)) == 3 for _ in range(100))
+        assert all(len(list_connected(client)) == 3 for _ in range(100))
         kept = client.submit(what_is_kept, resources={"@r1": 1}).result(timeout=patience())
     assert kept == ("r1", "127.0.0.1", DEVICES["h20"])
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
@@ -162,7 +162,7 @@ def running_nannies(scheduler: str) -> list[str]:
     """Names of the workers whose nannies are running."""
     with Client(scheduler, set_as_default=False) as client:
         status = client.run(lambda dask_worker: dask_worker.status.name, nanny=True)
-        workers = connected_workers(client)
+        workers = list_connected(client)
     return [workers[address].name for address, word in status.items() if word == "running"]
 
 

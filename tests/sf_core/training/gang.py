@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from sf_core.training.gang import RankAssignment, seated
+from sf_core.training.gang import RankAssignment, join_gang
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
 from storage.gangs import GangFiles
@@ -107,7 +107,7 @@ def _serve(orders: Any, reports: Any) -> None:
     while True:
         one, rank, work = orders.get()
         try:
-            with seated(rendezvous.meet, one.files, one.seat(rank), one.host, one.timeout_s) as ranks:
+            with join_gang(rendezvous.meet, one.files, one.seat(rank), one.host, one.timeout_s) as ranks:
                 result = work(ranks)
         except Exception as error:
             result = f"{type(error).__name__}: {error}"

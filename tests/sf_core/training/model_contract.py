@@ -25,7 +25,7 @@ from sf_core.training.packing import Row, read_rows, share
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import EXP_AVG, MASTER
 from tests.sf_core.training.batches import grouped_rows, make_batch
 from tests.sf_core.training.gang import Member, Try
@@ -52,9 +52,9 @@ class Setup:
         config = RunConfig.model_validate(self.settings)
         return backend.make_model(config, self.folder, ranks, "cpu", values=values)
 
-    def trainer(self, ranks: Ranks) -> Trainer:
+    def trainer(self, ranks: Ranks) -> ModelTrainer:
         config = RunConfig.model_validate(self.settings)
-        return Trainer(self.model, config.train, seed=0, ranks=ranks, dtype=config.policy.dtype_name)
+        return ModelTrainer(self.model, config.train, seed=0, ranks=ranks, dtype=config.policy.dtype_name)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def train_on(
     return as_arrays(trainer)
 
 
-def as_arrays(trainer: Trainer) -> dict[str, Any]:
+def as_arrays(trainer: ModelTrainer) -> dict[str, Any]:
     return {name: tensor.float().numpy() for name, tensor in trainer.weights().items()}
 
 

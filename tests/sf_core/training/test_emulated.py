@@ -14,7 +14,7 @@ from sf_core.config.devices import WorkerDevice, known_device
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.emulated import EmulatedBackend, EmulatedRanks, EmulatedTrainer
-from sf_core.training.gang import GangError, RankAssignment, seated
+from sf_core.training.gang import GangError, RankAssignment, join_gang
 from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
     """Run a step; returns the ranks that had computed when it was over."""
     files, backend = one_try(run), EmulatedBackend(WorkerDevice())
-    with seated(backend.meet, files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
+    with join_gang(backend.meet, files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
         model = DeviceModel(EmulationConfig(parameters=1e11), known_device(WORKERS[rank]))
         EmulatedTrainer(model, 0, ranks).step(make_batch([([1] * 50, [True] * 50)] * 2))
         found = [other for other in range(len(WORKERS)) if files.has_computed(other)]

@@ -21,8 +21,8 @@ from sf_core.models.builtin import make_policy
 from sf_core.settings import Settings
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
-from sf_core.stages.settling.sizes import Sizes, explain_sizes
-from sf_core.stages.settling.stored_config import read_stored_config, settled
+from sf_core.stages.settling.sizes import PolicySizes, explain_sizes
+from sf_core.stages.settling.stored_config import read_stored_config, settle_config
 from sf_core.stages.start import start
 from sf_core.types import Task
 from storage.run_directory import RunDirectory
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def explained(config: RunConfig) -> dict[str, str]:
-    return explain_sizes(config, Sizes.of(config))
+    return explain_sizes(config, PolicySizes.of(config))
 
 
 def configured(folder: Path, model: str, **sections: Any) -> RunConfig:
@@ -52,7 +52,7 @@ def configured(folder: Path, model: str, **sections: Any) -> RunConfig:
 def begun(config: RunConfig, *, is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
     """A run with these settings whose version 0 a worker of this kind has made."""
     monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: is_fast)
-    config = settled(config)
+    config = settle_config(config)
     RunDirectory(config.run_dir).write_config(config)
     ref = RunRef("r", config.run_dir, dataplane_url="", attempt=1)
     start(ref, prompts=first_prompts(config))
@@ -98,7 +98,7 @@ def test_a_run_that_resumes_on_other_hardware_keeps_what_was_derived(
     form = validate_config(config.model_dump(mode="json"))
     auto = configured(tmp_path, model, policy={"model": model, "dtype": "auto"})
     for asked in (config, form, auto, read_stored_config(config.run_dir)):
-        resumed = settled(asked, lines.append)
+        resumed = settle_config(asked, lines.append)
         RunDirectory(config.run_dir).write_config(resumed)
         ref = RunRef("r", config.run_dir, dataplane_url="", attempt=2)
         start(ref, prompts=["much longer " * 100])
@@ -121,9 +121,9 @@ def test_what_the_user_names_counts_also_on_a_resume(
     start_manifest = run.directory.read_manifest(None, "start")
     assert start_manifest is not None and "derived" not in start_manifest.data
     # a file that leaves open what the run has
-    assert settled(configured(tmp_path, model)) == config
+    assert settle_config(configured(tmp_path, model)) == config
     lines: list[str] = []
-    changed = settled(configured(tmp_path, model, rollout={"max_tokens": 80}), lines.append)
+    changed = settle_config(configured(tmp_path, model, rollout={"max_tokens": 80}), lines.append)
     assert changed.rollout.max_tokens == 80
     assert lines == ["run r: as it was configured, but for rollout.max_tokens 80 (was 64)"]
 
@@ -135,7 +135,7 @@ def test_a_change_that_does_not_fit_into_the_derived_context_is_refused(
     with pytest.raises(
         ValueError, match=r"rollout\.max_tokens \(2000\) must be less than engine\.context_le"
     ):
-        settled(configured(tmp_path, model, rollout={"max_tokens": 2000}))
+        settle_config(configured(tmp_path, model, rollout={"max_tokens": 2000}))
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_fewer_prompts_than_are_wanted_are_measured_as_well(tmp_path: Path, mode
 
 
 def test_the_quickstart_stores_what_it_always_stored(tmp_path: Path) -> None:
-    config = settled(load_config("quickstart", ["run_id=r", f"storage.root={tmp_path}"]))
+    config = settle_config(load_config("quickstart", ["run_id=r", f"storage.root={tmp_path}"]))
     assert {key: value for key, value in flat(config).items() if key in QUICKSTART} == QUICKSTART
-    assert flat(settled(validate_config({"run_id": "r"})))["train.learning_rate"] is None
+    assert flat(settle_config(validate_config({"run_id": "r"})))["train.learning_rate"] is None
     assert derive(config, 983_040) == {}
 
 
@@ -210,7 +210,7 @@ def test_a_run_that_began_before_its_values_were_stored_keeps_its_rate_and_dtype
 
 def test_a_plan_says_of_a_large_built_in_policy_what_its_run_stores() -> None:
     config = RunConfig.model_validate({"policy": {"hidden_size": 1024, "num_layers": 12}})
-    sizes = Sizes.of(config)
+    sizes = PolicySizes.of(config)
     assert sizes is not None and sizes.parameters > 83_000_000
     assert sizes.config.train.interval == config.filled(values_of(derive(config))).train.interval == 1
     assert "a checkpoint, each iteration" in explained(config)["storage"]

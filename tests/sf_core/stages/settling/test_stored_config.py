@@ -13,8 +13,13 @@ from sf_core.config.validation import validate_config
 from sf_core.recipes.losses import Cispo
 from sf_core.reports.view import failures_of
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.stored_config import has_started, read_stored_config, settled, settled_to_measure
-from sf_core.training.stored_steps import stored_settings
+from sf_core.stages.settling.stored_config import (
+    has_started,
+    read_stored_config,
+    settle_config,
+    settle_to_measure,
+)
+from sf_core.training.stored_steps import read_stored_settings
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, pretend
@@ -45,7 +50,7 @@ def stored(tmp_path: Path) -> RunConfig:
 
 def said(config: RunConfig) -> tuple[RunConfig, list[str]]:
     lines: list[str] = []
-    return settled(config, lines.append), lines
+    return settle_config(config, lines.append), lines
 
 
 def test_a_run_is_read_back_as_it_was_configured_wherever_it_is_now(
@@ -73,7 +78,9 @@ def test_what_a_run_of_this_format_has_stored_is_read_as_it_was_meant() -> None:
     # a gate was a name alone
     written["rollout"]["gate"] = {"kind": written["rollout"]["gate"]}
     assert holds(config.model_dump(mode="json"), written)
-    assert stored_settings(OpenRun(RunRef("old", run.uri, dataplane_url="", attempt=0)), 3) == config.train
+    assert (
+        read_stored_settings(OpenRun(RunRef("old", run.uri, dataplane_url="", attempt=0)), 3) == config.train
+    )
     assert run.newest_attempt() == Attempt(dataplane="", host="vm")
     rollout = run.read_manifest(3, "rollout")
     assert rollout is not None and (failures_of(rollout), rollout.data["groups"]) == ({}, [*range(96, 128)])
@@ -102,7 +109,11 @@ def test_what_the_caller_does_not_set_stays_and_its_addresses_count(
 def test_what_the_caller_sets_counts_and_is_said(tmp_path: Path, stored: RunConfig) -> None:
     changes = {"train": {"iterations": 120, "betas": [0.8, 0.9]}, "dataplane": STORED["dataplane"]}
     settled, lines = said(configured(tmp_path, **changes))
-    assert (settled.train.iterations, settled.train.betas, settled.seed) == (120, (0.8, 0.9), 7)
+    assert (settled.train.iterations, settled.train.betas, settled.seed) == (
+        120,
+        (0.8, 0.9),
+        7,
+    )
     assert settled.cluster == stored.cluster
     [line] = lines
     assert line.startswith("run r: as it was configured, but for train.iterations 120 (was 100), train.betas")
@@ -171,7 +182,7 @@ def test_a_run_may_end_earlier_but_not_before_what_is_published(tmp_path: Path, 
     assert said(configured(tmp_path, train={"iterations": 3}))[0].train.iterations == 3
     lines: list[str] = []
     with pytest.raises(ValueError) as refused:
-        settled(configured(tmp_path, train={"iterations": 2}), lines.append)
+        settle_config(configured(tmp_path, train={"iterations": 2}), lines.append)
     assert str(refused.value) == (
         "run r has published version 3 and cannot end at train.iterations 2; give at least 3, or leave "
         "train.iterations out"
@@ -191,16 +202,16 @@ def test_a_run_is_measured_as_it_was_configured_over_the_tasks_that_are_asked_fo
     tmp_path: Path, stored: RunConfig
 ) -> None:
     asked = configured(tmp_path, evaluate={"num_tasks": 1000}, dataplane=STORED["dataplane"])
-    measured = settled_to_measure(asked)
+    measured = settle_to_measure(asked)
     assert measured == stored.model_copy(update={"evaluate": asked.evaluate})
     with pytest.raises(ValueError, match=r"run r was configured with train.iterations 100, not 3, and is"):
-        settled_to_measure(configured(tmp_path, train={"iterations": 3}))
+        settle_to_measure(configured(tmp_path, train={"iterations": 3}))
     assert read_stored_config(stored.run_dir) == stored
 
 
 def test_only_a_run_that_is_there_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no run here \(config.json is missing\)"):
-        settled_to_measure(configured(tmp_path))
+        settle_to_measure(configured(tmp_path))
 
 
 def test_another_formula_is_taken_as_a_whole(tmp_path: Path, stored: RunConfig) -> None:
@@ -218,7 +229,7 @@ def test_a_critic_is_neither_added_nor_taken_away(tmp_path: Path, stored: RunCon
     ppo = {"advantage": "gae", "critic": {}}
     commit(RunDirectory(stored.run_dir), 0, "rollout")
     with pytest.raises(ValueError, match=r"^run r was started with train\.critic none, not learning_rate="):
-        settled(configured(tmp_path, train=ppo))
+        settle_config(configured(tmp_path, train=ppo))
     other = {"run_id": "ppo", "storage": {"root": str(tmp_path)}, "train": ppo}
     config = validate_config(other)
     RunDirectory(config.run_dir).write_config(config)

@@ -18,7 +18,7 @@ from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint
@@ -60,11 +60,11 @@ def opened(uri: str) -> OpenRun:
     return OpenRun(RunRef(uri.rsplit("/", 1)[-1], uri, dataplane_url="", attempt=1))
 
 
-def rebuilt(uri: str, ranks: Ranks) -> Trainer:
+def rebuilt(uri: str, ranks: Ranks) -> ModelTrainer:
     return TorchBackend(WorkerDevice()).rebuild_trainer(opened(uri), 3, ranks)
 
 
-def holds(trainer: Trainer, run: RunDirectory) -> bool:
+def holds(trainer: ModelTrainer, run: RunDirectory) -> bool:
     stored, weights = load_weights(run.weights_dir(3)), trainer.weights()
     return all(torch.equal(stored[name], weights[name]) for name in stored)
 
@@ -100,12 +100,12 @@ def save(uri: str, ranks: Ranks, *, dies: int | None = None, at: Moment = ("writ
 
 def load(uri: str, ranks: Ranks) -> Any:
     run = opened(uri)
-    trainer = Trainer(partial(TorchModel, run.start_dir), run.config.train, seed=0, ranks=ranks)
+    trainer = ModelTrainer(partial(TorchModel, run.start_dir), run.config.train, seed=0, ranks=ranks)
     trainer.load_checkpoint(RunDirectory(uri).checkpoint_dir(3))
     return arrays(trainer)
 
 
-def arrays(trainer: Trainer) -> dict[str, Any]:
+def arrays(trainer: ModelTrainer) -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in trainer.weights().items()}
 
 

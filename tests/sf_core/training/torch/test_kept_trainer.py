@@ -14,7 +14,7 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
@@ -50,7 +50,7 @@ def attempt(directory: RunDirectory, number: int) -> OpenRun:
     return OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=number))
 
 
-def holds(trainer: Trainer, directory: RunDirectory, version: int) -> bool:
+def holds(trainer: ModelTrainer, directory: RunDirectory, version: int) -> bool:
     stored, weights = load_weights(directory.weights_dir(version)), trainer.weights()
     return all(torch.equal(stored[name], weights[name]) for name in stored)
 
@@ -97,7 +97,7 @@ def test_the_trainer_before_is_gone_when_another_is_made(
 
 
 def num_trainers() -> int:
-    return sum(type(found) is Trainer for found in gc.get_objects())
+    return sum(type(found) is ModelTrainer for found in gc.get_objects())
 
 
 def test_a_damaged_batch_is_not_trained_on_again(directory: RunDirectory, backend: TorchBackend) -> None:

@@ -13,7 +13,7 @@ from sf_core.config import PolicyConfig, TrainConfig
 from sf_core.config.run_config import DtypeName
 from sf_core.models.builtin import make_policy
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.tensor_bytes import TensorBytes, parse
@@ -31,17 +31,17 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def make_trainer(run: RunDirectory, dtype: DtypeName = "bfloat16") -> Trainer:
+def make_trainer(run: RunDirectory, dtype: DtypeName = "bfloat16") -> ModelTrainer:
     # so small a rate that few elements of bfloat16 change
     make_model = partial(TorchModel, run.start_dir)
-    return Trainer(make_model, TrainConfig(learning_rate=1e-6), seed=0, dtype=dtype)
+    return ModelTrainer(make_model, TrainConfig(learning_rate=1e-6), seed=0, dtype=dtype)
 
 
 def folder(run: RunDirectory, version: int) -> str:
     return run.weights_dir(version) if version else run.start_dir
 
 
-def publish(run: RunDirectory, trainer: Trainer) -> list[str]:
+def publish(run: RunDirectory, trainer: ModelTrainer) -> list[str]:
     """Make and store the next version; returns the names of its files."""
     trainer.step(BATCH)
     refs = trainer.save_weights(run.weights_dir(trainer.version), folder(run, trainer.version - 1))

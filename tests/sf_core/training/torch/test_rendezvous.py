@@ -15,7 +15,7 @@ from sf_core.config import PolicyConfig, TrainConfig
 from sf_core.models.builtin import make_policy
 from sf_core.training.torch.ranks import Ranks, SingleRank, make_group
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from tests.patience import wait_until
 from tests.sf_core.training.batches import grouped_rows, make_batch
 from tests.sf_core.training.gang import Member, Try
@@ -80,7 +80,7 @@ def miss_a_group(ranks: Ranks) -> str:
 
 def train(folder: str, steps: int, settings: dict[str, Any], ranks: Ranks) -> Any:
     config = TrainConfig.model_validate({"learning_rate": 1e-3, **settings})
-    trainer = Trainer(partial(TorchModel, folder), config, seed=0, ranks=ranks)
+    trainer = ModelTrainer(partial(TorchModel, folder), config, seed=0, ranks=ranks)
     metrics = [trainer.step(batch(seed)) for seed in range(steps)]
     return metrics, {name: tensor.numpy() for name, tensor in trainer.weights().items()}
 

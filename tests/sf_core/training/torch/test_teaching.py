@@ -21,7 +21,7 @@ from sf_core.recipes.losses import LossConfig, Tokens
 from sf_core.training.packing import Row, read_rows
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import EXP_AVG
 from tests.sf_core.training.batches import grouped_rows, make_batch
 from tests.sf_core.training.gang import Member, Try
@@ -105,7 +105,7 @@ def gradients(
     """Gradient of each formula by the trainer, by parameter; on rank 0."""
     found = {}
     for name, loss in formulas.items():
-        trainer = Trainer(
+        trainer = ModelTrainer(
             partial(TorchModel, policy),
             config_of(loss, tokens_per_microbatch=max_tokens),
             seed=0,
@@ -221,7 +221,9 @@ def test_packing_and_ranks_make_no_difference(
 def test_advantages_and_weights_that_need_scores_are_made_in_the_step(folders: tuple[str, str]) -> None:
     """The half of the tokens with the highest entropy, with advantages from the rewards."""
     settings = {"weights": [{"kind": "surprising", "share": 0.5}], "advantage": {"scale": "none"}}
-    trainer = Trainer(partial(TorchModel, folders[0]), config_of({"policy": "plain"}, **settings), seed=0)
+    trainer = ModelTrainer(
+        partial(TorchModel, folders[0]), config_of({"policy": "plain"}, **settings), seed=0
+    )
     batch = drawn()
     for name in ("advantages", "weights"):
         nothing = pa.nulls(len(batch), batch.schema.field(name).type)
@@ -246,7 +248,7 @@ def test_a_penalty_in_the_reward_moves_advantages_and_has_no_gradient_of_its_own
     folders: tuple[str, str],
 ) -> None:
     kl = {"coefficient": 0.1, "place": "reward", "estimator": "k1"}
-    trainer = Trainer(
+    trainer = ModelTrainer(
         partial(TorchModel, folders[0]),
         config_of({"policy": "plain", "kl": kl}, advantage="leave_one_out"),
         seed=0,
@@ -276,7 +278,7 @@ def test_a_penalty_in_the_reward_moves_advantages_and_has_no_gradient_of_its_own
 
 
 def test_without_a_reference_no_divergence_from_one_is_reported(folders: tuple[str, str]) -> None:
-    metrics = Trainer(partial(TorchModel, folders[0]), config_of({}), seed=0).step(drawn())
+    metrics = ModelTrainer(partial(TorchModel, folders[0]), config_of({}), seed=0).step(drawn())
     assert "kl_reference" not in metrics
 
 
@@ -285,8 +287,8 @@ def test_without_a_reference_no_divergence_from_one_is_reported(folders: tuple[s
 PPO = {"advantage": {"kind": "gae", "lam": 0.9, "whiten": False}, "critic": {"learning_rate": 0.01}}
 
 
-def ppo_trainer(folder: str, ranks: Ranks, **settings: Any) -> Trainer:
-    return Trainer(
+def ppo_trainer(folder: str, ranks: Ranks, **settings: Any) -> ModelTrainer:
+    return ModelTrainer(
         partial(TorchModel, folder),
         TrainConfig.model_validate({"learning_rate": 1e-3, **PPO, **settings}),
         seed=0,
@@ -324,7 +326,7 @@ def test_a_critic_learns_what_to_expect_and_the_policy_is_published_without_it(
     assert steps[0]["explained_variance"] == pytest.approx(0.0)
     assert steps[-1]["explained_variance"] > 0.5
     assert steps[-1]["value_loss"] < steps[0]["value_loss"] / 2
-    plain = Trainer(partial(TorchModel, folders[0]), TrainConfig(), seed=0)
+    plain = ModelTrainer(partial(TorchModel, folders[0]), TrainConfig(), seed=0)
     assert trainer.weights().keys() == plain.weights().keys()
 
 
@@ -342,7 +344,7 @@ def test_with_values_of_zero_the_advantage_of_every_token_is_the_reward(folders:
     given = batch.set_column(index, "advantages", pa.array(advantages, kind))
     weights = batch.schema.get_field_index("weights")
     given = given.set_column(weights, "weights", pa.nulls(len(batch), kind))
-    plain = Trainer(partial(TorchModel, folders[0]), TrainConfig(betas=(0.0, 0.9)), seed=0).step(given)
+    plain = ModelTrainer(partial(TorchModel, folders[0]), TrainConfig(betas=(0.0, 0.9)), seed=0).step(given)
     assert found == pytest.approx(plain["grad_norm"], rel=1e-5)
 
 

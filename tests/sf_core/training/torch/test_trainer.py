@@ -17,7 +17,7 @@ from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.step_metrics import MAX_PARTS
 from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import Trainer
+from sf_core.training.torch.trainer import ModelTrainer
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
 BATCH = make_batch(grouped_rows(num_groups=4, group_size=4), logprob=-4.0, group_size=4)
@@ -30,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def make_trainer(folder: str, **settings: object) -> Trainer:
+def make_trainer(folder: str, **settings: object) -> ModelTrainer:
     config = TrainConfig.model_validate({"learning_rate": 1e-3, **settings})
-    return Trainer(partial(TorchModel, folder), config, seed=0)
+    return ModelTrainer(partial(TorchModel, folder), config, seed=0)
 
 
 def test_steps_on_a_fixed_batch_lower_its_loss(folder: str) -> None:
