@@ -17,7 +17,7 @@ from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
 from sf_core.stages.settling.first_tasks import check_held_out, foreseen
-from sf_core.stages.settling.sizes import Sizes, check_memory
+from sf_core.stages.settling.sizes import PolicySizes, check_memory
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.settling.stored_config import settled
 from tasks.cluster import (
@@ -45,7 +45,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         check_held_out(config)
         check_start(config, by_a_worker=True)
         plan = await_plan(scheduler_address(), config)
-        check_memory(Sizes.of(config), read_workers(scheduler_address()))
+        check_memory(PolicySizes.of(config), read_workers(scheduler_address()))
         for sentence in foreseen(config):
             tell(sentence)
         run = begin_attempt(config)

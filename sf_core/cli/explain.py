@@ -11,7 +11,7 @@ from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_o
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
 from sf_core.scheduling.tags import COMPUTING
 from sf_core.stages.settling.first_tasks import foreseen
-from sf_core.stages.settling.sizes import Sizes, check_memory, explain_sizes
+from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.settling.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import describe_policy
 
@@ -22,7 +22,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
     workers = find_workers(config, scheduler)
     plan = make_plan(workers, config)
-    check_memory(sizes := Sizes.of(config), workers)
+    check_memory(sizes := PolicySizes.of(config), workers)
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     facts.add_row("pipeline", Text(_pipeline(plan, config)))
     facts.add_row("lag bound", Text(_lag(config)))

@@ -36,7 +36,7 @@ from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
 from sf_core.stages.settling.first_tasks import check_held_out
-from sf_core.stages.settling.sizes import Sizes, check_memory, explain_sizes
+from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.settling.stored_config import settled
 from sf_core.surroundings import (
     CACHE_DIR,
@@ -74,7 +74,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
     """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards."""
     started_at = time.time()
     name = config.run_id or new_run_id("run")
-    config = _updated(config, run_id=name, storage={"root": absolute(config.storage.root)})
+    config = _update(config, run_id=name, storage={"root": absolute(config.storage.root)})
     directory = RunDirectory(config.run_dir)
     check_writable(config.storage.root)
     tell = partial(console.print, highlight=False, soft_wrap=True)
@@ -94,7 +94,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         scheduler = scheduler_of(config)
         if scheduler:
             await_plan(scheduler, config, tell)
-        workers, sizes = find_workers(config), Sizes.of(config)
+        workers, sizes = find_workers(config), PolicySizes.of(config)
         if not scheduler:
             make_plan(workers, config)
         check_memory(sizes, workers)
@@ -342,6 +342,6 @@ def _causes(shares: Mapping[str, float]) -> str:
     return f" ({', '.join(f'{cause} {shares[cause]:.0%}' for cause in named)})" if named else ""
 
 
-def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:
+def _update(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:
     changes = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changes | ({"run_id": run_id} if run_id else {}))

@@ -9,12 +9,12 @@ from typing import Any
 
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import collect_waits
-from storage.files import FileRef, fenced
+from storage.files import FileRef, fence
 from storage.manifests import Manifest
 
 
 @dataclass
-class Outcome:
+class StageResult:
     """Inputs, outputs and data of a stage, for its manifest."""
 
     inputs: dict[str, str] = field(default_factory=dict)
@@ -26,7 +26,7 @@ Stage = Callable[..., dict[str, Any]]
 """Function of a RunRef, an iteration, and the other arguments of `work`; returns the manifest's data."""
 
 
-def commits_once(work: Callable[..., Outcome]) -> Stage:
+def commits_once(work: Callable[..., StageResult]) -> Stage:
     """Make a stage of `work`, which runs and commits only if the stage is not committed yet."""
     name = work.__name__
 
@@ -46,7 +46,7 @@ def commit(
     run: OpenRun,
     iteration: int | None,
     name: str,
-    work: Callable[[], Outcome],
+    work: Callable[[], StageResult],
     check: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Run `work` and commit its outcome; `check` is called directly before the manifest is written."""
@@ -63,7 +63,7 @@ def commit(
         outputs=outcome.outputs,
         data=outcome.data | times,
     )
-    with fenced(check):
+    with fence(check):
         return run.directory.commit_manifest(manifest)
 
 

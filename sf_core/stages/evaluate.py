@@ -15,7 +15,7 @@ from sf_core.config.yaml_file import override_config
 from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import await_restarts, check_idle
 from sf_core.reports.view import RunView
-from sf_core.stages.commit import Outcome, commits_once
+from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
 from sf_core.stages.settling.stored_config import read_stored_config, settled_to_measure
 from storage.files import FileRef, copy_folder, list_files, remove
@@ -27,7 +27,7 @@ from storage.tensors.weights import INDEX_NAME, WEIGHT_FILES
 
 
 @commits_once
-def evaluate(run: OpenRun, version: int, num_tasks: int | None = None) -> Outcome:
+def evaluate(run: OpenRun, version: int, num_tasks: int | None = None) -> StageResult:
     """Mean reward of this version on `num_tasks` held-out tasks, by default as configured; these sessions are
     never trained on. An evaluation that has begun keeps its number of tasks. Raises ValueError if engines
     serve another version."""
@@ -41,7 +41,7 @@ def evaluate(run: OpenRun, version: int, num_tasks: int | None = None) -> Outcom
     rewards = {"reward_mean": sealed["reward_mean"]}
     rewards |= {f"reward_{name}": value for name, value in sealed["by_environment"].items()}
     files.append(write_metrics(run.directory, "evaluation", version, [rewards]))
-    return Outcome(outputs=files, data=sealed)
+    return StageResult(outputs=files, data=sealed)
 
 
 log = logging.getLogger(__name__)

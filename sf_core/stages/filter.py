@@ -10,15 +10,15 @@ import pyarrow.compute as pc
 from sf_core.recipes.samples import Samples, Values
 from sf_core.recipes.selections import AnySelection
 from sf_core.recipes.tables import samples_of
-from sf_core.recipes.weights import taught
-from sf_core.stages.commit import Outcome, commits_once, committed
+from sf_core.recipes.weights import weigh
+from sf_core.stages.commit import StageResult, commits_once, committed
 from sf_core.stages.run import OpenRun
 from storage.batches import TRAIN, write_batch
 from storage.trajectories import read_trajectories
 
 
 @commits_once
-def filter(run: OpenRun, iteration: int) -> Outcome:
+def filter(run: OpenRun, iteration: int) -> StageResult:
     """Write the batch: the advantage and the weight of every token, unless the train step must make them.
     Raises ValueError if nothing of what was sampled trains, which no iteration would change."""
     source = committed(run, iteration, "rollout")
@@ -39,7 +39,7 @@ def filter(run: OpenRun, iteration: int) -> Outcome:
     if not settings.needs:
         # made of what trains alone, so that what does not has no part in any mean or deviation
         samples = sampled if trains.all() else samples_of(kept, iteration)
-        made = taught(samples, settings.advantage, settings.weights)
+        made = weigh(samples, settings.advantage, settings.weights)
         teaching = [bool(np.any(row)) for row in made[0]]
         of_sessions = np.bincount(samples.sessions, weights=teaching) > 0
         figures["zero_advantage_share"] = float(np.mean(~of_sessions))
@@ -53,7 +53,7 @@ def filter(run: OpenRun, iteration: int) -> Outcome:
         decisions=decisions,
         part=f"batch-{run.ref.attempt}",
     )
-    return Outcome(
+    return StageResult(
         inputs={ref.uri: ref.sha256 for ref in files},
         outputs=[batch],
         data={

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 
 from sf_core.reports.cleanup import spare_weights
-from sf_core.stages.commit import Outcome, commits_once, committed
+from sf_core.stages.commit import StageResult, commits_once, committed
 from sf_core.stages.run import OpenRun
 
 log = logging.getLogger(__name__)
 
 
 @commits_once
-def publish(run: OpenRun, iteration: int) -> Outcome:
+def publish(run: OpenRun, iteration: int) -> StageResult:
     """Hand the weights of the train stage to every engine; done when none samples with older ones."""
     source = committed(run, iteration, "train")
     version = int(source.data["version"])
@@ -27,4 +27,4 @@ def publish(run: OpenRun, iteration: int) -> Outcome:
     for spare in spare_weights(run.directory, version - 1, run.config, held):
         log.info("%s is removed (train.keep_weights)", spare.name)
         spare.remove()
-    return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})
+    return StageResult(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from sf_core.stages.commit import Outcome, commits_once
+from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
 from storage.files import FileRef
 
 
 @commits_once
-def rollout(run: OpenRun, iteration: int) -> Outcome:
+def rollout(run: OpenRun, iteration: int) -> StageResult:
     """Wait until the batch is full, then let the data plane seal its trajectories."""
     settings = run.config.rollout
     run.dataplane.wait_for_batch(iteration, settings.batch_timeout_s, settings.absence_timeout_s)
     sealed = run.dataplane.seal_batch(iteration, run.ref.attempt)
     files = [*sealed.pop("files"), *sealed.pop("outcomes", ())]
-    return Outcome(outputs=[FileRef(**ref) for ref in files], data=sealed)
+    return StageResult(outputs=[FileRef(**ref) for ref in files], data=sealed)

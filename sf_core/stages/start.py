@@ -18,7 +18,7 @@ from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.environments.environment import Environment
 from sf_core.environments.registry import environment_of
-from sf_core.stages.commit import Outcome, commit
+from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import derive, values_of
 from sf_core.stages.settling.start_folder import start_fault
@@ -44,15 +44,15 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
     the context is derived. Raises ValueError if its files differ from those that were committed."""
     run = OpenRun(ref)
 
-    def work() -> Outcome:
+    def work() -> StageResult:
         copies, source, copied_s = prepare_start(run.start_dir, run.config, warmed=warmed)
         parameters = count_parameters(run.start_dir)
         derived = values_of(derive(run.config, parameters, run.start_dir, prompts))
-        dtype = run.config.filled(derived).policy.dtype_name
+        dtype = run.config.fill(derived).policy.dtype_name
         named = {file.uri: file for file in (name_dtype(run.start_dir, dtype), *name_stops(run.start_dir))}
         data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
         data["origin"] = ref.nonce
-        return Outcome(
+        return StageResult(
             outputs=[*(copy for copy in copies if copy.uri not in named), *named.values()],
             data=data | ({"derived": derived} if derived else {}),
         )

@@ -15,7 +15,7 @@ from sf_core.reports.outcomes.figures import rollout_metrics
 from sf_core.scheduling.lending import Switching
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
-from sf_core.stages.commit import Outcome, commit, committed
+from sf_core.stages.commit import StageResult, commit, committed
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import trim_memory
 from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, seated
@@ -23,7 +23,7 @@ from sf_core.training.protocol import Trainer
 from sf_core.training.registry import trainer_backend
 from sf_core.training.stored_steps import stored_batch
 from sf_core.waits import waiting_for
-from storage.files import FileRef, fenced
+from storage.files import FileRef, fence
 from storage.gangs import GangFiles
 from storage.metrics import write_metrics
 
@@ -67,7 +67,7 @@ def _step(
     gang: GangFiles,
     timeline: Timeline,
     switching: Switching,
-) -> Iterator[Outcome]:
+) -> Iterator[StageResult]:
     """Make the next version; the block commits it, and at its end the checkpoint is begun."""
     source = committed(run, iteration, "filter")
     with timeline, ExitStack() as stack:
@@ -82,11 +82,11 @@ def _step(
         check_engines(run.config, iteration, metrics)
         has_checkpoint = _is_due(run.config.train, trainer.version)
         # other tries write the same files, and may have committed them by now
-        with timeline.doing("moving", "save", iteration), fenced(partial(check_counts, gang)):
+        with timeline.doing("moving", "save", iteration), fence(partial(check_counts, gang)):
             outputs = _write(run, iteration, trainer, metrics)
             if has_checkpoint:
                 _complete(run, trainer, seat, iteration)
-        yield Outcome(
+        yield StageResult(
             inputs={ref.uri: ref.sha256 for ref in source.outputs},
             outputs=outputs,
             data={
@@ -99,7 +99,7 @@ def _step(
             },
         )
         if has_checkpoint:
-            with timeline.doing("moving", "save", iteration), fenced(partial(check_goes_on, gang)):
+            with timeline.doing("moving", "save", iteration), fence(partial(check_goes_on, gang)):
                 trainer.save_checkpoint(run.directory.checkpoint_dir(trainer.version))
                 if trainer.version == run.config.train.iterations:
                     _complete(run, trainer, seat, trainer.version)

@@ -18,7 +18,7 @@ from sf_core.config.train_config import rate_for
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
-from sf_core.stages.commit import Outcome, commit
+from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import warm_rate
 from sf_core.training.demonstrations import Shown, demonstrations, encode
@@ -97,7 +97,7 @@ def demonstrate(ref: RunRef, iteration: int) -> dict[str, Any]:
     return manifest.data
 
 
-def _batch(run: OpenRun, iteration: int) -> Outcome:
+def _batch(run: OpenRun, iteration: int) -> StageResult:
     size, renderer = run.config.train.minibatches, open_renderer(run.start_dir)
     steps = range(iteration * size, (iteration + 1) * size)
     batches = zip(steps, demonstrations(run.config, steps), strict=True)
@@ -117,7 +117,7 @@ def _batch(run: OpenRun, iteration: int) -> Outcome:
         decisions=["train"] * len(rows),
         part=f"batch-{run.ref.attempt}",
     )
-    return Outcome(outputs=[batch], data={"rows": len(rows)})
+    return StageResult(outputs=[batch], data={"rows": len(rows)})
 
 
 def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iteration: int) -> Trajectory:

@@ -10,7 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
-from sf_core.reports.cleanup import KEPT_EVERY, kept_weights
+from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of, warm_rate
 from sf_core.stages.settling.start_folder import folder_to_start_from
@@ -28,7 +28,7 @@ were counted for Llama and Qwen3 by `saved_tensors_hooks`, in rows of 100 tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PolicySizes:
     """How many bytes a policy takes; what libraries take for themselves comes on top."""
 
     parameters: int
@@ -48,7 +48,7 @@ class Sizes:
     """The settings with those values."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Sizes | None:
+    def of(cls, config: RunConfig) -> PolicySizes | None:
         """None if the policy is only on a worker, or nothing is computed. Raises ValueError if it cannot be
         used."""
         if not engine_kind(config).runs_policy:
@@ -63,7 +63,7 @@ class Sizes:
         else:
             return None
         derived = derive(config, parameters, folder, first_prompts(config))
-        config = config.filled(values_of(derived))
+        config = config.fill(values_of(derived))
         policy, engine = config.policy, config.engine
         networks = 1 if config.train.critic is None else 2
         cache = None
@@ -111,7 +111,7 @@ def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConf
     return int((tokens * kept + fused) * itemsize) // train.ranks_per_policy
 
 
-def check_memory(sizes: Sizes | None, workers: Iterable[Worker]) -> None:
+def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
     """Raises ValueError if one of these workers has less memory than its engine, or its part of the training,
     would take."""
     if sizes is None:
@@ -142,7 +142,7 @@ def check_memory(sizes: Sizes | None, workers: Iterable[Worker]) -> None:
             )
 
 
-def explain_sizes(config: RunConfig, sizes: Sizes | None) -> dict[str, str]:
+def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str]:
     """What `sf plan` says of derived settings, memory and storage, by subject; nothing if it is unknown.
     `sizes` are those of the configuration."""
     if sizes is None:
@@ -196,18 +196,18 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
 
 
-def _explain_kept(sizes: Sizes) -> str:
+def _explain_kept(sizes: PolicySizes) -> str:
     """Which versions stay, in words."""
-    newest = kept_weights(sizes.config.train, sizes.weights)
+    newest = num_kept_weights(sizes.config.train, sizes.weights)
     if newest is None:
         return "which all stay"
     return f"of which the newest {newest}, every {KEPT_EVERY}th and those that are evaluated stay"
 
 
-def _disk_bytes(sizes: Sizes) -> int:
+def _disk_bytes(sizes: PolicySizes) -> int:
     """What weights and checkpoints take at the end, with the start folder and the exported policy."""
     train, last = sizes.config.train, sizes.config.train.iterations
-    keep = kept_weights(train, sizes.weights) or last
+    keep = num_kept_weights(train, sizes.weights) or last
     # one that is being published is beside the newest
     often = (KEPT_EVERY, sizes.config.evaluate.every)
     versions = sum(v >= last - keep or any(v % n == 0 for n in often) for v in range(1, last + 1))

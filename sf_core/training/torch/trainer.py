@@ -29,10 +29,10 @@ from sf_core.training.torch.step_metrics import (
     summaries,
     token_metrics,
 )
-from sf_core.training.torch.teaching import References, fitted, prepared, scores_of, weighed
+from sf_core.training.torch.teaching import References, fit_loss, prepared, scores_of, weighed
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
 from storage.files import FileRef
-from storage.tensors.checkpoints import MASTER, PARTS, Progress, load_checkpoint, save_shard
+from storage.tensors.checkpoints import MASTER, PARTS, TrainerProgress, load_checkpoint, save_shard
 
 
 def _no_reference(version: int) -> AbstractContextManager[TrainedModel]:
@@ -117,7 +117,7 @@ class Trainer:
             rows, config, self.model, self._ranks, self.version, self._references, self._critic
         )
         taught = prepared(rows, batch, scores, config, self.version)
-        return taught, fitted(taught, scores, config.loss)
+        return taught, fit_loss(taught, scores, config.loss)
 
     def _optimise(self, rows: list[Row], policy_loss: PolicyLoss, per_token: PerToken) -> float:
         """One optimiser step on these rows; appends the metrics of every token, returns the gradient norm."""
@@ -228,7 +228,7 @@ class Trainer:
         self._ranks.gather(None)
         held = self.held.slices(PARTS).items()
         slices = {name: (place, tensor.to("cpu")) for name, (place, tensor) in held}
-        progress = Progress(version=self.version, optimizer_steps=self._optimizer_steps)
+        progress = TrainerProgress(version=self.version, optimizer_steps=self._optimizer_steps)
         patience_s = self.config.gang_timeout_s
         self._background.begin(partial(save_shard, folder, slices, rank, size, progress, patience_s))
 

@@ -22,7 +22,7 @@ from sf_core.models.cache_size import cache_bytes
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.sizes import Sizes, check_memory
+from sf_core.stages.settling.sizes import PolicySizes, check_memory
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.start import _recipe_files, start
 from sf_core.training.warmstart import warmstart
@@ -201,7 +201,7 @@ def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_pa
 def test_a_folder_that_only_a_worker_has_is_left_to_it(tmp_path: Path) -> None:
     config = from_model(RunDirectory(str(tmp_path / "r")), Path("/nowhere"))
     check_start(config, by_a_worker=True)
-    check_memory(Sizes.of(config), [Worker("r0", frozenset({"rollout"}), memory=1)])
+    check_memory(PolicySizes.of(config), [Worker("r0", frozenset({"rollout"}), memory=1)])
     with pytest.raises(ValueError, match="/nowhere does not exist"):
         check_start(config)
 

@@ -21,7 +21,7 @@ from sf_core.models.builtin import make_policy
 from sf_core.settings import Settings
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
-from sf_core.stages.settling.sizes import Sizes, explain_sizes
+from sf_core.stages.settling.sizes import PolicySizes, explain_sizes
 from sf_core.stages.settling.stored_config import read_stored_config, settled
 from sf_core.stages.start import start
 from sf_core.types import Task
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def explained(config: RunConfig) -> dict[str, str]:
-    return explain_sizes(config, Sizes.of(config))
+    return explain_sizes(config, PolicySizes.of(config))
 
 
 def configured(folder: Path, model: str, **sections: Any) -> RunConfig:
@@ -178,7 +178,7 @@ def few(split: str, index: int) -> Task:
 def test_fewer_prompts_than_are_wanted_are_measured_as_well(tmp_path: Path, model: str) -> None:
     config = configured(tmp_path, model, environment={"tasks": f"{__name__}:few"})
     assert first_prompts(config) == ["prompt 0", "prompt 1", "prompt 2"]
-    assert first_prompts(config.filled({"engine.context_length": 512})) == []
+    assert first_prompts(config.fill({"engine.context_length": 512})) == []
     assert first_prompts(RunConfig()) == []
 
 
@@ -210,9 +210,9 @@ def test_a_run_that_began_before_its_values_were_stored_keeps_its_rate_and_dtype
 
 def test_a_plan_says_of_a_large_built_in_policy_what_its_run_stores() -> None:
     config = RunConfig.model_validate({"policy": {"hidden_size": 1024, "num_layers": 12}})
-    sizes = Sizes.of(config)
+    sizes = PolicySizes.of(config)
     assert sizes is not None and sizes.parameters > 83_000_000
-    assert sizes.config.train.interval == config.filled(values_of(derive(config))).train.interval == 1
+    assert sizes.config.train.interval == config.fill(values_of(derive(config))).train.interval == 1
     assert "a checkpoint, each iteration" in explained(config)["storage"]
 
 

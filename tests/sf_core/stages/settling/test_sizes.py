@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.settling.sizes import Sizes, check_memory, explain_sizes
+from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.training.packing import SAMPLING, Row, pack
 from sf_core.training.torch.network import Network
 from tests.bad_input.refusals import check_sentence
@@ -32,11 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def check(config: RunConfig, workers: list[Worker]) -> None:
-    check_memory(Sizes.of(config), workers)
+    check_memory(PolicySizes.of(config), workers)
 
 
 def explained(config: RunConfig) -> dict[str, str]:
-    return explain_sizes(config, Sizes.of(config))
+    return explain_sizes(config, PolicySizes.of(config))
 
 
 def configured(policy: dict[str, Any], **sections: Any) -> RunConfig:
@@ -45,10 +45,10 @@ def configured(policy: dict[str, Any], **sections: Any) -> RunConfig:
 
 def test_sizes_are_those_of_the_parameters_in_the_folder(model: str) -> None:
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
-    sizes = Sizes.of(configured({"model": model, "dtype": "float32"}, train={"workers": 3}))
+    sizes = PolicySizes.of(configured({"model": model, "dtype": "float32"}, train={"workers": 3}))
     assert sizes is not None and (sizes.weights, sizes.cache) == (4 * parameters, CACHE)
     assert (sizes.rank, sizes.checkpoint) == (-(-16 * parameters // 3), 12 * parameters)
-    halves = Sizes.of(configured({"model": model, "dtype": "bfloat16"}))
+    halves = PolicySizes.of(configured({"model": model, "dtype": "bfloat16"}))
     assert halves is not None and (halves.weights, halves.cache) == (2 * parameters, CACHE // 2)
 
 
@@ -83,10 +83,12 @@ def kept_bytes(model: str, rows: int, dtype: torch.dtype) -> int:
 def test_activations_are_about_what_a_forward_pass_keeps(tmp_path: Path, dtype: str) -> None:
     make_policy(str(tmp_path), PolicyConfig(hidden_size=128, num_layers=6), seed=0)
     train = {"tokens_per_microbatch": 2000}
-    sizes = Sizes.of(configured({"model": str(tmp_path), "dtype": dtype}, train=train))
+    sizes = PolicySizes.of(configured({"model": str(tmp_path), "dtype": dtype}, train=train))
     assert sizes is not None
     assert sizes.activations == pytest.approx(kept_bytes(str(tmp_path), 20, getattr(torch, dtype)), rel=0.3)
-    again = Sizes.of(configured({"model": str(tmp_path), "dtype": dtype}, train=train | {"recompute": True}))
+    again = PolicySizes.of(
+        configured({"model": str(tmp_path), "dtype": dtype}, train=train | {"recompute": True})
+    )
     assert again is not None and again.activations < sizes.activations / 3
 
 
@@ -95,8 +97,8 @@ def test_ranks_of_megatron_share_the_weights_only_with_those_that_cut_them(
     model: str, dtype: str, whole: int, shared: int
 ) -> None:
     train = {"backend": "megatron", "workers": 4, "tensor_parallel": 2}
-    sizes = Sizes.of(configured({"model": model, "dtype": dtype}, train=train))
-    alone = Sizes.of(configured({"model": model, "dtype": "float32"}))
+    sizes = PolicySizes.of(configured({"model": model, "dtype": dtype}, train=train))
+    alone = PolicySizes.of(configured({"model": model, "dtype": "float32"}))
     assert sizes is not None and alone is not None
     parameters = alone.weights // 4
     assert sizes.rank == parameters * whole // 2 + parameters * shared // 4
@@ -104,21 +106,22 @@ def test_ranks_of_megatron_share_the_weights_only_with_those_that_cut_them(
 
 def test_the_built_in_policy_is_as_large_as_its_settings_make_it(tmp_path: Path) -> None:
     make_policy(str(tmp_path), PolicyConfig(hidden_size=256, num_layers=6), seed=0)
-    built_in = Sizes.of(configured({"hidden_size": 256, "num_layers": 6}))
-    exact = Sizes.of(configured({"model": str(tmp_path), "dtype": "float32"}))
+    built_in = PolicySizes.of(configured({"hidden_size": 256, "num_layers": 6}))
+    exact = PolicySizes.of(configured({"model": str(tmp_path), "dtype": "float32"}))
     assert built_in is not None and exact is not None and built_in.cache == exact.cache
     assert built_in.weights == pytest.approx(exact.weights, rel=0.02)
 
 
 def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(model: str) -> None:
     config = configured({"model": model})
-    sizes = Sizes.of(config)
+    sizes = PolicySizes.of(config)
     assert sizes is not None
     needed = sizes.weights + sizes.cache
     check(config, [Worker("r0", ROLLOUT, memory=needed), Worker("r1", ROLLOUT)])
     enough = sizes.rank + sizes.activations
     check_memory(
-        Sizes.of(config), [Worker("t0", TRAIN, memory=enough), Worker("a0", frozenset({"agent"}), memory=1)]
+        PolicySizes.of(config),
+        [Worker("t0", TRAIN, memory=enough), Worker("a0", frozenset({"agent"}), memory=1)],
     )
     with pytest.raises(ValueError) as refused:
         check(config, [Worker("r0", ROLLOUT), Worker("r1", ROLLOUT, memory=needed - 1)])
