@@ -26,9 +26,8 @@ from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.runs.events import Opened
+from sf_core.dataplane.runs.events import OpenedSession
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import Begun, Ended, NewPrompt, TurnKey
 from sf_core.models.builtin import make_policy
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
@@ -198,7 +197,7 @@ async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
 
     async def play() -> None:
         for number in numbers:
-            await _record_session(run, Session(f"journal.{number}"))
+            await _record_session(run, f"journal.{number}")
 
     started = time.perf_counter()
     await asyncio.gather(*(play() for _ in range(concurrency)))
@@ -219,9 +218,9 @@ async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
     }
 
 
-async def _record_session(run: ServedRun, session: Session) -> None:
-    run.open(session)
-    await run.journal.append(Opened.of([session]))
+async def _record_session(run: ServedRun, session_id: str) -> None:
+    [session] = run.open([OpenedSession(session_id)])
+    await run.journal.flush()
     ids = [7]
     for _ in range(TURNS_PER_SESSION):
         prompt = session.open_ids([*ids, 8])

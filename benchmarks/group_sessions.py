@@ -31,9 +31,10 @@ import typer
 
 from benchmarks.heavy_tailed import LENGTHS
 from benchmarks.pipelines import base_config
+from benchmarks.simulation.rollout import Rollout
 from benchmarks.simulation.variants import VARIANTS, Devices, Lognormal, figures_of, simulate_variant
 from sf_core.config import RolloutConfig
-from sf_core.dataplane.runs.rollout_manager import RolloutManager
+from sf_core.dataplane.runs import decide
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.recipes.outcomes import SEALED, Outcome, Result
 
@@ -91,12 +92,12 @@ def lost_share(least: int | None, batches: int) -> float:
     """Share of the groups that were dropped because sessions failed at their last attempt."""
     random = np.random.default_rng(0)
 
-    def work(manager: RolloutManager, claims: Sequence[Claim]) -> None:
+    def work(manager: Rollout, claims: Sequence[Claim]) -> None:
         for claim in claims:
             if random.random() < FAILING:
-                manager.fail(claim, "agent_error")
+                manager.end_failed(claim, "agent_error")
             else:
-                manager.finish(claim, RIGHT, manager.version)
+                manager.end(claim, RIGHT, manager.version)
 
     ended = play(batches, work, session_attempts=1, least_sessions=least)
     return round(sum(outcome.verdict != SEALED for outcome in ended) / len(ended), 4)
@@ -150,30 +151,28 @@ def lengths_with(spare: int, sigma: float, batches: int) -> Lengths:
     """What comes of groups with so many spare sessions, of lognormal lengths with median 1."""
     random, found = np.random.default_rng(spare), Lengths(sigma)
 
-    def work(manager: RolloutManager, claims: Sequence[Claim]) -> None:
+    def work(manager: Rollout, claims: Sequence[Claim]) -> None:
         for _, members in groupby(claims, key=lambda claim: claim.place.group):
             lengths = dict(zip(own := list(members), random.lognormal(0, sigma, len(own)), strict=True))
             counted = []
             for claim in sorted(own, key=lengths.__getitem__):
                 if manager.group_of(claim) is not None:
                     counted.append(lengths[claim])
-                    manager.finish(claim, RIGHT, manager.version)
+                    manager.end(claim, RIGHT, manager.version)
             found.add(list(lengths.values()), counted)
 
     play(batches, work, spare_sessions=spare)
     return found
 
 
-def play(
-    batches: int, work: Callable[[RolloutManager, Sequence[Claim]], None], **rules: Any
-) -> list[Outcome]:
+def play(batches: int, work: Callable[[Rollout, Sequence[Claim]], None], **rules: Any) -> list[Outcome]:
     """What came of the groups of so many batches whose sessions `work` ends."""
     settings = RolloutConfig(group_size=GROUP_SIZE, groups_per_batch=GROUPS_PER_BATCH, **rules)
-    manager, ended = RolloutManager(settings, NO_LAG, batches), list[Outcome]()
+    manager, ended = Rollout(settings, NO_LAG, batches), list[Outcome]()
     for batch in range(batches):
-        while not manager.readiness(batch).ready:
+        while not decide.readiness(manager, batch).ready:
             work(manager, manager.claim(GROUPS_PER_BATCH * manager.largest_group))
-        manager.seal(batch)
+        manager.seal_next(batch)
         manager.set_version(batch + 1)
         ended += manager.ended_by[batch]
     return ended

@@ -1,6 +1,6 @@
 """Simulation of a run: the rules of the real one on an event clock.
 
-Which sessions are given out and which groups make a batch (RolloutManager), whether a trainer is lent
+Which sessions are given out and which groups make a batch (Rollout), whether a trainer is lent
 (LendingGate), worker duties (Plan), how long devices take (DeviceModel) and how requests share an engine
 (ContinuousBatch) are the same code as in a real run. The order of an iteration is that of flows/train.py and
 tasks/: batch full, filter, revoke and yield, train, publish. The time between these steps is given
@@ -21,11 +21,12 @@ from benchmarks.simulation.fleet import Fleet, SimulatedSession, Turn
 from benchmarks.simulation.idle import Causes, causes_of_engines
 from benchmarks.simulation.outcome import Simulated, SimulatedIteration
 from benchmarks.simulation.overheads import Overheads
+from benchmarks.simulation.rollout import Rollout
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device
 from sf_core.dataplane.bodies import EnginePace
+from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.results import NUM_RECENT
-from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.recipes.outcomes import Result
 from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
@@ -84,7 +85,7 @@ class _Simulation:
             for worker in (*plan.rollout, *plan.trainers)
         }
         self._trainers = [self._devices[worker] for worker in plan.trainers]
-        self._manager = RolloutManager(config.rollout, config.lag_bound, config.train.iterations)
+        self._manager = Rollout(config.rollout, config.lag_bound, config.train.iterations)
         first_group = [turn for member in range(config.rollout.group_size) for turn in turns(0, member)]
         self._fleet = Fleet(
             self._clock,
@@ -146,7 +147,7 @@ class _Simulation:
                 yield self._overheads.next_iteration
             yield from self._full_batch(number)
             yield self._overheads.seal
-            batch = self._manager.seal(number)
+            batch = self._manager.seal_next(number)
             if batch.dropped:
                 self._drop(batch.dropped)
             self._num_complete = sum(group.is_complete for group in self._manager.groups.values())
@@ -172,7 +173,7 @@ class _Simulation:
         while True:
             if self._num_complete < self._config.rollout.groups_per_batch:
                 yield self._changed
-            elif not self._manager.readiness(number).ready:
+            elif not decide.readiness(self._manager, number).ready:
                 yield LOOK_AGAIN_S
             else:
                 return
@@ -343,7 +344,7 @@ class _Simulation:
             )
             for engine in self._fleet.engines
         ]
-        tokens_left = self._manager.num_sessions_left() * fmean(self._recent) if self._recent else None
+        tokens_left = decide.num_sessions_left(self._manager) * fmean(self._recent) if self._recent else None
         return work_left(tokens_left, engines, self._plan.trainers)
 
     # --- sessions
@@ -389,7 +390,7 @@ class _Simulation:
         # rewards differ, so that every group counts
         reward = float(session.claim.place.member)
         result = Result(reward, reward, length, "finished")
-        self._manager.finish(session.claim, result, session.min_version)
+        self._manager.end(session.claim, result, session.min_version)
         if self._manager.groups[group].is_complete:
             self._num_complete += 1
             self._clock.give(self._changed)

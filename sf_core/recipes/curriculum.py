@@ -137,23 +137,20 @@ class Tasks:
                 self._open_book(self.rules, self.rules.pool, source)
 
     def pick(self, group: int, batch: int) -> Pick:
-        """The task of a new group, which batch number `batch` is expected to take. It is in flight from now
-        on, until `release`."""
+        """The task of a new group, which batch number `batch` is expected to take. The group is begun by
+        `note`."""
         rules = self.rules
         if rules is None:
-            pick = Pick(TaskRef("", group), 0, self.group_size, self.group_size + self.spare)
-        else:
-            random = np.random.default_rng((self.seed, 0, group))
-            source = _draw_source(random, rules.stages, batch)
-            index, position = self._index(random, rules, source)
-            task = TaskRef(source, index)
-            need = self._need(rules, task)
-            pick = Pick(task, position, need, need + self.spare)
-        self.note(pick)
-        return pick
+            return Pick(TaskRef("", group), 0, self.group_size, self.group_size + self.spare)
+        random = np.random.default_rng((self.seed, 0, group))
+        source = _draw_source(random, rules.stages, batch)
+        index, position = self._index(random, rules, source)
+        task = TaskRef(source, index)
+        need = self._need(rules, task)
+        return Pick(task, position, need, need + self.spare)
 
     def note(self, pick: Pick) -> None:
-        """Note that a group with this pick has begun, in this process or in an earlier one."""
+        """Note that a group with this pick has begun. Its task is in flight until `release`."""
         self._note_position(pick)
         self.in_flight[pick.task] += 1
         self._update(pick.task)

@@ -14,7 +14,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
 from sf_core.dataplane.control.control_route import ControlRoute
-from sf_core.dataplane.control.engine_socket import serve_engine_link
+from sf_core.dataplane.control.engine_socket import serve_connection
 from sf_core.dataplane.control.metrics import MemoryUse, Runs
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.routes import CONTROL_ROUTES
@@ -41,7 +41,7 @@ def make_app(key: str | None = None, options: DataplaneOptions = DEFAULTS) -> St
         await plane.close()
 
     async def engines(socket: WebSocket) -> None:
-        await serve_engine_link(socket, plane.runs.get)
+        await serve_connection(socket, plane.runs.get)
 
     async def figures() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)

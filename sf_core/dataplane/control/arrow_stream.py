@@ -1,7 +1,7 @@
 """The trajectories of a batch as an Arrow IPC stream, for trainers outside this project.
 
 Owns which files a batch consists of, and sends them in small record batches so that memory does not grow with
-the batch. Which groups a batch holds is decided in rollout_manager.py.
+the batch. Which groups a batch holds is decided in runs/decide.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from io import BytesIO
 
 import pyarrow as pa
 
+from sf_core.dataplane.runs.decide import readiness
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from storage.parquet import METADATA
@@ -32,7 +33,7 @@ async def batch_files(run: ServedRun, sealer: Sealer, index: int, wait_s: float)
     committed = await asyncio.to_thread(directory.read_manifest, index, "rollout")
     if committed is not None:
         return [directory.path(ref.uri) for ref in committed.files("trajectories")]
-    await run.changed.until(lambda: run.manager.readiness(index).ready, wait_s)
+    await run.changed.until(lambda: readiness(run.state.ledger, index).ready, wait_s)
     sealed = await sealer.seal_batch(index, run.spec.attempt)
     return [directory.path(file["uri"]) for file in sealed["files"]]
 

@@ -50,7 +50,7 @@ class Outbox:
         return frame
 
 
-async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], ServedRun | None]) -> None:
+async def serve_connection(socket: WebSocket, find_run: Callable[[str], ServedRun | None]) -> None:
     await socket.accept()
     try:
         hello = wire.read_from_engine(await socket.receive_bytes())
@@ -64,7 +64,7 @@ async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], ServedR
     if (reason := _stale(run, hello)) is not None:
         await socket.send_bytes(wire.pack(wire.Yield(reason)))
         return await socket.close()
-    for former in [link for link in run.router.links if link.lease_id == hello.lease_id]:
+    for former in [engine for engine in run.router.engines if engine.lease_id == hello.lease_id]:
         run.router.lose(former)
     await _serve(socket, run, hello)
 
@@ -73,7 +73,7 @@ def _stale(run: ServedRun, hello: wire.Hello) -> str | None:
     """Why this engine must not serve; None if it may."""
     if hello.attempt < run.spec.attempt:
         return "superseded by a later attempt of the flow"
-    if hello.lease_id in run.revoked_leases:
+    if hello.lease_id in run.state.revoked_leases:
         return "revoked"
     if run.released:
         return "released"
@@ -87,7 +87,7 @@ def _stale(run: ServedRun, hello: wire.Hello) -> str | None:
 async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
     gone = asyncio.Event()
     outbox = Outbox(MAX_OUTBOX_BYTES, gone.set)
-    link = EngineConnection(
+    engine = EngineConnection(
         hello.engine_id,
         hello.lease_id,
         hello.worker,
@@ -96,23 +96,23 @@ async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
         outbox.put,
         gone=gone,
     )
-    run.router.add(link)
+    run.router.add(engine)
     writer = asyncio.ensure_future(_write(socket, run, outbox))
-    reader = asyncio.ensure_future(_read(socket, run, link))
-    fenced = asyncio.ensure_future(link.gone.wait())
+    reader = asyncio.ensure_future(_read(socket, run, engine))
+    fenced = asyncio.ensure_future(engine.gone.wait())
     try:
         await asyncio.wait([writer, reader, fenced], return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (writer, reader, fenced):
             task.cancel()
         results = await asyncio.gather(writer, reader, return_exceptions=True)
-        run.router.lose(link)
+        run.router.lose(engine)
         run.changed.notify()
     unexpected = [r for r in results if isinstance(r, Exception) and not isinstance(r, WebSocketDisconnect)]
     if not unexpected:
         await _close(socket, 1000)
     elif isinstance(unexpected[0], ValueError):
-        log.error("engine %s is dropped: it %s", link.engine_id, unexpected[0])
+        log.error("engine %s is dropped: it %s", engine.engine_id, unexpected[0])
         await _close(socket, wire.BAD_FRAME, str(unexpected[0]))
     else:
         await _close(socket, 1011)
@@ -126,20 +126,20 @@ async def _write(socket: WebSocket, run: ServedRun, outbox: Outbox) -> None:
         await socket.send_bytes(frame)
 
 
-async def _read(socket: WebSocket, run: ServedRun, link: EngineConnection) -> None:
+async def _read(socket: WebSocket, run: ServedRun, engine: EngineConnection) -> None:
     while True:
         frame = await socket.receive_bytes()
         run.router.bytes_from_engines += len(frame)
         match wire.read_from_engine(frame):
             case wire.Chunks(chunks):
-                run.meter.add(run.router.receive(link, chunks))
+                run.meter.add(run.router.receive(engine, chunks))
             case wire.Updated(version):
-                run.router.confirm(link, version)
+                run.router.confirm(engine, version)
                 run.changed.notify()
             case wire.Refused(version, reason):
-                run.router.refuse(link, version, reason)
+                run.router.refuse(engine, version, reason)
             case wire.Paused():
-                run.router.confirm_pause(link)
+                run.router.confirm_pause(engine)
             case wire.Yielded():
                 return
             case wire.Hello():

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from sf_core.config.failures import REASONS
-from sf_core.dataplane.routing.connection import LinkState
+from sf_core.dataplane.routing.connection import EngineState
 from sf_core.dataplane.runs.results import NUM_RECENT
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.memory import Memory
@@ -68,15 +68,15 @@ class Runs(Collector):
             router = run.router
             if not run.released:
                 waiting.add_metric([name], len(router.waiting))
-                running.add_metric([name], sum(len(link.in_flight) for link in router.links))
+                running.add_metric([name], sum(len(engine.in_flight) for engine in router.engines))
                 sessions.add_metric([name], len(run.sessions))
                 answers.add_metric([name], sum(s.answer is not None for s in run.sessions.values()))
                 version.add_metric([name], router.weights.version)
-                if (mean := run.outcomes.mean_reward) is not None:
+                if (mean := run.state.recent.mean_reward) is not None:
                     reward.add_metric([name], mean)
-                states = Tally(link.state for link in router.links)
+                states = Tally(engine.state for engine in router.engines)
                 # zeros too: an alert on too few engines must see a run that has none
-                for state in get_args(LinkState):
+                for state in get_args(EngineState):
                     engines.add_metric([name, state], states[state])
             tokens.add_metric([name], run.meter.total)
             interruptions.add_metric([name], router.interruptions)
@@ -162,7 +162,7 @@ def _choices(runs: Mapping[str, ServedRun]) -> list[Metric]:
         "sf_cut_tokens", "Tokens sampled in sessions without which their group was complete.", labels=["run"]
     )
     for name, run in list(runs.items()):
-        repeated.add_metric([name], run.manager.tasks.num_repeated)
+        repeated.add_metric([name], run.state.ledger.tasks.num_repeated)
         cut.add_metric([name], run.counters["surplus_tokens"])
         for kind in get_args(Kind):
             judged.add_metric([name, kind], run.counters[f"groups.{kind}"])

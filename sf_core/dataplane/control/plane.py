@@ -21,11 +21,11 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
-from sf_core.dataplane.runs.events import Published, Registered, Released
-from sf_core.dataplane.runs.external import ExternalSessions, declare_group, open_session
-from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, read_past, reopen_run
+from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners
+from sf_core.dataplane.runs.endings import end_expired
+from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.runs.sealing import Sealer
+from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
@@ -81,10 +81,10 @@ class DataPlane:
             else:
                 if run.spec.origin != spec.origin:
                     run = await self._begin_anew(run, spec)
-                elif begin_attempt(run, spec, await read_past(run, spec)):
+                elif await begin_attempt(run, spec):
                     self.sealers[spec.run_id].forget()
-                await run.journal.attend(run.journal.append(Registered(run.spec)))
-                stale = [link for link in run.router.links if link.attempt < spec.attempt]
+                await run.journal.attend(run.journal.flush())
+                stale = [engine for engine in run.router.engines if engine.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
             if self._open_runs is not None:
                 self._open_runs.add(spec.run_id, run.journal.path)
@@ -105,7 +105,7 @@ class DataPlane:
         if spec.attempt < run.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
         run.release()
-        self._take_away(list(run.router.links), run, "the run begins anew")
+        self._take_away(list(run.router.engines), run, "the run begins anew")
         await self.stores[spec.run_id].close()
         fresh = await begin_anew(run, spec)
         self._serve(fresh)
@@ -163,19 +163,13 @@ class DataPlane:
         if weights.version < run.router.weights.version:
             raise ApiError(409, f"Version {run.router.weights.version} is published already.")
         started = time.monotonic()
-        # set before they are recorded: a journal that is compacted meanwhile begins with the router's weights
-        run.router.weights = weights
-        await run.journal.append(Published(weights))
-        engines = await run.router.update(weights)
-        run.manager.set_version(weights.version)
-        run.changed.notify()
-        refusals = [link.refuses for link in run.router.links if link.refuses]
-        links = run.router.links
-        held = sorted({link.first_version if link.version is None else link.version for link in links})
+        versions = await run.publish(weights)
+        engines = run.router.engines
+        held = {e.first_version if e.version is None else e.version for e in engines}
         return {
-            "engines": engines,
-            "refusals": refusals,
-            "held": held,
+            "engines": versions,
+            "refusals": [engine.refuses for engine in engines if engine.refuses],
+            "held": sorted(held),
             "seconds": time.monotonic() - started,
         }
 
@@ -183,24 +177,25 @@ class DataPlane:
         """Have the engines of a lease yield. Returns how many left, and how many of them were dropped because
         they had not yielded in time. An engine of the lease that connects later is turned away."""
         await run.revoke(lease_id)
-        links = [link for link in run.router.links if link.lease_id == lease_id]
-        leaving = [asyncio.ensure_future(run.router.take_away(link, "revoked")) for link in links]
+        engines = [engine for engine in run.router.engines if engine.lease_id == lease_id]
+        leaving = [asyncio.ensure_future(run.router.take_away(engine, "revoked")) for engine in engines]
         if leaving:
             await asyncio.wait(leaving, timeout=within_s)
-        late = [link for link in links if not link.gone.is_set()]
-        for link in late:
-            log.warning("engine %s did not yield within %g s: it is dropped", link.engine_id, within_s)
-            run.router.lose(link)
+        late = [engine for engine in engines if not engine.gone.is_set()]
+        for engine in late:
+            log.warning("engine %s did not yield within %g s: it is dropped", engine.engine_id, within_s)
+            run.router.lose(engine)
         run.counters["engines_dropped"] += len(late)
         await asyncio.gather(*leaving)
-        return {"engines": len(links), "dropped": len(late)}
+        return {"engines": len(engines), "dropped": len(late)}
 
     async def release(self, run: ServedRun) -> None:
-        await run.record(Released())
-        self._take_away(list(run.router.links), run, "released")
+        run.release()
+        await run.journal.flush()
+        self._take_away(list(run.router.engines), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
         # a run with results that are not written yet is for the next process too
-        if self._open_runs is not None and not run.results.opened:
+        if self._open_runs is not None and not run.state.results.opened:
             self._open_runs.remove(run.spec.run_id)
 
     async def sweep(self) -> None:
@@ -213,7 +208,7 @@ class DataPlane:
             for run in list(self.runs.values()):
                 try:
                     with suppress(ApiError):
-                        await run.journal.attend(run.sweep(elapsed))
+                        await run.journal.attend(sweep_run(run, elapsed))
                     self.stores[run.spec.run_id].store_soon()
                     await self._let_go_if_over(run, elapsed)
                 except Exception:
@@ -244,9 +239,9 @@ class DataPlane:
         if self._open_runs is not None:
             self._open_runs.close()
 
-    def _take_away(self, links: list[EngineConnection], run: ServedRun, reason: str) -> None:
-        for link in links:
-            task = asyncio.ensure_future(run.router.take_away(link, reason))
+    def _take_away(self, engines: list[EngineConnection], run: ServedRun, reason: str) -> None:
+        for engine in engines:
+            task = asyncio.ensure_future(run.router.take_away(engine, reason))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 
@@ -261,6 +256,14 @@ class DataPlane:
             # remote filesystems do not append; this directory survives the process, as a journal must
             folder = self._options.journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
         return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync)
+
+
+async def sweep_run(run: ServedRun, elapsed_s: float) -> None:
+    """Look after the router, silent runners and sessions that run too long; called once a second."""
+    run.router.sweep()
+    run.pass_time(elapsed_s)
+    take_from_silent_runners(run, elapsed_s)
+    await end_expired(run)
 
 
 def _not_served(run_id: str) -> ApiError:

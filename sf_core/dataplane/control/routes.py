@@ -22,6 +22,8 @@ from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, run_status
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
+from sf_core.dataplane.runs import claiming, endings
+from sf_core.dataplane.runs.decide import readiness
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.session import Session
@@ -84,13 +86,13 @@ async def tree(run: ServedRun, session: Session) -> Answer:
 
 @_post(SESSION + "/reward", "Give it a reward before it is over.", recorded=True)
 async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> Answer:
-    await run.reward(session, body)
+    await endings.reward(run, session, body)
     return {}
 
 
 @_post(SESSION + "/finish", "End it.", recorded=True)
 async def finish(run: ServedRun, session: Session, body: bodies.FinishBody) -> Answer:
-    await run.finish(session, body)
+    await endings.finish(run, session, body)
     return {}
 
 
@@ -100,7 +102,7 @@ async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
         run.closing.check(report.session_id)
     known = [report for report in body.sessions if report.session_id in run.sessions]
     # together, so that they share one write of the journal
-    finishing = (run.finish(run.sessions[report.session_id], report) for report in known)
+    finishing = (endings.finish(run, run.sessions[report.session_id], report) for report in known)
     ends = await asyncio.gather(*finishing, return_exceptions=True)
     refused = {}
     for report, error in zip(known, ends, strict=True):
@@ -129,7 +131,7 @@ async def status(run: ServedRun) -> Answer:
 @_post(RUN + "/claim", "Take sessions for a runner's agents.", 503)
 async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
     body = body.model_copy(update={"wait_s": min(body.wait_s, MAX_WAIT_S)})
-    sessions, released = await run.claim(body)
+    sessions, released = await claiming.claim(run, body)
     return {
         "sessions": [
             {
@@ -145,8 +147,8 @@ async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
             if (claim := session.claim) is not None
         ],
         # sessions that ran too long or whose group no longer counts, for the runner to stop
-        "ended": run.ended(body.running or []),
-        "scored_elsewhere": run.is_scored_elsewhere,
+        "ended": [name for name in body.running or () if name not in run.sessions],
+        "scored_elsewhere": claiming.is_scored_elsewhere(run),
         "released": released,
         # the runner's own key may open more; agents get the one that opens their run and nothing else
         "key": run.spec.agents_key,
@@ -157,14 +159,14 @@ def _task(run: ServedRun, claim: Claim) -> dict[str, Any]:
     """Which task of the environment a session works on."""
     if claim.place.split == "holdout":
         return {"source": "", "task_index": claim.place.member}
-    task = run.manager.task_of(claim)
+    task = run.state.ledger.task_of(claim)
     return {"source": task.source, "task_index": task.number}
 
 
 @_get(BATCH, "How far the batch is.")
 async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
     await run.changed.until(
-        lambda: bool(run.released or run.fault) or run.manager.readiness(index).ready, wait_s
+        lambda: bool(run.released or run.fault) or readiness(run.state.ledger, index).ready, wait_s
     )
     return batch_status(run, index)
 
@@ -194,7 +196,7 @@ async def start_evaluation(run: ServedRun, index: int, body: bodies.EvaluationBo
 
 @_get(EVALUATION, "How far the evaluation is.")
 async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
-    if (group := run.manager.evaluations.get(index)) is None:
+    if (group := run.state.ledger.evaluations.get(index)) is None:
         raise ApiError(404, f"No evaluation of version {index} was started.")
     await run.changed.until(lambda: bool(run.released or run.fault) or group.is_complete, wait_s)
     return evaluation_status(run, index, group)
@@ -230,16 +232,16 @@ async def resume(run: ServedRun, body: bodies.ResumeBody) -> Answer:
 
 @_post(RUN + "/engines/{engine_id:path}/drain", "Let an engine end its turns and go.", recorded=True)
 async def drain(run: ServedRun, engine_id: str) -> Answer:
-    link = run.router.find(engine_id)
+    engine = run.router.find(engine_id)
     # if its connection breaks meanwhile, it must not be taken back
-    await run.revoke(link.lease_id)
-    run.router.drain(link, "drained")
-    return {"running": len(link.in_flight)}
+    await run.revoke(engine.lease_id)
+    run.router.drain(engine, "drained")
+    return {"running": len(engine.in_flight)}
 
 
 @_post(RUN + "/runners/{runner:path}/retire", "Give a runner nothing new.")
 async def retire(run: ServedRun, runner: str) -> Answer:
-    run.retire(runner)
+    claiming.retire(run, runner)
     return {}
 
 

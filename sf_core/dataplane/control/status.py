@@ -9,14 +9,14 @@ from typing import Any, cast
 
 from sf_core.config.failures import failures_text
 from sf_core.dataplane.bodies import RunStatus, Straggler
+from sf_core.dataplane.runs.decide import Readiness, num_open_sessions, num_sessions_left, readiness
 from sf_core.dataplane.runs.groups import Group
-from sf_core.dataplane.runs.rollout_manager import Readiness
 from sf_core.dataplane.runs.run import ServedRun
 
 
 def batch_status(run: ServedRun, batch: int) -> dict[str, Any]:
-    readiness = run.manager.readiness(batch)
-    return asdict(readiness) | {"waiting_for": _awaited_groups(run, readiness), **_workforce(run)}
+    ready = readiness(run.state.ledger, batch)
+    return asdict(ready) | {"waiting_for": _awaited_groups(run, ready), **_workforce(run)}
 
 
 def evaluation_status(run: ServedRun, version: int, group: Group) -> dict[str, Any]:
@@ -32,20 +32,20 @@ def evaluation_status(run: ServedRun, version: int, group: Group) -> dict[str, A
 
 
 def run_status(run: ServedRun) -> RunStatus:
-    manager, router = run.manager, run.router
-    readiness = manager.readiness(manager.next_batch)
+    ledger, router, recent = run.state.ledger, run.router, run.state.recent
+    ready = readiness(ledger, ledger.next_batch)
     return {
         "run_id": run.spec.run_id,
         "run_dir": run.spec.run_dir,
         "attempt": run.spec.attempt,
         **cast(Any, run.stage),
         "version": router.weights.version,
-        "next_batch": manager.next_batch,
-        "groups_accepted": readiness.accepted,
-        "groups_needed": readiness.needed,
-        "groups_in_flight": readiness.in_flight,
+        "next_batch": ledger.next_batch,
+        "groups_accepted": ready.accepted,
+        "groups_needed": ready.needed,
+        "groups_in_flight": ready.in_flight,
         "tokens_left": _tokens_left(run),
-        "waiting_for": _awaited_groups(run, readiness),
+        "waiting_for": _awaited_groups(run, ready),
         "sessions_running": len(run.sessions),
         "straggler": straggler(run),
         "work": work_of(run),
@@ -58,39 +58,39 @@ def run_status(run: ServedRun) -> RunStatus:
         "released": run.released,
         "engines": [
             {
-                "id": link.engine_id,
-                "worker": link.worker,
-                "version": link.version,
-                "state": link.state,
-                "running": len(link.in_flight),
-                "tokens": link.num_tokens,
-                "seconds": time.monotonic() - link.serving_since if link.serving_since else 0.0,
+                "id": engine.engine_id,
+                "worker": engine.worker,
+                "version": engine.version,
+                "state": engine.state,
+                "running": len(engine.in_flight),
+                "tokens": engine.num_tokens,
+                "seconds": time.monotonic() - engine.serving_since if engine.serving_since else 0.0,
             }
-            for link in router.links
+            for engine in router.engines
         ],
         "tokens_total": run.meter.total,
         "tokens_per_second": run.meter.per_second(),
-        "reward_recent": run.outcomes.mean_reward,
+        "reward_recent": recent.mean_reward,
         "evaluations": {
             str(version): {"finished": group.num_done, "num_tasks": group.size}
-            for version, group in manager.evaluations.items()
+            for version, group in ledger.evaluations.items()
         },
         "counters": {**run.counters, "interruptions": router.interruptions, "moves": router.moves},
-        "last_error": run.outcomes.last_error,
+        "last_error": recent.last_error,
     }
 
 
 def _tokens_left(run: ServedRun) -> float | None:
-    if (per_session := run.outcomes.mean_tokens) is None:
+    if (per_session := run.state.recent.mean_tokens) is None:
         return None
-    return run.manager.num_sessions_left() * per_session
+    return num_sessions_left(run.state.ledger) * per_session
 
 
 def work_of(run: ServedRun) -> dict[str, int]:
     claimed = [session for session in run.sessions.values() if not session.is_external]
     answered = sum(session.answer is not None for session in claimed)
     return {
-        "agent": len(claimed) - answered + run.manager.num_open_sessions(run.memory.is_full),
+        "agent": len(claimed) - answered + num_open_sessions(run.state.ledger, run.memory.is_full),
         "reward": answered,
     }
 
@@ -99,7 +99,7 @@ def straggler(run: ServedRun) -> Straggler | None:
     """The session whose time is over first, which holds back its group. A batch takes other groups instead
     until that exceeds the lag bound (at once without overlap); then, with on_max_lag: wait, it waits for
     it."""
-    counting = [session for session in run.sessions.values() if run.counts(session)]
+    counting = [session for session in run.sessions.values() if run.state.counts(session)]
     if not counting:
         return None
     oldest = min(counting, key=lambda session: (session.began_at, session.started_at))
@@ -108,31 +108,31 @@ def straggler(run: ServedRun) -> Straggler | None:
     return {
         "session": oldest.session_id,
         "group": place.group if place.split == "train" else None,
-        "age_s": round(max(0.0, run.serving_s - oldest.began_at), 1),
+        "age_s": round(max(0.0, run.state.serving_s - oldest.began_at), 1),
     }
 
 
 def num_runners(run: ServedRun) -> int:
     """Number of agent runners."""
-    return run.runners.of("agent", run.spec.attempt)
+    return run.runners.count("agent", run.spec.attempt)
 
 
 def _workforce(run: ServedRun) -> dict[str, Any]:
     """Whether engines and runners work on what is waited for, and with what success."""
     return {
         # an engine that loads counts too: starting one may take any time
-        "engines": len(run.router.links),
+        "engines": len(run.router.engines),
         # None: agents outside do all the work
         "runners": None if run.spec.rollout.is_outside else num_runners(run),
-        "failures_in_a_row": run.outcomes.failures_in_a_row,
+        "failures_in_a_row": run.state.recent.failures_in_a_row,
         "released": run.released,
         "fault": run.fault,
     }
 
 
-def _awaited_groups(run: ServedRun, readiness: Readiness) -> str:
-    what = readiness.waiting_for
-    if what and (dropped := Counter(run.manager.rejected.values())):
+def _awaited_groups(run: ServedRun, ready: Readiness) -> str:
+    what = ready.waiting_for
+    if what and (dropped := Counter(run.state.ledger.rejected.values())):
         what += f"; {dropped.total()} dropped since the last batch: {failures_text(dropped)}"
     if what and run.memory.is_full:
         what += f"; {run.memory}, so that groups are begun one at a time: raise --memory-mb"
@@ -147,11 +147,11 @@ def _awaited(run: ServedRun, what: str) -> str:
 def _obstacles(run: ServedRun) -> list[str]:
     """What keeps sessions from finishing."""
     obstacles = [] if run.router.is_serving else [run.router.obstacle()]
-    obstacles += [link.refuses for link in run.router.links if link.refuses]
+    obstacles += [engine.refuses for engine in run.router.engines if engine.refuses]
     if not num_runners(run) and not run.spec.rollout.is_outside:
         obstacles.append("no agent runner is connected")
     if run.journal.failure is not None:
         obstacles.append(f"the journal cannot be written: {run.journal.failure}")
-    if run.outcomes.last_error:
-        obstacles.append(f"the last failed session: {run.outcomes.last_error}")
+    if run.state.recent.last_error:
+        obstacles.append(f"the last failed session: {run.state.recent.last_error}")
     return obstacles

@@ -97,11 +97,21 @@ class Journal:
     async def append(self, event: Event) -> None:
         """Returns when the event is on disk, however long that takes. Raises ApiError 503 if the journal is
         closed before."""
-        await self._add(event, self._for_disk)
+        self.note(event)
+        await self.flush()
 
     async def append_chunk(self, event: Event) -> None:
         """Returns when the event survives this process; with fsync "chunk", when it is on disk."""
-        await self._add(event, self._for_disk if self._fsync == "chunk" else self._for_kernel)
+        self.note(event)
+        await self.flush_chunk()
+
+    async def flush(self) -> None:
+        """Returns when all events so far are on disk; raises as `append` does."""
+        await self._write_soon(self._for_disk)
+
+    async def flush_chunk(self) -> None:
+        """Returns when all events so far survive this process; with fsync "chunk", when they are on disk."""
+        await self._write_soon(self._for_disk if self._fsync == "chunk" else self._for_kernel)
 
     async def compact(self, read: Callable[[bytes], E], choose: Callable[[], Compaction[E]]) -> None:
         """Rewrite the journal as `choose` says. It is called when no other compaction is under way: earlier
@@ -151,9 +161,8 @@ class Journal:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close_file)
         self._thread.shutdown()
 
-    def _add(self, event: Event, waiting: list[Waiter]) -> Waiter:
+    def _write_soon(self, waiting: list[Waiter]) -> Waiter:
         loop = asyncio.get_running_loop()
-        self.note(event)
         waiter = loop.create_future()
         waiting.append(waiter)
         if not self._write_is_due:

@@ -37,11 +37,11 @@ def expected_rest(mean: float, produced: int, budget: int) -> int:
     return max(1, min(budget, max(round(mean) - produced, produced)))
 
 
-def num_cached(link: EngineConnection, generation: Generation) -> int:
+def num_cached(engine: EngineConnection, generation: Generation) -> int:
     """Number of leading prompt tokens that are probably in the engine's KV cache: it sampled the parent turn,
     or this turn before an interruption, with the weights it has now."""
     near = generation.near
-    if near is None or near.engine_id != link.engine_id or near.version != link.version:
+    if near is None or near.engine_id != engine.engine_id or near.version != engine.version:
         return 0
     # the last token is always computed: the first draw needs its logits
     return min(near.num_tokens, generation.num_tokens - 1)
@@ -58,5 +58,5 @@ def choose(takers: Sequence[EngineConnection], generation: Generation) -> Engine
     """
     return min(
         takers,
-        key=lambda link: (link.outstanding - num_cached(link, generation), len(link.in_flight)),
+        key=lambda engine: (engine.outstanding - num_cached(engine, generation), len(engine.in_flight)),
     )

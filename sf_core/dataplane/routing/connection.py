@@ -14,7 +14,7 @@ from typing import Literal
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.rebalancing import Queue, Running
 
-LinkState = Literal["loading", "leaving", "paused", "serving"]
+EngineState = Literal["loading", "leaving", "paused", "serving"]
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class EngineConnection:
         return self.paused and not self.num_pauses_open
 
     @property
-    def state(self) -> LinkState:
+    def state(self) -> EngineState:
         """One word for status and metrics."""
         if self.version is None:
             return "loading"
@@ -95,7 +95,7 @@ class EngineConnection:
         return "paused" if self.paused else "serving"
 
     def queue(self) -> Queue[Generation]:
-        """The link in the form that rebalancing.py takes."""
+        """The engine in the form that rebalancing.py takes."""
         return Queue(
             self.outstanding,
             self.max_running - len(self.in_flight),

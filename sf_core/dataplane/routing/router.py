@@ -1,7 +1,7 @@
 """Dispatch of a run's generations to its engines.
 
 Owns the engines of one run, the waiting generations, and the order in which an engine is paused, drained or
-taken away. Knows nothing of sessions or text; sends frames through its links. choice.py chooses engines.
+taken away. Knows nothing of sessions or text; sends frames to its engines. choice.py chooses engines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Router:
         self.weights = weights
         self.limits = limits
         self._num_ids = num_ids
-        self.links: list[EngineConnection] = []
+        self.engines: list[EngineConnection] = []
         self.waiting = WaitQueue()
         self.paused = False
         self.paused_engines: set[str] = set()
@@ -78,7 +78,7 @@ class Router:
     def close(self, refusal: ApiError) -> None:
         """Refuse all requests, those that are asked later included."""
         self.closed = refusal
-        for generation in [*self.waiting, *(g for link in self.links for g in link.in_flight.values())]:
+        for generation in [*self.waiting, *(g for engine in self.engines for g in engine.in_flight.values())]:
             self.stop(generation)
             generation.refuse(refusal)
 
@@ -91,46 +91,46 @@ class Router:
 
     def stop(self, generation: Generation) -> None:
         """Sample no more for this generation."""
-        for link in self.links:
-            if link.drop(generation.request_id) is not None:
-                link.send(wire.pack(wire.Abort([generation.request_id])))
-                self._settle(link)
+        for engine in self.engines:
+            if engine.drop(generation.request_id) is not None:
+                engine.send(wire.pack(wire.Abort([generation.request_id])))
+                self._settle(engine)
                 return
         self.waiting.leave(generation)
 
-    def receive(self, link: EngineConnection, chunks: list[Chunk]) -> int:
+    def receive(self, engine: EngineConnection, chunks: list[Chunk]) -> int:
         """Take an engine's chunks; returns the number of tokens of generations in flight there. At the first
         invalid chunk, of which nothing is taken, drops the engine and raises EngineFaultError."""
-        link.heard_at = time.monotonic()
+        engine.heard_at = time.monotonic()
         interrupted: list[Generation] = []
         num_tokens = 0
         fault: str | None = None
         for chunk in chunks:
-            generation = link.in_flight.get(chunk.request_id)
+            generation = engine.in_flight.get(chunk.request_id)
             if generation is None:
                 continue
-            if (fault := generation.fault_of(chunk, link.wanted_version, self._num_ids)) is not None:
-                self._note_fault(link, generation, fault)
+            if (fault := generation.fault_of(chunk, engine.wanted_version, self._num_ids)) is not None:
+                self._note_fault(engine, generation, fault)
                 break
             num_tokens += len(chunk.token_ids)
             if chunk.finish_reason is None:
-                link.progressed(generation, len(chunk.token_ids))
+                engine.progressed(generation, len(chunk.token_ids))
             else:
-                link.drop(chunk.request_id)
+                engine.drop(chunk.request_id)
             if _ends_without_a_token(chunk, generation):
-                generation.refuse(_failed(f"engine {link.engine_id} ended it without a token"))
-            elif generation.absorb(chunk, link.engine_id):
+                generation.refuse(_failed(f"engine {engine.engine_id} ended it without a token"))
+            elif generation.absorb(chunk, engine.engine_id):
                 interrupted.append(generation)
             elif generation.finish_reason is not None:
                 self._typical.learn(len(generation.token_ids))
             elif generation.num_decode == 0:
-                link.expect_more(generation, self._typical.remaining(generation))
-        link.num_tokens += num_tokens
+                engine.expect_more(generation, self._typical.remaining(generation))
+        engine.num_tokens += num_tokens
         self._wait_again(interrupted)
         if fault is not None:
-            self.lose(link)
+            self.lose(engine)
             raise EngineFaultError(fault)
-        self._settle(link)
+        self._settle(engine)
         return num_tokens
 
     def sweep(self) -> None:
@@ -138,37 +138,37 @@ class Router:
         now = time.monotonic()
         for generation in self.waiting.waiting_since_before(now - self.limits.patience_s):
             self._refuse(generation, self.obstacle(generation.floor))
-        for link in self.links:
-            if link.is_still and now - link.heard_at > self.limits.patience_s:
-                for generation in list(link.in_flight.values()):
+        for engine in self.engines:
+            if engine.is_still and now - engine.heard_at > self.limits.patience_s:
+                for generation in list(engine.in_flight.values()):
                     self._refuse(generation, "its engine is paused")
-        for link in [e for e in self.links if e.silent_for(now) > self.limits.engine_silence_s]:
-            log.warning("engine %s has work and says nothing: it is dropped", link.engine_id)
-            self.lose(link)
+        for engine in [e for e in self.engines if e.silent_for(now) > self.limits.engine_silence_s]:
+            log.warning("engine %s has work and says nothing: it is dropped", engine.engine_id)
+            self.lose(engine)
         self._rebalance()
 
     def _rebalance(self) -> None:
         """Abort running requests of engines with long queues (rebalancing.py); they are dispatched again when
         their engines have returned them. Not done while requests wait, which fill free engines anyway, nor
         while engines load weights or return aborted requests, because queue lengths mislead then."""
-        links = [link for link in self.links if link.is_routable]
-        versions = {version for link in links for version in (link.version, link.wanted_version)}
-        if self.waiting or any(link.moving for link in links) or len(versions) != 1:
+        engines = [engine for engine in self.engines if engine.is_routable]
+        versions = {version for engine in engines for version in (engine.version, engine.wanted_version)}
+        if self.waiting or any(engine.moving for engine in engines) or len(versions) != 1:
             return
-        owners = {link.queue(): link for link in links}
+        owners = {engine.queue(): engine for engine in engines}
         for generation, source, _ in find_moves(list(owners)):
             generation.num_moved_at = generation.num_tokens
             owners[source].moving.add(generation.request_id)
             self.moves += 1
-        for link in links:
-            if link.moving:
-                link.send(wire.pack(wire.Abort(sorted(link.moving))))
+        for engine in engines:
+            if engine.moving:
+                engine.send(wire.pack(wire.Abort(sorted(engine.moving))))
 
-    def _note_fault(self, link: EngineConnection, generation: Generation, fault: str) -> None:
+    def _note_fault(self, engine: EngineConnection, generation: Generation, fault: str) -> None:
         generation.num_faults += 1
         if generation.num_faults == MAX_FAULTS:
-            link.drop(generation.request_id)
-            generation.refuse(_failed(f"engine {link.engine_id} {fault}, as others did before"))
+            engine.drop(generation.request_id)
+            generation.refuse(_failed(f"engine {engine.engine_id} {fault}, as others did before"))
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)
@@ -177,15 +177,15 @@ class Router:
 
     def obstacle(self, floor: int = 0) -> str:
         """Why a request that needs this policy version or a later one waits."""
-        present = [link for link in self.links if link.version is not None and link.leaving is None]
+        present = [engine for engine in self.engines if engine.version is not None and engine.leaving is None]
         if self.paused:
             return "the run is paused"
         if not present:
-            is_loading = any(link.version is None for link in self.links)
+            is_loading = any(engine.version is None for engine in self.engines)
             return "no engine is loaded yet" if is_loading else "no engine is connected"
-        if all(link.paused for link in present):
+        if all(engine.paused for engine in present):
             return "every engine is paused"
-        if all(link.version is not None and link.version < floor for link in present):
+        if all(engine.version is not None and engine.version < floor for engine in present):
             return f"no engine holds policy version {floor} or a later one"
         return "every engine is full"
 
@@ -193,64 +193,64 @@ class Router:
 
     @property
     def is_serving(self) -> bool:
-        return any(link.version is not None and not link.paused for link in self.links)
+        return any(engine.version is not None and not engine.paused for engine in self.engines)
 
-    def add(self, link: EngineConnection) -> None:
+    def add(self, engine: EngineConnection) -> None:
         """Connect an engine and tell it which weights to load and whether it is paused."""
-        link.wanted_version = link.first_version = self.weights.version
-        link.paused = self._is_paused(link)
-        link.send(wire.pack(wire.Welcome(self.weights, link.paused)))
-        self.links.append(link)
+        engine.wanted_version = engine.first_version = self.weights.version
+        engine.paused = self._is_paused(engine)
+        engine.send(wire.pack(wire.Welcome(self.weights, engine.paused)))
+        self.engines.append(engine)
         self._changed.notify()
 
-    def confirm(self, link: EngineConnection, version: int) -> None:
+    def confirm(self, engine: EngineConnection, version: int) -> None:
         """Note that the engine has loaded this version. A newcomer that was told of a newer version while it
         loaded gets no requests before it has that. Raises EngineFaultError if the version is newer than the
         engine was told to load, or older than the one it had."""
-        held = link.version or 0
-        if not held <= version <= link.wanted_version:
-            raise EngineFaultError(f"took version {version}; expected {held} to {link.wanted_version}")
-        link.heard_at = time.monotonic()
-        link.is_made = True
-        if link.version is None and version < link.wanted_version:
+        held = engine.version or 0
+        if not held <= version <= engine.wanted_version:
+            raise EngineFaultError(f"took version {version}; expected {held} to {engine.wanted_version}")
+        engine.heard_at = time.monotonic()
+        engine.is_made = True
+        if engine.version is None and version < engine.wanted_version:
             return
-        link.serving_since = link.serving_since or link.heard_at
-        link.version = version
+        engine.serving_since = engine.serving_since or engine.heard_at
+        engine.version = version
         self._schedule()
         self._changed.notify()
 
-    def refuse(self, link: EngineConnection, version: int, reason: str) -> None:
+    def refuse(self, engine: EngineConnection, version: int, reason: str) -> None:
         """Note that the engine cannot take this version and serves on with the one it has."""
-        log.warning("engine %s refuses version %d: %s", link.engine_id, version, reason)
-        link.heard_at = time.monotonic()
-        link.refused_version, link.refusal = version, reason
+        log.warning("engine %s refuses version %d: %s", engine.engine_id, version, reason)
+        engine.heard_at = time.monotonic()
+        engine.refused_version, engine.refusal = version, reason
         self._changed.notify()
 
-    def confirm_pause(self, link: EngineConnection) -> None:
+    def confirm_pause(self, engine: EngineConnection) -> None:
         """Note that the engine samples nothing until it is resumed."""
-        link.heard_at = time.monotonic()
-        link.num_pauses_open -= 1
+        engine.heard_at = time.monotonic()
+        engine.num_pauses_open -= 1
         self._changed.notify()
 
-    def lose(self, link: EngineConnection) -> None:
+    def lose(self, engine: EngineConnection) -> None:
         """Disconnect an engine; its requests continue elsewhere from the last received token."""
-        if link in self.links:
-            self.links.remove(link)
-        lost = [link.drop(request_id) for request_id in list(link.in_flight)]
-        self._wait_again([g for g in lost if g is not None and g.absorb(_nothing_more(g), link.engine_id)])
-        link.gone.set()
+        if engine in self.engines:
+            self.engines.remove(engine)
+        lost = [engine.drop(request_id) for request_id in list(engine.in_flight)]
+        self._wait_again([g for g in lost if g is not None and g.absorb(_nothing_more(g), engine.engine_id)])
+        engine.gone.set()
         self._changed.notify()
 
-    def drain(self, link: EngineConnection, reason: str) -> None:
+    def drain(self, engine: EngineConnection, reason: str) -> None:
         """Give the engine no new requests; it yields when it has finished those in flight."""
-        link.leaving = reason
-        self._settle(link)
+        engine.leaving = reason
+        self._settle(engine)
 
-    async def take_away(self, link: EngineConnection, reason: str) -> None:
+    async def take_away(self, engine: EngineConnection, reason: str) -> None:
         """Stop routing, abort, wait for the partial tokens, then have the engine yield."""
-        link.tell(wire.pack(wire.Abort()))
-        self.drain(link, reason)
-        await link.gone.wait()
+        engine.tell(wire.pack(wire.Abort()))
+        self.drain(engine, reason)
+        await engine.gone.wait()
 
     async def update(self, weights: WeightsRef) -> dict[str, int]:
         """Have every engine take these weights. Returns the version of each engine that is still connected,
@@ -258,15 +258,15 @@ class Router:
         old would otherwise never catch up if iterations are shorter than loading. An engine that is still
         starting is not waited for; it takes these weights before it gets requests (`confirm`)."""
         self.weights = weights
-        for link in self.links:
-            link.tell(wire.pack(wire.Update(weights)))
-            link.wanted_version = weights.version
-        made = [link for link in self.links if link.is_made]
+        for engine in self.engines:
+            engine.tell(wire.pack(wire.Update(weights)))
+            engine.wanted_version = weights.version
+        made = [engine for engine in self.engines if engine.is_made]
         await self._until_each(made, _holds_what_it_was_told)
         return {
-            link.engine_id: link.version
-            for link in made
-            if link.version is not None and not link.gone.is_set()
+            engine.engine_id: engine.version
+            for engine in made
+            if engine.version is not None and not engine.gone.is_set()
         }
 
     async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
@@ -274,14 +274,14 @@ class Router:
 
         Freeze: engines keep their requests and KV cache. Evacuate: they return their requests, which continue
         on engines that are not paused, or wait."""
-        links = [link for link in self.links if engine_id in (None, link.engine_id)]
+        engines = [engine for engine in self.engines if engine_id in (None, engine.engine_id)]
         self.note_paused(engine_id)
         if mode == "evacuate":
-            for link in links:
-                link.tell(wire.pack(wire.Abort()))
+            for engine in engines:
+                engine.tell(wire.pack(wire.Abort()))
         self._tell_pauses()
-        await self._until_each(links, _stands_still_or_need_not)
-        return sum(link.is_still for link in links)
+        await self._until_each(engines, _stands_still_or_need_not)
+        return sum(engine.is_still for engine in engines)
 
     def resume(self, engine_id: str | None = None) -> None:
         """Undo the same pause. An engine samples again once neither it nor the run is paused."""
@@ -300,33 +300,33 @@ class Router:
 
     def find(self, engine_id: str) -> EngineConnection:
         """The connected engine of this id. Raises ApiError 404."""
-        for link in self.links:
-            if link.engine_id == engine_id:
-                return link
+        for engine in self.engines:
+            if engine.engine_id == engine_id:
+                return engine
         raise ApiError(404, f"No engine {engine_id} is connected.", code="engine_not_found")
 
-    def _is_paused(self, link: EngineConnection) -> bool:
-        return self.paused or link.engine_id in self.paused_engines
+    def _is_paused(self, engine: EngineConnection) -> bool:
+        return self.paused or engine.engine_id in self.paused_engines
 
     def _tell_pauses(self) -> None:
-        for link in self.links:
-            if link.paused != self._is_paused(link):
-                link.tell(wire.pack(wire.Pause(not link.paused)))
-                link.paused = not link.paused
-                link.num_pauses_open += link.paused
+        for engine in self.engines:
+            if engine.paused != self._is_paused(engine):
+                engine.tell(wire.pack(wire.Pause(not engine.paused)))
+                engine.paused = not engine.paused
+                engine.num_pauses_open += engine.paused
         self._changed.notify()
         self._schedule()
 
     async def _until_each(
-        self, links: list[EngineConnection], condition: Callable[[EngineConnection], bool]
+        self, engines: list[EngineConnection], condition: Callable[[EngineConnection], bool]
     ) -> None:
-        await self._changed.until(lambda: all(link.gone.is_set() or condition(link) for link in links))
+        await self._changed.until(lambda: all(e.gone.is_set() or condition(e) for e in engines))
 
-    def _settle(self, link: EngineConnection) -> None:
+    def _settle(self, engine: EngineConnection) -> None:
         """Dispatch after a request has left the engine, and have it yield if it leaves and has none."""
-        if link.leaving is not None and not link.in_flight and not link.told_to_yield:
-            link.tell(wire.pack(wire.Yield(link.leaving)))
-            link.told_to_yield = True
+        if engine.leaving is not None and not engine.in_flight and not engine.told_to_yield:
+            engine.tell(wire.pack(wire.Yield(engine.leaving)))
+            engine.told_to_yield = True
         self._schedule()
 
     # --- dispatch
@@ -348,28 +348,28 @@ class Router:
         if self.paused or not self.waiting:
             return
         given: dict[EngineConnection, list[Generation]] = {}
-        open_links = [link for link in self.links if link.has_room]
+        open_engines = [engine for engine in self.engines if engine.has_room]
         passed_over: list[Generation] = []
         num_seen = 0
         for generation in self.waiting:
-            if not open_links:
+            if not open_engines:
                 break
             num_seen += 1
-            takers = [link for link in open_links if link.can_take(generation)]
+            takers = [engine for engine in open_engines if engine.can_take(generation)]
             if not takers:
                 passed_over.append(generation)
                 continue
-            link = choose(takers, generation)
-            num_prefill = generation.num_tokens - num_cached(link, generation)
-            link.take(generation, num_prefill, self._typical.remaining(generation))
-            given.setdefault(link, []).append(generation)
-            if not link.has_room:
-                open_links.remove(link)
+            engine = choose(takers, generation)
+            num_prefill = generation.num_tokens - num_cached(engine, generation)
+            engine.take(generation, num_prefill, self._typical.remaining(generation))
+            given.setdefault(engine, []).append(generation)
+            if not engine.has_room:
+                open_engines.remove(engine)
         self.waiting.keep(passed_over, num_seen)
-        for link, generations in given.items():
-            assert link.version is not None
-            requests = [generation.remaining_request(link.version) for generation in generations]
-            link.send(wire.pack(wire.Submit.of(requests)))
+        for engine, generations in given.items():
+            assert engine.version is not None
+            requests = [generation.remaining_request(engine.version) for generation in generations]
+            engine.send(wire.pack(wire.Submit.of(requests)))
 
 
 def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
@@ -385,10 +385,10 @@ def _nothing_more(generation: Generation) -> Chunk:
     return Chunk(generation.request_id, [], [], 0, FinishReason.ABORT)
 
 
-def _holds_what_it_was_told(link: EngineConnection) -> bool:
-    return link.version is not None and max(link.version, link.refused_version) >= link.wanted_version
+def _holds_what_it_was_told(engine: EngineConnection) -> bool:
+    return engine.version is not None and max(engine.version, engine.refused_version) >= engine.wanted_version
 
 
-def _stands_still_or_need_not(link: EngineConnection) -> bool:
+def _stands_still_or_need_not(engine: EngineConnection) -> bool:
     # an engine that is still starting reads the pause once it runs; until then it samples nothing
-    return link.is_still or not link.paused or link.version is None
+    return engine.is_still or not engine.paused or engine.version is None

@@ -1,7 +1,8 @@
-"""Events of runs, as journals hold them. What they do is in effects.py."""
+"""Events of runs, as journals hold them. What they do is in state.py."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import msgspec
 from sf_core.config.failures import Reason
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.journal.events import Event, reader
-from sf_core.dataplane.runs.rollout_manager import Batch
+from sf_core.dataplane.runs.ledger import Batch
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
@@ -41,24 +42,19 @@ class OpenedSession(msgspec.Struct, array_like=True):
     """What is known of a session when it is opened; fields are those of Session."""
 
     session_id: str
-    claim: Claim | None
-    runner: str
-    started_at: float
-    group: str | None
-    task_id: str
-    environment: str
-    metadata: dict[str, Any]
+    claim: Claim | None = None
+    runner: str = ""
+    started_at: float = msgspec.field(default_factory=time.time)
+    group: str | None = None
+    task_id: str = ""
+    environment: str = ""
+    metadata: dict[str, Any] = {}
 
 
 class Opened(Event):
     """Sessions were given to a runner, or opened for external agents."""
 
     facts: list[OpenedSession]
-
-    @classmethod
-    def of(cls, sessions: list[Session]) -> Opened:
-        names = OpenedSession.__struct_fields__
-        return cls([OpenedSession(*(getattr(session, name) for name in names)) for session in sessions])
 
     def sessions(self) -> list[Session]:
         return [Session(**msgspec.structs.asdict(opened)) for opened in self.facts]

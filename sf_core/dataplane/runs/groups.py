@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from sf_core.config.failures import REASONS
+from sf_core.config.failures import REASONS, Reason
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split
 from sf_core.recipes.outcomes import Outcome, Pick, Result
 
@@ -47,10 +47,12 @@ class Group:
     """Its task, if the run gave it one."""
     version: int = 0
     """Policy version when it was begun."""
-    is_recorded: bool = field(default=False, init=False)
+    is_told: bool = False
     """Whether the journal has its pick."""
     need: int = field(init=False)
     """Sessions with which it is complete."""
+    lost: Reason | None = field(default=None, init=False)
+    """Why it cannot be complete any more; None while it can."""
     members: list[Member] = field(init=False)
     num_done: int = field(default=0, init=False)
     """Members that are done; cached, like `min_version`, because a batch may look at 100,000 groups."""
@@ -62,13 +64,11 @@ class Group:
         self.need = self.size if self.pick is None else self.pick.need
 
     def claims(self, is_outside: bool = False) -> Iterator[Claim]:
-        """Give out open members, to runners or to agents outside, in order, as far as the caller iterates."""
+        """The open members in order, as sessions to give out to runners or to agents outside."""
         for i, member in enumerate(self.members):
             if member.progress is Progress.OPEN:
-                member.progress = Progress.RUNNING
-                member.attempt += 1
                 place = SessionSlot(self.split, self.index, i)
-                yield Claim(place, member.attempt, member.num_failures, is_outside)
+                yield Claim(place, member.attempt + 1, member.num_failures, is_outside)
 
     def note_started(self, claim: Claim, version: int) -> None:
         """Note that a token of the session may have been sampled by this version or a later one."""
@@ -84,8 +84,8 @@ class Group:
             member.progress, member.min_version = Progress.OPEN, None
             self._count()
 
-    def resume(self, claim: Claim) -> None:
-        """Note that a session given out by an earlier process still runs."""
+    def open(self, claim: Claim) -> None:
+        """Give out a session, unless a later attempt at it was given out."""
         member = self.members[claim.place.member]
         if claim.attempt > member.attempt:
             self.note_given_out(claim)
@@ -93,10 +93,15 @@ class Group:
             self._count()
 
     def note_given_out(self, claim: Claim) -> None:
-        """Note a claim that an earlier process gave out: neither its number nor its draws are reused."""
+        """Note a claim: neither its number nor its draws are reused."""
         member = self.members[claim.place.member]
         member.attempt = max(member.attempt, claim.attempt)
         member.num_failures = max(member.num_failures, claim.draw)
+
+    def note_attempts(self, earlier: Group) -> None:
+        """Go on counting from the attempts of the group in whose place this one is."""
+        for member, before in zip(self.members, earlier.members, strict=False):
+            member.attempt, member.num_failures = before.attempt, before.num_failures
 
     def finish(self, claim: Claim, result: Result | None, min_version: int | None) -> None:
         member = self.members[claim.place.member]
@@ -111,17 +116,17 @@ class Group:
         member.num_failures += 1
         return member.num_failures
 
-    def leave_out(self, claim: Claim, least: int) -> bool:
-        """Go on without a member, with fewer sessions than planned if need be; False if that leaves fewer
-        than `least`."""
+    def leave_out(self, claim: Claim, least: int, reason: Reason) -> None:
+        """Go on without a member that failed for good, with fewer sessions than planned if need be. If that
+        leaves fewer than `least`, the group is lost."""
         left = sum(member.progress is not Progress.CUT for member in self.members) - 1
         if left < least:
-            return False
+            self.lost = reason
+            return
         self.need = min(self.need, left)
         member = self.members[claim.place.member]
         member.progress, member.min_version = Progress.CUT, None
         self._count()
-        return True
 
     @property
     def is_complete(self) -> bool:

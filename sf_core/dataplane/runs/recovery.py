@@ -1,8 +1,8 @@
-"""Recovery of a run from its journal after the data plane died.
+"""Registrations of a run, and its recovery from its journal after the data plane died.
 
-Owns the reading of a journal and its registrations. A restarted data plane opens by itself the runs that were
-open (open_runs.py). A run that a flow registers is restored from its journal first, and then registered like
-one that was open all the time. What other events do to a run is in effects.py.
+A restarted data plane opens by itself the runs that were open (open_runs.py). A run that a flow registers is
+restored from its journal first, and then registered like one that was open all the time. What other events do
+to a run is in state.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import read_renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.runs import decide
+from sf_core.dataplane.runs.claiming import lose
 from sf_core.dataplane.runs.events import (
     Admitted,
     Finished,
@@ -24,10 +26,13 @@ from sf_core.dataplane.runs.events import (
     RunEvent,
     read_event,
 )
+from sf_core.dataplane.runs.faults import explain_drops
 from sf_core.dataplane.runs.results import outcome_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.runners import Runner
+from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.curriculum import Tasks
 from sf_core.recipes.outcomes import Outcome
 from storage.errors import StorageError
@@ -38,32 +43,35 @@ from storage.run_directory import RunDirectory
 async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> ServedRun:
     """Open a registered run, restored from its journal if that holds it. Raises ApiError if it cannot."""
     run = await reopen_run(journal, grace_s, memory, remembers=spec.rollout.curriculum is not None)
-    if run is None:
-        run = await _new_run(spec, journal, grace_s, memory)
-    elif run.spec.origin != spec.origin:
+    if run is not None and run.spec.origin != spec.origin:
         run = await begin_anew(run, spec)
+    elif run is not None:
+        await begin_attempt(run, spec)
     else:
-        begin_attempt(run, spec, await read_past(run, spec))
+        state = await _new_state(spec, memory)
+        run = await _serve(state, journal, grace_s)
+        run.journal.note(Registered(spec))
     try:
-        await journal.append(Registered(run.spec))
+        await journal.flush()
     except ApiError:
-        run.leave_memory()
+        run.state.free_memory()
         raise
     return run
 
 
-async def _new_run(
-    spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, remembers: bool = True
-) -> ServedRun:
+async def _serve(state: RunState, journal: Journal, grace_s: float) -> ServedRun:
+    return ServedRun(state, await read_renderer(state.spec.model_dir), journal, grace_s)
+
+
+async def _new_state(spec: RunSpec, memory: Memory, remembers: bool = True) -> RunState:
     """A run with the progress that `spec` states. Raises ApiError 409 if its curriculum cannot be told what
     came of earlier groups."""
-    renderer = await read_renderer(spec.model_dir)
     outcomes = await _read_outcomes(spec) if remembers else []
-    run = ServedRun(spec, renderer, journal, grace_s, memory)
+    state = RunState(spec, memory)
     if outcomes:
         # nothing else has the run yet, and a large pool would hold up the other runs for seconds
-        await asyncio.to_thread(_remember, run.manager.tasks, outcomes)
-    return run
+        await asyncio.to_thread(_remember, state.ledger.tasks, outcomes)
+    return state
 
 
 def _remember(tasks: Tasks, outcomes: list[Outcome]) -> None:
@@ -100,15 +108,19 @@ async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:
                 claims = [opened.claim for opened in event.facts if opened.claim is not None]
                 first = max([first, *(claim.attempt + 1 for claim in claims)])
     # an agent that is still at work has the name of its session, which must not be given to another one
-    return await _replaced(run, spec.model_copy(update={"first_attempt": first}))
+    spec = spec.model_copy(update={"first_attempt": first})
+    run.memory.watchers.discard(run.changed)
+    fresh = await _serve(_replace(run.state, spec), run.journal, run.turns.grace_s)
+    run.journal.note(Registered(spec))
+    return fresh
 
 
-async def _replaced(run: ServedRun, spec: RunSpec) -> ServedRun:
+def _replace(state: RunState, spec: RunSpec) -> RunState:
     """A run that takes over what agents outside have finished, because it is still to be stored, and nothing
     else."""
-    fresh = ServedRun(spec, await read_renderer(spec.model_dir), run.journal, run.grace_s, run.memory)
-    opened = list(run.results.opened.values())
-    run.leave_memory()
+    fresh = RunState(spec, state.memory)
+    opened = list(state.results.opened.values())
+    state.free_memory()
     for result in opened:
         fresh.results.keep_opened(result)
     return fresh
@@ -119,25 +131,28 @@ async def reopen_run(
 ) -> ServedRun | None:
     """Restore a run from its journal; None if that holds none. Raises ApiError if it cannot be opened. Unless
     the run `remembers`, because it is to go on without a curriculum, no outcomes are read."""
-    run: ServedRun | None = None
+    state: RunState | None = None
     num_applied = 0
     async with aclosing(journal.replay(read_event)) as events:
         async for event in events:
             if isinstance(event, Registered):
                 spec = event.spec
-                if run is None:
-                    run = await _new_run(spec, journal, grace_s, memory, remembers)
-                elif run.spec.origin != spec.origin:
-                    run = await _replaced(run, spec)
+                if state is None:
+                    state = await _new_state(spec, memory, remembers)
+                elif state.spec.origin != spec.origin:
+                    state = _replace(state, spec)
                 else:
-                    begin_attempt(run, spec, await read_past(run, spec, num_applied, remembers))
-            elif run is None:
+                    past = await _read_past(state, spec, journal, num_applied, remembers)
+                    state = _register(state, spec, past)
+            elif state is None:
                 break
             else:
-                run.effects.apply(event)
+                state.apply(event)
             num_applied += 1
-    if run is not None:
-        _go_on(run)
+    if state is None:
+        return None
+    run = await _serve(state, journal, grace_s)
+    _go_on(run)
     return run
 
 
@@ -150,22 +165,22 @@ class Past(NamedTuple):
     """Results, rejections, picks and claims of the journal, if the run starts over."""
 
 
-async def read_past(
-    run: ServedRun, spec: RunSpec, num_events: int | None = None, remembers: bool = True
+async def _read_past(
+    state: RunState, spec: RunSpec, journal: Journal, num_events: int | None = None, remembers: bool = True
 ) -> Past:
     """What this registration takes over, with the first `num_events` events of the journal (None: all)."""
     past = Past([], [])
-    if spec.attempt < run.spec.attempt:
+    if spec.attempt < state.spec.attempt:
         return past
-    starts_over = not run.knows_batch(spec.iteration)
-    if remembers and (starts_over or run.spec.rollout.curriculum is None):
+    starts_over = not state.ledger.knows_batch(spec.iteration)
+    if remembers and (starts_over or state.spec.rollout.curriculum is None):
         past.outcomes.extend(await _read_outcomes(spec))
-    return past._replace(events=await _past_events(run, spec, num_events)) if starts_over else past
+    return past._replace(events=await _past_events(spec, journal, num_events)) if starts_over else past
 
 
-async def _past_events(run: ServedRun, spec: RunSpec, num_events: int | None) -> list[RunEvent]:
+async def _past_events(spec: RunSpec, journal: Journal, num_events: int | None) -> list[RunEvent]:
     past, is_ours = list[RunEvent](), True
-    async with aclosing(run.journal.replay(read_event)) as events:
+    async with aclosing(journal.replay(read_event)) as events:
         async for event in events:
             if num_events == 0:
                 break
@@ -183,35 +198,85 @@ async def _past_events(run: ServedRun, spec: RunSpec, num_events: int | None) ->
     return past
 
 
-def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
-    """Begin an attempt of the flow. True if the run starts over from the progress that `spec` states: then
-    only `past` is taken over from the journal."""
-    run.begin_attempt(spec.model_copy(update={"first_attempt": run.spec.first_attempt}))
-    if run.knows_batch(spec.iteration):
-        run.manager.remember(past.outcomes)
-        return False
-    run.forget_progress(past.outcomes)
+async def begin_attempt(run: ServedRun, spec: RunSpec) -> bool:
+    """Register an attempt of the flow, or the same again: finished sessions are kept; another attempt gives
+    out running ones again, whose runners belong to an earlier one. True if the run starts over from the
+    progress that `spec` states. Raises ApiError 409."""
+    past = await _read_past(run.state, spec, run.journal)
+    if spec.attempt < run.spec.attempt:
+        raise ApiError.superseded(spec.run_id, spec.attempt)
+    spec = spec.model_copy(update={"first_attempt": run.spec.first_attempt})
+    starts_over = not run.state.ledger.knows_batch(spec.iteration)
+    if spec.attempt > run.spec.attempt:
+        run.fault = ""
+        for session in _claimed(run):
+            lose(run, session)
+            if session.session_id in run.sessions and spec.judges_groups != run.spec.judges_groups:
+                run.take_back(session, "answers are scored in another way from now on")
+    if starts_over:
+        for session in _claimed(run):
+            run.take_back(session, "the run starts over")
+        outside = [group.index for group in run.state.ledger.groups.values() if group.is_outside]
+        run.reject_outside("started_over")
+        past.events.extend(Rejected(index, "started_over") for index in outside)
+    run.take_over(_register(run.state, spec, past))
+    if starts_over:
+        _judge_past(run)
+    run.journal.note(Registered(spec))
+    return starts_over
+
+
+def _claimed(run: ServedRun) -> list[Session]:
+    return [session for session in run.sessions.values() if not session.is_external]
+
+
+def _register(state: RunState, spec: RunSpec, past: Past) -> RunState:
+    """The run in which another attempt is registered: it goes on, or starts over with what is left of the
+    past."""
+    starts_over = not state.ledger.knows_batch(spec.iteration)
+    state.apply(Registered(spec))
+    if not starts_over:
+        state.ledger.remember(past.outcomes)
+        return state
+    fresh = state.start_over()
+    fresh.ledger.tasks.observe(past.outcomes)
     for event in past.events:
         if not isinstance(event, Opened):
-            run.effects.apply(event)
+            fresh.apply(event)
             continue
         for opened in event.facts:
             if opened.claim is not None and not opened.claim.is_outside:
-                run.manager.restore_attempt(opened.claim)
-    run.manager.dropped_in_a_row.clear()
-    run.note_admitted(run.manager.pick_untold())
-    return True
+                fresh.ledger.note_given_out(opened.claim)
+    fresh.ledger.forget_dropped()
+    return fresh
+
+
+def _judge_past(run: ServedRun) -> None:
+    """Decide what becomes of the groups of the past: some do not count any more, and others get a task
+    anew."""
+    ledger = run.state.ledger
+    for group in list(ledger.groups.values()):
+        if reason := decide.judge(ledger, group):
+            run.record(Rejected(group.index, reason))
+    ledger.forget_dropped()
+    if ledger.rules.curriculum is not None:
+        ledger.forget_untold()
+        for admitted in decide.pick_untold(ledger):
+            run.record(admitted)
 
 
 def _go_on(run: ServedRun) -> None:
-    """Let the open sessions go on, unless the run has to end."""
-    run.judging.reject_halves(run.manager.groups.values())
-    run.fault = run.endings.fault_of_drops()
-    for session in list(run.sessions.values()):
-        if session.is_external:
-            continue
-        if session.claim is not None and run.manager.group_of(session.claim) is None:
-            run.forget(session.session_id)
+    """Let the open sessions of a restored run go on, unless the run has to end."""
+    ledger = run.state.ledger
+    # from now on no engine samples with an older version
+    ledger.set_version(run.state.weights.version)
+    for index, reason in decide.judge_again(ledger):
+        run.reject([index], reason)
+    run.reject_halves(ledger.groups.values())
+    run.fault = explain_drops(run.state)
+    for session in _claimed(run):
+        if not run.state.counts(session):
+            run.state.forget(session.session_id)
         elif session.runner:
             # a runner that died meanwhile is found silent as any other
             run.runners.setdefault(session.runner, Runner(run.spec.attempt))

@@ -1,35 +1,51 @@
 """Sealing: finished sessions leave the data plane as trajectory files in the run directory.
 
 A batch is sealed once; later requests get the same answer. The journal keeps the groups of the last sealed
-batch, because its flow may not have committed the answer.
+batch, because its flow may not have committed the answer. Sessions of no group are stored as they finish;
+until then they are in the journal (events.py), where a restart finds them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from itertools import islice
 from typing import Any, get_args
 
 import numpy as np
 
 from sf_core.config.failures import REASONS, count_failures, failures_text
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.runs import events
-from sf_core.dataplane.runs.effects import compaction
+from sf_core.dataplane.runs import decide
+from sf_core.dataplane.runs.events import Sealed, Stored
+from sf_core.dataplane.runs.ledger import Batch
 from sf_core.dataplane.runs.results import row_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.recipes.gates import Kind, kind_of
-from sf_core.recipes.outcomes import Success
+from sf_core.recipes.outcomes import SEALED, Outcome, Success
 from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
 from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
 
-Sealed = dict[str, Any]
+log = logging.getLogger(__name__)
+
+MAX_TOGETHER = 256
+"""Most external sessions of a file."""
+
+RETRY_S = 10.0
+"""Seconds after a storage error in which no external session is written."""
+
+SPARE_BYTES = 64 * 2**20
+"""The journal is compacted when it has outgrown twice its size after the last compaction by this much."""
+
+Answer = dict[str, Any]
 
 
 class Sealer:
@@ -37,21 +53,21 @@ class Sealer:
 
     def __init__(self, run: ServedRun) -> None:
         self._run = run
-        self._sealed: dict[tuple[str, int], asyncio.Task[Sealed]] = {}
+        self._sealed: dict[tuple[str, int], asyncio.Task[Answer]] = {}
 
-    async def seal_batch(self, batch: int, attempt: int) -> Sealed:
+    async def seal_batch(self, batch: int, attempt: int) -> Answer:
         """Raises ApiError 409 if the batch is not ready or the attempt was superseded."""
         return await self._once("trajectories", batch, attempt, self._write_batch)
 
-    async def seal_evaluation(self, version: int, attempt: int) -> Sealed:
+    async def seal_evaluation(self, version: int, attempt: int) -> Answer:
         return await self._once("evaluations", version, attempt, self._write_evaluation)
 
     def forget(self) -> None:
         self._sealed.clear()
 
     async def _once(
-        self, kind: str, index: int, attempt: int, write: Callable[[int, int], Awaitable[Sealed]]
-    ) -> Sealed:
+        self, kind: str, index: int, attempt: int, write: Callable[[int, int], Awaitable[Answer]]
+    ) -> Answer:
         if attempt < self._run.spec.attempt:
             raise ApiError.superseded(self._run.spec.run_id, attempt)
         task = self._sealed.get((kind, index))
@@ -65,56 +81,48 @@ class Sealer:
             self._sealed.pop((kind, index), None)
             raise
 
-    async def _write_batch(self, index: int, attempt: int) -> Sealed:
-        run = self._run
-        if index in run.answers:
-            return run.answers[index]
+    async def _write_batch(self, index: int, attempt: int) -> Answer:
+        run, state = self._run, self._run.state
+        if index in state.answers:
+            return state.answers[index]
         try:
-            if index not in run.manager.batches:
-                self._refuse_failed(index)
-            batch = run.manager.seal(index)
+            batch = decide.choose(state.ledger, index)
+            self._refuse_failed(index, batch)
         except ValueError as error:
             raise ApiError(409, str(error)) from None
-        for dropped in batch.dropped:
-            # before what is known of it is stored elsewhere
-            rejected = events.Rejected(dropped, batch.rejected[dropped])
-            run.journal.note(rejected)
-            run.effects.apply(rejected)
+        # before what is known of them is stored elsewhere
+        run.reject(batch.dropped, "max_lag")
+        outcomes = [*state.ledger.ended, *(state.ledger.groups[g].outcome(SEALED) for g in batch.groups)]
         run.changed.notify()
-        sessions = run.results_of(batch.groups)
+        sessions = state.results_of(batch.groups)
         answer = await write_sessions(run, "trajectories", index, f"rollout-{attempt}", sessions)
         if run.spec.rollout.chooses:
-            answer |= await self._write_outcomes(index, f"rollout-{attempt}")
+            answer |= await self._write_outcomes(index, outcomes, f"rollout-{attempt}")
         if run.spec.rollout.spare_sessions:
-            answer |= run.results.lengths(batch.groups, sessions)
-        for group in batch.groups:
-            run.effects.drop_results(group)
+            answer |= state.results.lengths(batch.groups, sessions)
+        if run.state is not state:
+            raise ApiError.superseded(run.spec.run_id, attempt)
         min_versions = [s.min_version for s in sessions if s.min_version is not None]
         answer |= {
             "groups": batch.groups,
             "rejected": {str(group): reason for group, reason in batch.rejected.items()},
             "failures": count_failures(session.status for session in sessions),
-            "discarded": dict(run.outcomes.discarded),
-            "last_error": run.outcomes.last_error,
+            "discarded": dict(state.recent.discarded),
+            "last_error": state.recent.last_error,
             "max_lag": index - min(min_versions, default=index),
         }
-        await run.journal.append(events.Sealed(index, batch, answer))
-        run.outcomes.forget_discarded(answer)
-        await run.compact(partial(compaction, run))
-        # counted last, because everything above is repeated if it fails
-        run.count("sealed_groups", len(batch.groups))
-        for dropped in batch.dropped:
-            run.count(f"rejected_groups.{batch.rejected[dropped]}")
+        await run.record_now(Sealed(index, batch, answer))
+        await run.compact()
+        run.counters["sealed_groups"] += len(batch.groups)
         for kind in answer.keys() & set(get_args(Kind)):
-            run.count(f"groups.{kind}", answer[kind])
+            run.counters[f"groups.{kind}"] += answer[kind]
         return answer
 
-    async def _write_outcomes(self, index: int, part: str) -> Sealed:
+    async def _write_outcomes(self, index: int, outcomes: Sequence[Outcome], part: str) -> Answer:
         """Write what came of the groups that have left since the last batch, and count those of which all
         sessions, some or none were right. Groups from outside, and those without results, are not counted.
         Raises ApiError 500 if the file cannot be written."""
         run = self._run
-        outcomes = run.manager.ended_by[index]
         directory = RunDirectory(run.spec.run_dir)
         rows = [row_of(outcome, run.spec.run_id) for outcome in outcomes]
         try:
@@ -125,34 +133,28 @@ class Sealer:
         kinds = Counter(kind_of(one.results, success) for one in outcomes if one.pick and one.results)
         return {"outcomes": [asdict(ref)], **{kind: kinds[kind] for kind in get_args(Kind)}}
 
-    def _refuse_failed(self, index: int) -> None:
+    def _refuse_failed(self, index: int, batch: Batch) -> None:
         """Raises ValueError if every session of the batch failed by its agent or its reward."""
         run = self._run
-        sessions = run.results_of(chosen := run.manager.choose(index))
+        sessions = run.state.results_of(batch.groups)
         if not all(failed_by_itself(session, run.spec.was_warmed) for session in sessions):
             return
         counts = failures_text(count_failures(session.status for session in sessions))
-        last = sessions[-1].error or run.outcomes.last_error
+        last = sessions[-1].error or run.state.recent.last_error
         fault = f"every session of batch {index} failed ({counts}); the last: {last}"
-        groups = [g for g in run.manager.groups.values() if g.index in chosen or not g.is_outside]
-        run.endings.end_run_by(fault, "all_failed", groups)
+        groups = run.state.ledger.groups.values()
+        run.end_by(fault, "all_failed", [g for g in groups if g.index in batch.groups or not g.is_outside])
         raise ValueError(fault)
 
-    async def _write_evaluation(self, version: int, attempt: int) -> Sealed:
-        run = self._run
-        group = run.manager.evaluations.get(version)
+    async def _write_evaluation(self, version: int, attempt: int) -> Answer:
+        run, results = self._run, self._run.state.results
+        group = run.state.ledger.evaluations.get(version)
         if group is None or not group.is_complete:
             raise ApiError(409, f"the evaluation of version {version} is not done")
         places = [SessionSlot("holdout", version, task) for task in range(group.size)]
-        sessions = [run.results.by_place[place] for place in places if place in run.results.by_place]
+        sessions = [results.by_place[place] for place in places if place in results.by_place]
         answer = await write_sessions(run, "evaluations", version, f"evaluation-{attempt}", sessions)
-        for place in places:
-            run.results.drop(place)
-        for older in [v for v in run.manager.evaluations if v < version]:
-            del run.manager.evaluations[older]
-        # after a restart there are those of the last sealed evaluation, from the journal
-        for place in [p for p in run.results.by_place if p.split == "holdout" and p.group < version]:
-            run.results.drop(place)
+        run.state.close_evaluation(version)
         by_environment: dict[str, list[float]] = defaultdict(list)
         for session in sessions:
             if session.environment or session.status not in REASONS:  # unknown if it failed at once
@@ -171,6 +173,70 @@ class Sealer:
         }
 
 
+class ExternalSessions:
+    """Writes the external sessions of one run, one file after the other.
+
+    A file is named after the oldest session that is not known to be stored. If the process is killed after a
+    write and before its record, the next process begins with that session again and writes a file of the same
+    name that holds at least the same sessions: each is in exactly one file.
+    """
+
+    def __init__(self, run: ServedRun) -> None:
+        self._run = run
+        self._one_at_a_time = asyncio.Lock()
+        self._storing: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
+        self._compacted_bytes = 0
+
+    def store_soon(self) -> None:
+        """Start storing; to be called periodically, so that sessions that finish in between share a file."""
+        is_busy = self._storing is not None and not self._storing.done()
+        if self._run.state.results.opened and not is_busy and time.monotonic() >= self._retry_at:
+            self._storing = asyncio.ensure_future(self.store_or_try_later())
+
+    async def store_or_try_later(self) -> None:
+        try:
+            await self.store()
+        except (ApiError, OSError) as error:
+            self._retry_at = time.monotonic() + RETRY_S
+            num_waiting = len(self._run.state.results.opened)
+            log.warning("run %s: %d opened sessions wait: %s", self._run.spec.run_id, num_waiting, error)
+
+    async def store(self) -> None:
+        """Write all finished ones. Raises ApiError or OSError; those that are not written stay."""
+        async with self._one_at_a_time:
+            while self._run.state.results.opened:
+                await self._store_oldest()
+
+    async def close(self) -> None:
+        """Stop storing; returns when nothing is being written, or the journal cannot be."""
+        with suppress(ApiError):
+            await self._run.journal.attend(self._end())
+
+    async def _end(self) -> None:
+        async with self._one_at_a_time:
+            if self._storing is not None:
+                self._storing.cancel()
+
+    async def _store_oldest(self) -> None:
+        run = self._run
+        run.journal.check()
+        oldest = next(iter(run.state.results.opened.values()))
+        version = _newest_version(oldest)
+        alike = (result for result in run.state.results.opened.values() if _newest_version(result) == version)
+        part = list(islice(alike, MAX_TOGETHER))
+        await write_sessions(run, "opened", version, oldest.session_id, part)
+        await run.record_now(Stored([result.session_id for result in part]))
+        if run.journal.path.stat().st_size > 2 * self._compacted_bytes + SPARE_BYTES:
+            # sealing compacts too, but a run with external sessions may never seal a batch
+            await run.compact()
+            self._compacted_bytes = run.journal.path.stat().st_size
+
+
+def _newest_version(result: FinishedSession) -> int:
+    return result.max_version or 0
+
+
 def failed_by_itself(session: FinishedSession, was_warmed: bool) -> bool:
     """Whether a session failed by its agent or its reward, not by what the policy sampled. Calls that cannot
     be parsed are the policy's fault if a warm start has shown it how to write them."""
@@ -183,11 +249,11 @@ def failed_by_itself(session: FinishedSession, was_warmed: bool) -> bool:
 
 async def write_sessions(
     run: ServedRun, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
-) -> Sealed:
+) -> Answer:
     """Write one file and describe what it holds. Raises ApiError 500 if it cannot be written."""
     directory = RunDirectory(run.spec.run_dir)
 
-    def write() -> Sealed:
+    def write() -> Answer:
         rows = [row for session in sessions for row in session.trajectories]
         ref = write_trajectories(directory, index, rows, part, kind)
         return {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
@@ -202,7 +268,7 @@ async def write_sessions(
     return written | {"sessions": len(sessions), "reward_mean": mean, **bounds}
 
 
-def _sums(rows: Sequence[Trajectory]) -> Sealed:
+def _sums(rows: Sequence[Trajectory]) -> Answer:
     own = [turn for row in rows for turn in row.turns if turn.end > row.shared_prefix]
     ends = [turn.finish_reason for turn in own if turn.finish_reason is not None]
     return {

@@ -9,6 +9,7 @@ from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.contents import LeftOut
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.types import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class TurnRequest:
     """What the content of the answer follows; None: nothing."""
     stop: list[str] = field(default_factory=list)
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    """How the agent wants it sampled, but for the seed."""
     seed: int | None = None
+    """None: each turn has one of its own."""
     num_samples: int = 1
     """Number of turns to sample from the prompt."""
     stream: bool = False

@@ -6,6 +6,8 @@ from __future__ import annotations
 import secrets
 from hashlib import blake2b
 
+from msgspec.structs import replace
+
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.turns.request import TurnRequest
@@ -18,7 +20,7 @@ def choose_sampling(
     """How a turn is drawn: the `sample`th of its prompt, the `nth` of its request."""
     if claim is None:
         seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64
-        return Sampling(request.temperature, request.top_p, request.top_k, seed)
+        return replace(request.sampling, seed=seed)
     seed = derive_seed(spec.seed, claim.place, prompt_index, sample, claim.draw)
     return Sampling(spec.rollout.temperature, spec.rollout.top_p, spec.rollout.top_k, seed)
 

@@ -15,6 +15,8 @@ import pytest
 
 from sf_core.dataplane.bodies import ClaimBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.plane import sweep_run
+from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Task
 from sf_core.user_code import name_function
 from tests.e2e.echo_package import agent as ask
@@ -249,8 +251,8 @@ def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
 ) -> None:
     async def wait(driver: Driver, seconds: float) -> list[str]:
         """Ids of the sessions that are left when the run has served for so long."""
-        driver.run.serving_s += seconds
-        await driver.run.sweep(0.0)
+        driver.run.state.serving_s += seconds
+        await sweep_run(driver.run, 0.0)
         return sorted(driver.run.sessions)
 
     async def scenario() -> None:
@@ -259,12 +261,12 @@ def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
         await driver.claim()
         waiting, running, answered = await wait(driver, 20.0)
         named = {name: TaskName(task_id="t") for name in (running, answered)}
-        await driver.run.claim(ClaimBody(runner=driver.runner, max=0, tasks=named))
-        await driver.run.claim(ClaimBody(runner=driver.runner, max=0, answered=[answered]))
+        await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, tasks=named))
+        await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, answered=[answered]))
         assert await wait(driver, 9.0) == [waiting, running, answered]
         await driver.restart()
         assert await wait(driver, 9.0) == [waiting, running, answered]
-        await driver.run.claim(ClaimBody(runner=driver.runner, max=0, answered=[answered]))
+        await claiming.claim(driver.run, ClaimBody(runner=driver.runner, max=0, answered=[answered]))
         assert await wait(driver, 2.0) == [waiting, answered]
         assert driver.run.counters["failures.timeout"] == 1
         await driver.plane.close()

@@ -20,7 +20,7 @@ from sf_core.agents.runner import AgentRunner, _sentence
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane as plane_module
-from sf_core.dataplane.runs import run as run_module
+from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Scored, Task
 from storage.trajectories import read_trajectories, to_rows
 from tests.e2e.echo_package import agent
@@ -204,7 +204,7 @@ def test_a_runner_whose_agents_block_its_event_loop_is_heard_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     silence_s = patience(1.0)
-    monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", silence_s)
+    monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", silence_s)
     monkeypatch.setattr(runner_module, "BEAT_S", 0.2)
     # between two looks a second apart, a runner would be silent for longer than the bound
     monkeypatch.setattr(plane_module, "SWEEP_S", 0.1)

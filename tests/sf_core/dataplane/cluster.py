@@ -47,8 +47,8 @@ class ClusterEngine:
         self.engine = make()
         hello = wire.Hello("run", 1, name, 0, name, name, max_running)
         self._client = EngineClient("", None, hello, self.engine)
-        self.link = EngineConnection(name, name, name, 1, max_running, self._deliver)
-        router.add(self.link)
+        self.connection = EngineConnection(name, name, name, 1, max_running, self._deliver)
+        router.add(self.connection)
 
     def _deliver(self, frame: bytes) -> None:
         told = wire.read_from_data_plane(frame)
@@ -60,7 +60,7 @@ class ClusterEngine:
 
     @property
     def is_gone(self) -> bool:
-        return self.link.gone.is_set()
+        return self.connection.gone.is_set()
 
     def abort(self, request_ids: list[str]) -> None:
         """Give requests back that the engine cannot go on with."""
@@ -78,16 +78,16 @@ class ClusterEngine:
         match wire.read_from_engine(frame):
             case wire.Chunks(chunks):
                 self.num_sampled += sum(len(chunk.token_ids) for chunk in chunks)
-                self.router.receive(self.link, chunks)
+                self.router.receive(self.connection, chunks)
             case wire.Updated(version):
-                self.router.confirm(self.link, version)
+                self.router.confirm(self.connection, version)
             case wire.Paused():
-                self.router.confirm_pause(self.link)
+                self.router.confirm_pause(self.connection)
             case wire.Yielded():
-                self.router.lose(self.link)
+                self.router.lose(self.connection)
 
     def die(self) -> None:
-        self.router.lose(self.link)
+        self.router.lose(self.connection)
 
 
 class Cluster:
@@ -108,7 +108,7 @@ class Cluster:
     async def serving(self, make: MakeEngine, **options: Any) -> ClusterEngine:
         """Connect an engine and let it start serving."""
         engine = self.connect(make, **options)
-        while engine.link.version is None:
+        while engine.connection.version is None:
             engine.act()
         await self.dispatched()
         return engine

@@ -20,6 +20,7 @@ import uvicorn
 import uvicorn.server
 from msgspec.structs import replace
 from openai import OpenAI
+from starlette.applications import Starlette
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
@@ -176,8 +177,15 @@ def running_app(
     heartbeat_s: float = HEARTBEAT_S, port: int = 0, key: str | None = None, **options: Any
 ) -> Iterator[str]:
     """Serve the app with these DataplaneOptions from a thread; yields its URL."""
+    with serving(make_app(key, DataplaneOptions(**options)), heartbeat_s, port) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(app: Starlette, heartbeat_s: float = HEARTBEAT_S, port: int = 0) -> Iterator[str]:
+    """Serve this app from a thread; yields its URL."""
     config = uvicorn.Config(
-        make_app(key, DataplaneOptions(**options)),
+        app,
         port=port,
         log_level="warning",
         ws="websockets-sansio",

@@ -40,11 +40,18 @@ def of_index(group: int, index: int, scores: list[float]) -> Outcome:
     return outcome(group, TaskRef("", index), scores)
 
 
+def begin(tasks: Tasks, group: int, batch: int = 0) -> Pick:
+    """Begin a group with the task that is picked for it."""
+    pick = tasks.pick(group, batch)
+    tasks.note(pick)
+    return pick
+
+
 def picked(tasks: Tasks, first: int, num: int, batch: int = 0) -> list[Pick]:
     """The next picks of a run whose groups end at once, without a word of them."""
     picks = []
     for group in range(first, first + num):
-        picks.append(tasks.pick(group, batch))
+        picks.append(begin(tasks, group, batch))
         tasks.release(picks[-1].task)
     return picks
 
@@ -79,7 +86,7 @@ def test_however_often_and_in_whatever_order_outcomes_are_told_the_memory_is_the
     one, other = tasks_of(rules), tasks_of(rules)
     # the one is restored after a restart: it is told what the other has picked
     for group in range(data.draw(st.integers(0, 3))):
-        one.note(other.pick(900 + group, 0))
+        one.note(begin(other, 900 + group))
     one.observe(history)
     other.observe(shuffled[:cut])
     other.observe(shuffled[cut:])
@@ -93,7 +100,7 @@ def test_rules_that_come_later_judge_what_was_there_before(
 ) -> None:
     changed, new = tasks_of(before), tasks_of({"pool": pool, **after})
     changed.observe(history)
-    changed.pick(499, 0)
+    begin(changed, 499)
     changed.set_rules(Curriculum.model_validate({"pool": pool, **after}), None, 4, 0)
     new.observe(history)
     new.in_flight, new.positions = Counter(changed.in_flight), dict(changed.positions)
@@ -109,7 +116,7 @@ def test_no_task_is_in_flight_twice_unless_it_is_counted(
     live: list[tuple[int, Pick]] = []
     for group in range(60):
         busy, repeated = {pick.task for _, pick in live}, tasks.num_repeated
-        pick = tasks.pick(group, 0)
+        pick = begin(tasks, group)
         live.append((group, pick))
         assert 0 <= pick.task.number < pool
         assert pick.task not in busy or tasks.num_repeated == repeated + 1
@@ -131,7 +138,7 @@ def test_without_a_curriculum_each_group_has_the_task_of_its_number() -> None:
 
 def test_without_a_pool_each_task_of_a_source_comes_once() -> None:
     tasks = tasks_of({"pool": None, "stages": [{"shares": {"a": 1, "b": 1}}]})
-    picks = [tasks.pick(group, 0) for group in range(40)]
+    picks = [begin(tasks, group) for group in range(40)]
     for source in ("a", "b"):
         found = [pick.task.number for pick in picks if pick.task.source == source]
         assert found == [*range(len(found))] and len(found) > 5
@@ -203,7 +210,7 @@ def test_the_one_that_is_left_is_found_wherever_it_is() -> None:
 def test_a_pool_of_one_is_taken_again_while_it_is_in_flight() -> None:
     for order in ("epochs", "draw"):
         tasks = tasks_of({"pool": 1, "order": order})
-        assert {tasks.pick(group, 0).task.number for group in range(3)} == {0}
+        assert {begin(tasks, group).task.number for group in range(3)} == {0}
         assert tasks.num_repeated == 2 and tasks.in_flight[TaskRef("", 0)] == 3
 
 
@@ -238,7 +245,7 @@ def test_a_task_whose_groups_end_without_results_is_not_drawn_for_ever() -> None
     for utility in ("progress", "variance", "hard"):
         tasks = tasks_of({"pool": 2, "order": "draw", "utility": utility, "explore": 0.0})
         for group in range(400):
-            pick = tasks.pick(group, 0)
+            pick = begin(tasks, group)
             tasks.release(pick.task)
             tasks.observe([outcome(group, pick.task, [0.0, 1.0, 0.0, 1.0] if pick.task.number else [])])
         found = indices(picked(tasks, 1000, 400))

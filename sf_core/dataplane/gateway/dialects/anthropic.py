@@ -19,10 +19,10 @@ from sf_core.dataplane.gateway.dialects.checks import (
     check_conversation,
     function_tool,
     get,
-    number,
     parse_arguments,
     parse_stop,
     positive,
+    read_sampling,
     template_options,
 )
 from sf_core.dataplane.gateway.dialects.protocol import Count, named_event
@@ -84,9 +84,7 @@ class Anthropic:
                 schema=answer_schema(body, "output_config.format", "output_format"),
                 stop=parse_stop(body, "stop_sequences"),
                 max_tokens=max_tokens,
-                temperature=number(body, "temperature", 1.0, 0.0, 1.0),
-                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
-                top_k=positive(body, "top_k") or 0,
+                sampling=read_sampling(body, positive(body, "top_k") or 0, hottest=1.0),
                 stream=get(body, "stream", (bool,), False),
                 left_out=left_out,
             )

@@ -21,13 +21,13 @@ from sf_core.dataplane.gateway.dialects.checks import (
     check_conversation,
     function_tool,
     get,
-    number,
     parse_arguments,
     parse_stop,
     positive,
+    read_sampling,
+    read_top_k,
     template_options,
     tool_choice,
-    top_k,
 )
 from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, logprob_entries, usage
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
@@ -60,9 +60,7 @@ class Chat(OpenAI):
                 schema=answer_schema(body, "response_format"),
                 stop=parse_stop(body),
                 max_tokens=positive(body, "max_tokens") if limit is None else limit,
-                temperature=number(body, "temperature", 1.0, 0.0, 2.0),
-                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
-                top_k=top_k(body),
+                sampling=read_sampling(body, read_top_k(body)),
                 seed=get(body, "seed", (int,), None),
                 num_samples=positive(body, "n", MAX_TURNS) or 1,
                 stream=get(body, "stream", (bool,), False),

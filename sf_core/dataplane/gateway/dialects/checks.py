@@ -19,6 +19,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.turns.request import ToolChoice
 from sf_core.settings import quote
+from sf_core.types import Sampling
 
 Body = dict[str, Any]
 
@@ -266,7 +267,14 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
     return {"enable_thinking": effort != "none"} | options | {"reasoning_effort": effort}
 
 
-def top_k(body: Body) -> int:
+def read_sampling(body: Body, top_k: int, hottest: float = 2.0) -> Sampling:
+    """How a request asks to be sampled; seeds are read and chosen apart from it."""
+    return Sampling(
+        number(body, "temperature", 1.0, 0.0, hottest), number(body, "top_p", 1.0, 0.0, 1.0), top_k
+    )
+
+
+def read_top_k(body: Body) -> int:
     """`top_k` as vLLM's clients send it: 0 and -1 mean no limit."""
     value = get(body, "top_k", (int,), 0)
     if value < -1:

@@ -9,7 +9,15 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.checks import Body, get, number, parse_stop, positive, refuse, top_k
+from sf_core.dataplane.gateway.dialects.checks import (
+    Body,
+    get,
+    parse_stop,
+    positive,
+    read_sampling,
+    read_top_k,
+    refuse,
+)
 from sf_core.dataplane.gateway.dialects.openai import DONE, OVERFLOW, OpenAI, usage
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
 from sf_core.dataplane.sessions.session import Session
@@ -41,9 +49,7 @@ class Completions(OpenAI):
                 text_or_ids=prompt,
                 stop=parse_stop(body),
                 max_tokens=positive(body, "max_tokens") or DEFAULT_MAX_TOKENS,
-                temperature=number(body, "temperature", 1.0, 0.0, 2.0),
-                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
-                top_k=top_k(body),
+                sampling=read_sampling(body, read_top_k(body)),
                 seed=get(body, "seed", (int,), None),
                 num_samples=num_samples,
                 stream=get(body, "stream", (bool,), False),

@@ -29,6 +29,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
     parse_arguments,
     parse_stop,
     positive,
+    read_sampling,
     refuse,
     template_options,
 )
@@ -112,9 +113,7 @@ class Google:
                 schema=_answer_schema(body),
                 stop=parse_stop(body, "stop_sequences"),
                 max_tokens=positive(body, "max_output_tokens"),
-                temperature=number(body, "temperature", 1.0, 0.0, 2.0),
-                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
-                top_k=_top_k(body),
+                sampling=read_sampling(body, _read_top_k(body)),
                 seed=get(body, "seed", (int,), None),
                 num_samples=positive(body, "candidate_count", MAX_TURNS) or 1,
                 stream=get(body, "stream", (bool,), False),
@@ -179,7 +178,7 @@ class GoogleReply:
         return data_event({"candidates": candidates} | more | self._head)
 
 
-def _top_k(body: Body) -> int:
+def _read_top_k(body: Body) -> int:
     """A whole number, which google-genai sends with a point."""
     value = number(body, "top_k", 0.0, 0.0, 1e9)
     if not value.is_integer():

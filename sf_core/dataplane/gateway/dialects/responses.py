@@ -21,13 +21,13 @@ from sf_core.dataplane.gateway.dialects.checks import (
     check_conversation,
     function_tool,
     get,
-    number,
     parse_arguments,
     positive,
+    read_sampling,
+    read_top_k,
     refuse,
     template_options,
     tool_choice,
-    top_k,
 )
 from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, OpenAI
 from sf_core.dataplane.gateway.dialects.responses_reply import ResponsesReply
@@ -77,9 +77,7 @@ class Responses(OpenAI):
                 tool_choice=check_choice(tool_choice(body, named, parallel), tools),
                 schema=answer_schema(body, "text.format"),
                 max_tokens=positive(body, "max_output_tokens"),
-                temperature=number(body, "temperature", 1.0, 0.0, 2.0),
-                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
-                top_k=top_k(body),
+                sampling=read_sampling(body, read_top_k(body)),
                 stream=get(body, "stream", (bool,), False),
                 logprobs=LOGPROBS in get(body, "include", (list,), []),
                 left_out=left_out,

@@ -81,7 +81,8 @@ class DialectTests:
     def test_a_request_says_what_is_asked(self) -> None:
         asked = {self.max_tokens: 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "stream": True}
         [request] = self._parse(asked)
-        limits = (request.max_tokens, request.temperature, request.top_p, request.top_k)
+        sampling = request.sampling
+        limits = (request.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
         assert limits == (7, 0.5, 0.9, 4)
         assert request.stream and request.num_samples == 1
         given = request.messages if self.has_messages else request.text_or_ids

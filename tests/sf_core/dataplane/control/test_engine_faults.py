@@ -147,7 +147,7 @@ def test_a_frame_that_makes_no_sense_ends_its_engine_only(server: Server, opened
         faulty.send(frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame))
         code, reason = close_reason(faulty)
         assert code == wire.BAD_FRAME and reason
-        assert [link["id"] for link in server.live_engines()] == ["r1"]
+        assert [engine["id"] for engine in server.live_engines()] == ["r1"]
 
 
 def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
@@ -159,7 +159,7 @@ def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
         end = Chunk(request_id, ids, logprobs, VERSION, FinishReason.STOP)
         socket.send(wire.pack(wire.Chunks([Chunk("unknown", ids, [], 99), end, end])))
         assert answer(asked.result()) == "x"
-        assert [link["tokens"] for link in server.live_engines()] == [len(ids)]
+        assert [engine["tokens"] for engine in server.live_engines()] == [len(ids)]
 
 
 def test_a_request_that_ends_without_a_token_is_refused_and_its_session_goes_on(
@@ -198,7 +198,7 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
         by_id = {"r0": first, "r1": second, "r2": third}
 
         def working() -> str:
-            [name] = [link["id"] for link in server.live_engines() if link["running"]] or [""]
+            [name] = [engine["id"] for engine in server.live_engines() if engine["running"]] or [""]
             return name
 
         with asking(server, opened) as asked:

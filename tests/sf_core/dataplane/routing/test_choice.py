@@ -11,14 +11,14 @@ from sf_core.types import Chunk
 from tests.sf_core.dataplane.cluster import turn
 
 
-def link(name: str, outstanding: int = 0, version: int = 0) -> EngineConnection:
+def engine(name: str, outstanding: int = 0, version: int = 0) -> EngineConnection:
     made = EngineConnection(name, name, name, 1, 8, lambda frame: None, version=version)
     made.outstanding = outstanding
     return made
 
 
 def test_the_shortest_queue_in_tokens_wins() -> None:
-    assert choose([link("a", 900), link("b", 300), link("c", 301)], turn(10)).engine_id == "b"
+    assert choose([engine("a", 900), engine("b", 300), engine("c", 301)], turn(10)).engine_id == "b"
 
 
 @given(queue=st.integers(0, 5000), other=st.integers(0, 5000), cached=st.integers(1, 4000))
@@ -26,16 +26,16 @@ def test_a_branch_stays_with_its_engine_while_what_is_cached_outweighs_the_queue
     queue: int, other: int, cached: int
 ) -> None:
     generation = turn(cached + 50, CacheHint("a", 0, cached))
-    chosen = choose([link("b", other), link("a", queue)], generation).engine_id
+    chosen = choose([engine("b", other), engine("a", queue)], generation).engine_id
     assert chosen == ("a" if queue - other < cached else "b")
 
 
 def test_nothing_is_cached_of_other_weights_or_on_another_engine() -> None:
     near = CacheHint("a", 3, 80)
-    assert num_cached(link("a", version=3), turn(100, near)) == 80
-    assert num_cached(link("a", version=4), turn(100, near)) == 0
-    assert num_cached(link("b", version=3), turn(100, near)) == 0
-    assert num_cached(link("a", version=3), turn(80, near)) == 79, "the last token is always computed"
+    assert num_cached(engine("a", version=3), turn(100, near)) == 80
+    assert num_cached(engine("a", version=4), turn(100, near)) == 0
+    assert num_cached(engine("b", version=3), turn(100, near)) == 0
+    assert num_cached(engine("a", version=3), turn(80, near)) == 79, "the last token is always computed"
 
 
 @given(st.lists(st.integers(0, 500)), st.integers(1, 50), st.integers(0, 40))

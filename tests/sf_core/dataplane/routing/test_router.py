@@ -85,12 +85,12 @@ async def test_an_update_does_not_wait_for_a_newcomer_which_is_caught_up_before_
     assert await update == {"e0": 1}
     asked = [cluster.ask([5] * 3, 30, stop=(STOP,)) for _ in range(3)]
     # the engine is made of the weights it was greeted with, and says so before it reads on
-    cluster.router.confirm(newcomer.link, 0)
+    cluster.router.confirm(newcomer.connection, 0)
     await cluster.dispatched()
-    assert (newcomer.link.state, newcomer.asked) == ("loading", [])
+    assert (newcomer.connection.state, newcomer.asked) == ("loading", [])
     newcomer.act()
     await cluster.dispatched()
-    assert (newcomer.link.version, len(newcomer.asked)) == (1, 2)
+    assert (newcomer.connection.version, len(newcomer.asked)) == (1, 2)
     await cluster.run()
     assert {version for generation in asked for version in generation.versions} == {1}
 
@@ -100,13 +100,13 @@ async def test_an_update_waits_for_a_newcomer_that_is_made_so_that_it_cannot_sta
     cluster = Cluster()
     newcomer = cluster.connect(scripted(script))
     await cluster.router.update(WeightsRef(1, "w1"))
-    cluster.router.confirm(newcomer.link, 0)
+    cluster.router.confirm(newcomer.connection, 0)
     update = asyncio.ensure_future(cluster.router.update(WeightsRef(2, "w2")))
     await cluster.dispatched()
-    assert (newcomer.link.state, update.done()) == ("loading", False)
+    assert (newcomer.connection.state, update.done()) == ("loading", False)
     newcomer.act()
     assert await update == {"e0": 2}
-    assert (newcomer.link.state, newcomer.link.version) == ("serving", 2)
+    assert (newcomer.connection.state, newcomer.connection.version) == ("serving", 2)
 
 
 @in_loop
@@ -115,7 +115,7 @@ async def test_an_engine_whose_making_hangs_holds_up_no_update() -> None:
     hanging = cluster.connect(scripted(script))
     for version in (1, 2):
         assert await cluster.router.update(WeightsRef(version, "w")) == {}
-    assert (hanging.link.wanted_version, hanging.link.state) == (2, "loading")
+    assert (hanging.connection.wanted_version, hanging.connection.state) == (2, "loading")
 
 
 @in_loop
@@ -126,10 +126,10 @@ async def test_requests_of_a_paused_engine_continue_on_another() -> None:
     await cluster.dispatched()
     first.act()
     second = await cluster.serving(scripted(script))
-    pausing = asyncio.ensure_future(cluster.router.pause("evacuate", first.link.engine_id))
+    pausing = asyncio.ensure_future(cluster.router.pause("evacuate", first.connection.engine_id))
     await cluster.run()
     assert await pausing == 1
-    assert [engine.link.state for engine in (first, second)] == ["paused", "serving"]
+    assert [engine.connection.state for engine in (first, second)] == ["paused", "serving"]
     check_tokens(generation)
     assert generation.request_id in [request.request_id for request in second.asked]
 
@@ -144,12 +144,12 @@ async def test_a_pause_of_the_run_and_one_of_an_engine_are_lifted_one_by_one() -
     engine.act()
     await pauses
     cluster.router.resume()
-    assert engine.link.paused and cluster.router.obstacle() == "every engine is paused"
+    assert engine.connection.paused and cluster.router.obstacle() == "every engine is paused"
     engine.die()
     again = await cluster.serving(scripted(script), name="e")
-    assert again.link.is_still, "a connection made again changes nothing"
+    assert again.connection.is_still, "a connection made again changes nothing"
     cluster.router.resume("e")
-    assert again.link.has_room
+    assert again.connection.has_room
 
 
 @in_loop
@@ -158,7 +158,7 @@ async def test_a_draining_engine_ends_what_it_has_and_takes_nothing_new() -> Non
     engine = await cluster.serving(scripted(script), max_running=4)
     running = cluster.ask([5] * 3, 30, stop=(STOP,))
     await cluster.dispatched()
-    cluster.router.drain(engine.link, "drained")
+    cluster.router.drain(engine.connection, "drained")
     late = cluster.ask([5], 30)
     for _ in range(60):
         engine.act()
@@ -176,7 +176,7 @@ async def test_an_engine_that_falls_silent_with_work_is_dropped_and_an_idle_one_
     generation = cluster.ask([5] * 3, 30, stop=(STOP,))
     await cluster.dispatched()
     for engine in (busy, idle):
-        engine.link.heard_at -= 31
+        engine.connection.heard_at -= 31
     cluster.router.sweep()
     assert (busy.is_gone, idle.is_gone) == (True, False)
     await cluster.run()
@@ -198,7 +198,7 @@ async def test_a_newcomer_gets_its_share_of_what_runs_already() -> None:
     assert 1 <= moved < 4, "what is on its way is not counted twice"
     first.act()
     await cluster.dispatched()
-    assert (len(first.link.in_flight), len(newcomer.link.in_flight)) == (6 - moved, moved)
+    assert (len(first.connection.in_flight), len(newcomer.connection.in_flight)) == (6 - moved, moved)
     await cluster.run()
     assert [generation.token_ids.tolist() for generation in asked] == [[7] * 60] * 6
     assert {generation.finish_reason for generation in asked} == {"length"}
@@ -217,10 +217,10 @@ async def test_nothing_is_moved_while_engines_take_new_weights_or_requests_wait(
     updating = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
     await cluster.dispatched()
     cluster.router.sweep()
-    assert (second.link.version, first.link.version, cluster.router.moves) == (0, 0, 0)
+    assert (second.connection.version, first.connection.version, cluster.router.moves) == (0, 0, 0)
     second.act()
     cluster.router.sweep()
-    assert (second.link.version, first.link.version, cluster.router.moves) == (1, 0, 0)
+    assert (second.connection.version, first.connection.version, cluster.router.moves) == (1, 0, 0)
     first.act()
     await updating
     cluster.router.sweep()
@@ -234,17 +234,17 @@ async def test_loading_and_standing_still_are_no_silence() -> None:
     frozen = await cluster.serving(scripted(script))
     cluster.ask([5] * 3, 30)
     await cluster.dispatched()
-    pausing = asyncio.ensure_future(cluster.router.pause("freeze", frozen.link.engine_id))
+    pausing = asyncio.ensure_future(cluster.router.pause("freeze", frozen.connection.engine_id))
     await cluster.dispatched()
     frozen.act()
     await pausing
     for engine in (loading, frozen):
-        engine.link.heard_at -= 500
+        engine.connection.heard_at -= 500
     cluster.router.sweep()
-    cluster.router.resume(frozen.link.engine_id)
+    cluster.router.resume(frozen.connection.engine_id)
     cluster.router.sweep()
     assert not loading.is_gone and not frozen.is_gone
-    frozen.link.heard_at -= 31
+    frozen.connection.heard_at -= 31
     cluster.router.sweep()
     assert frozen.is_gone
 
@@ -291,7 +291,7 @@ async def test_a_request_frozen_for_too_long_is_refused() -> None:
     await pausing
     cluster.router.sweep()
     assert not generation.is_over
-    engine.link.heard_at -= 61
+    engine.connection.heard_at -= 61
     cluster.router.sweep()
     with pytest.raises(ApiError, match="its engine is paused"):
         await generation.progress(0)
@@ -316,7 +316,7 @@ async def test_samples_of_one_prompt_run_side_by_side_and_stay_apart() -> None:
     engines = [await cluster.serving(scripted(script), max_running=2) for _ in range(2)]
     samples = [cluster.ask([5] * 4, 30, stop=(STOP,)) for _ in range(6)]
     await cluster.dispatched()
-    assert [len(engine.link.in_flight) for engine in engines] == [2, 2]
+    assert [len(engine.connection.in_flight) for engine in engines] == [2, 2]
     engines[0].die()
     await cluster.run()
     assert len({tuple(sample.token_ids) for sample in samples}) > 1

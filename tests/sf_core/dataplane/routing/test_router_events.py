@@ -69,20 +69,20 @@ class Events:
 
     def drain(self) -> None:
         if (engine := self.some_engine()) is not None:
-            self.router.drain(engine.link, "drained")
+            self.router.drain(engine.connection, "drained")
 
     def take_away(self) -> None:
         if (engine := self.some_engine()) is not None:
-            self.later(self.router.take_away(engine.link, "revoked"))
+            self.later(self.router.take_away(engine.connection, "revoked"))
 
     def pause(self) -> None:
         mode = self.draw(st.sampled_from(["freeze", "evacuate"]))
         engine = self.draw(st.sampled_from([None, self.some_engine()]))
-        self.later(self.router.pause(mode, engine and engine.link.engine_id))
+        self.later(self.router.pause(mode, engine and engine.connection.engine_id))
 
     def resume(self) -> None:
         engine = self.draw(st.sampled_from([None, self.some_engine()]))
-        self.router.resume(engine and engine.link.engine_id)
+        self.router.resume(engine and engine.connection.engine_id)
 
     def update(self) -> None:
         self.version += 1
@@ -135,11 +135,12 @@ async def test_whatever_happens_every_generation_ends_whole_and_in_order(
         getattr(happening, event)()
         await cluster.dispatched()
         check_dispatch(cluster, asked_before, published)
-        check_links(cluster)
+        check_connections(cluster)
     await happening.settle()
     for generation in cluster.generations:
         check_tokens(generation)
-    assert all(not engine.link.in_flight and not engine.link.outstanding for engine in cluster.engines)
+    connections = [engine.connection for engine in cluster.engines]
+    assert not any(connection.in_flight or connection.outstanding for connection in connections)
 
 
 class Training(Events):
@@ -164,7 +165,7 @@ class Training(Events):
             self.revoked[engine] = len(engine.asked)
 
     async def take(self, engine: ClusterEngine) -> None:
-        await self.router.take_away(engine.link, "revoked")
+        await self.router.take_away(engine.connection, "revoked")
         self.released[engine] = len(engine.asked) + len(engine.told)
 
     def check(self) -> None:
@@ -173,14 +174,14 @@ class Training(Events):
             assert len(engine.asked) == num_asked
         for engine, num_frames in self.released.items():
             assert len(engine.asked) + len(engine.told) == num_frames
-            assert not engine.link.in_flight
+            assert not engine.connection.in_flight
         # a request moves when another queue is shorter, one by one, and for no other reason
         told = [frame for engine in self.dedicated for frame in engine.told]
         aborts = [frame.request_ids for frame in told if isinstance(frame, wire.Abort)]
         assert all(aborts) and sum(map(len, aborts)) <= self.router.moves
         assert not [frame for frame in told if isinstance(frame, wire.Pause | wire.Yield)]
         # whatever an engine sampled, lent ones too, is part of an answer
-        assert all(engine.num_sampled == engine.link.num_tokens for engine in self.cluster.engines)
+        assert all(engine.num_sampled == engine.connection.num_tokens for engine in self.cluster.engines)
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -215,22 +216,24 @@ def check_dispatch(cluster: Cluster, asked_before: dict[int, int], published: in
     assert [g.arrival for g in waiting] == sorted(g.arrival for g in waiting if g.arrival is not None)
     if not router.paused:
         # work conserving: nobody waits for an engine that may take it
-        assert not [g for g in waiting for link in router.links if link.can_take(g)]
+        assert not [g for g in waiting for connection in router.engines if connection.can_take(g)]
     by_id = {generation.request_id: generation for generation in cluster.generations}
     for engine in cluster.engines:
         for request in engine.asked[asked_before.get(id(engine), 0) :]:
-            generation, version = by_id[request.request_id], engine.link.version
+            generation, version = by_id[request.request_id], engine.connection.version
             assert version is not None and version >= max(generation.floor, published)
             # whoever waits and came before could not have been given to this engine
             assert not [g for g in waiting if g.arrival < generation.arrival and g.floor <= version]  # type: ignore[operator]
 
 
-def check_links(cluster: Cluster) -> None:
-    places = [id for engine in cluster.engines for id in engine.link.in_flight]
+def check_connections(cluster: Cluster) -> None:
+    places = [id for engine in cluster.engines for id in engine.connection.in_flight]
     places += [generation.request_id for generation in cluster.router.waiting]
     assert sorted(places) == sorted(g.request_id for g in cluster.generations if not g.is_over)
     for engine in cluster.engines:
-        link = engine.link
-        assert len(link.in_flight) <= link.max_running
-        assert link.moving <= link.in_flight.keys()
-        assert link.outstanding == sum(g.num_prefill + g.num_decode for g in link.in_flight.values())
+        connection = engine.connection
+        assert len(connection.in_flight) <= connection.max_running
+        assert connection.moving <= connection.in_flight.keys()
+        assert connection.outstanding == sum(
+            g.num_prefill + g.num_decode for g in connection.in_flight.values()
+        )

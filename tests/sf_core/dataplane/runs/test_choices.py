@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulation.rollout import Rollout
+from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.groups import Progress
-from sf_core.dataplane.runs.restored import RestoredManager
 from sf_core.recipes.curriculum import Curriculum, Sizes, Stage
 from sf_core.recipes.gates import Varied
 from sf_core.recipes.outcomes import Pick, Result, Success, TaskRef
@@ -16,7 +17,7 @@ from tests.sf_core.dataplane.runs.test_rollout_manager import finish_all, got, m
 POOL = Curriculum(pool=20)
 
 
-def progress(m: RestoredManager, group: int) -> str:
+def progress(m: Rollout, group: int) -> str:
     return " ".join(member.progress.name for member in m.groups[group].members)
 
 
@@ -30,9 +31,9 @@ def test_a_group_is_complete_with_the_sessions_that_it_needs_and_the_others_are_
     finish_all(m, [fourth], reward=0.25)
     assert progress(m, 0) == "CUT DONE CUT DONE"
     assert m.groups[0].num_open == 0, "what was lost is not given out again"
-    assert m.finish(third, got(1.0), 0) == []
+    assert m.end(third, got(1.0), 0) == []
     assert m.groups[0].results == (got(0.5), got(0.25)), "the first to end count"
-    assert m.fail(third, "timeout") == []
+    assert m.end_failed(third, "timeout") == []
 
 
 def test_the_age_of_a_group_is_that_of_the_sessions_that_count() -> None:
@@ -40,16 +41,16 @@ def test_the_age_of_a_group_is_that_of_the_sessions_that_count() -> None:
     first, second, third, *_ = m.claim(3)
     m.note_started(first, 0)
     for claim in (second, third):
-        m.finish(claim, got(1.0), 3)
+        m.end(claim, got(1.0), 3)
     assert m.groups[0].min_version == 3
 
 
 def test_a_spare_session_takes_the_place_of_one_that_failed_for_good() -> None:
     m = manager(session_attempts=1, spare_sessions=1)
     first, second, third, *_ = m.claim(3)
-    assert m.fail(first, "agent_error") == []
+    assert m.end_failed(first, "agent_error") == []
     assert progress(m, 0) == "CUT RUNNING RUNNING"
-    assert m.fail(second, "agent_error") == [0], "only one was spare"
+    assert m.end_failed(second, "agent_error") == [0], "only one was spare"
     assert m.rejected == {0: "agent_error"}
     assert m.group_of(third) is None
 
@@ -58,15 +59,15 @@ def test_a_spare_session_takes_the_place_of_one_that_failed_for_good() -> None:
 def test_a_group_goes_on_without_those_that_failed_for_good_down_to_the_least(least: int) -> None:
     m = manager(group_size=3, session_attempts=2, least_sessions=least)
     first, second, third, *_ = m.claim(3)
-    assert m.fail(first, "agent_error") == []
+    assert m.end_failed(first, "agent_error") == []
     [again] = m.claim(1)
     assert again.place == first.place, "it is tried again first"
-    assert m.fail(again, "agent_error") == []
+    assert m.end_failed(again, "agent_error") == []
     assert (progress(m, 0), m.groups[0].need) == ("CUT RUNNING RUNNING", 2)
     finish_all(m, [second])
-    m.fail(third, "agent_error")
+    m.end_failed(third, "agent_error")
     [last] = [claim for claim in m.claim(1) if claim.place == third.place]
-    assert m.fail(last, "agent_error") == ([0] if least == 2 else [])
+    assert m.end_failed(last, "agent_error") == ([0] if least == 2 else [])
     assert m.rejected == ({0: "agent_error"} if least == 2 else {})
     if least == 1:
         assert m.groups[0].is_complete and m.groups[0].results == (got(1.0),)
@@ -76,7 +77,7 @@ def test_the_gate_judges_a_group_that_the_failure_of_a_session_makes_complete() 
     m = manager(session_attempts=1, least_sessions=1, gate=Varied())
     first, second, *_ = m.claim(2)
     finish_all(m, [first])
-    assert m.fail(second, "agent_error") == [0]
+    assert m.end_failed(second, "agent_error") == [0]
     assert m.rejected == {0: "equal_rewards"}
 
 
@@ -84,7 +85,7 @@ def test_the_gate_judges_by_success_where_that_is_said() -> None:
     m = manager(gate=Varied(), success=Success(at_least=0.5))
     for reward, score in ((0.9, 0.9), (0.6, 0.6)):
         [claim] = m.claim(1)
-        m.finish(claim, Result(reward, score, 1, "finished"), 0)
+        m.end(claim, Result(reward, score, 1, "finished"), 0)
     assert m.rejected == {0: "one_outcome"}
 
 
@@ -92,13 +93,13 @@ def test_a_curriculum_is_told_of_a_group_when_it_leaves_and_not_before() -> None
     m = manager(curriculum=POOL, gate=Varied())
     claims = m.claim(4 * 2)
     for claim in claims[2:]:
-        m.finish(claim, got(float(claim.place.member)), 0)
+        m.end(claim, got(float(claim.place.member)), 0)
     picks = {index: group.pick for index, group in m.groups.items()}
-    assert m.readiness(0).ready and m.tasks.past == {}
+    assert decide.readiness(m, 0).ready and m.tasks.past == {}
     finish_all(m, claims[:2])
     assert m.rejected == {0: "equal_rewards"}
     assert [past[0].group for past in m.tasks.past.values()] == [0], "dropped groups count too"
-    batch = m.seal(0)
+    batch = m.seal_next(0)
     assert batch.groups == [1, 2]
     assert sorted(past[0].group for past in m.tasks.past.values()) == [0, 1, 2]
     told = m.ended_by[0]
@@ -120,7 +121,7 @@ def test_a_task_of_which_most_is_right_gets_fewer_sessions() -> None:
     rules = {"curriculum": Curriculum(pool=1, sizes=Sizes(fewer=2, above=0.6)), "group_size": 4}
     m = manager(groups_per_batch=1, lag_bound=0, **rules)
     finish_all(m, m.claim(4))
-    m.seal(0)
+    m.seal_next(0)
     m.set_version(1)
     assert [claim.place[1:] for claim in m.claim(100)] == [(1, 0), (1, 1)]
 
@@ -136,16 +137,16 @@ def test_groups_that_were_dropped_in_a_row_are_counted_by_reason() -> None:
     m = manager(gate=Varied(), session_attempts=1)
     first, second, third, _, fifth, sixth, *_ = m.claim(8)
     finish_all(m, [first, second])
-    m.fail(third, "timeout")
+    m.end_failed(third, "timeout")
     assert m.dropped_in_a_row == {"equal_rewards": 1, "timeout": 1}
-    m.finish(fifth, got(1.0), 0)
-    m.finish(sixth, got(0.0), 0)
+    m.end(fifth, got(1.0), 0)
+    m.end(sixth, got(0.0), 0)
     assert m.dropped_in_a_row == {}
 
 
 def test_groups_from_outside_that_are_dropped_do_not_end_a_run() -> None:
     m = manager(outside_groups=2)
-    m.fail(m.declare(2)[0], "agent_error")
+    m.end_failed(m.claim_from_outside(2)[0], "agent_error")
     assert m.rejected == {0: "agent_error"}
     assert not m.dropped_in_a_row
 
@@ -153,10 +154,10 @@ def test_groups_from_outside_that_are_dropped_do_not_end_a_run() -> None:
 # --- after a restart
 
 
-def restored(picks: list[Pick], **rules: Any) -> RestoredManager:
+def restored(picks: list[Pick], **rules: Any) -> Rollout:
     m = manager(**rules)
     for index, pick in enumerate(picks):
-        m.restore_admitted(index, pick, 0)
+        m.begin(index, pick, 0, is_told=True)
     return m
 
 
@@ -175,11 +176,11 @@ def test_a_session_given_out_while_the_end_was_recorded_that_completed_its_group
     m = restored([Pick(TaskRef("", 7), 1, 2, 3)], curriculum=POOL, spare_sessions=1)
     first, second, third, *_ = manager(spare_sessions=1).claim(3)
     for claim in (first, second):
-        assert m.restore_running(claim)
-        m.restore_finished(claim, got(1.0), 0)
-    assert not m.restore_running(third)
+        assert m.open(claim)
+        m.finish(claim, got(1.0), 0)
+    assert not m.open(third)
     assert progress(m, 0) == "DONE DONE CUT"
-    m.restore_finished(third, got(0.0), 0)
+    m.finish(third, got(0.0), 0)
     assert m.groups[0].results == (got(1.0), got(1.0)), "its end was recorded too late"
     assert m.groups[0].members[2].progress is Progress.CUT
 
@@ -192,12 +193,13 @@ def test_what_ended_while_a_batch_was_written_is_told_with_the_next_one() -> Non
     again = restored(picks, **rules)
     for which in (m, again):
         for claim in claims[:2]:
-            which.restore_finished(claim, got(float(claim.place.member)), 0)
-    batch = m.seal(0)
+            which.finish(claim, got(float(claim.place.member)), 0)
+    batch = m.seal_next(0)
     for which in (m, again):
         for claim in claims[2:]:
-            which.restore_finished(claim, got(1.0), 0)
-    again.restore_sealed(0, batch)
+            which.finish(claim, got(1.0), 0)
+        which.reject(1, "equal_rewards")
+    again.seal(0, batch)
     assert (again.ended, again.ended_by) == (m.ended, m.ended_by)
     assert [outcome.group for outcome in again.ended] == [1]
     assert again.tasks.past == m.tasks.past
@@ -206,11 +208,11 @@ def test_what_ended_while_a_batch_was_written_is_told_with_the_next_one() -> Non
 def test_a_group_begun_by_an_attempt_that_chose_nothing_keeps_its_sessions() -> None:
     again = manager()
     first, second = manager().claim(2)
-    assert again.restore_running(first)
-    again.restore_finished(first, got(0.5), 0)
-    assert again.restore_running(second)
+    assert again.open(first)
+    again.finish(first, got(0.5), 0)
+    assert again.open(second)
     again.set_rules(again.rules.model_copy(update={"gate": Varied()}), 1, 100)
-    again.restore_admitted(0, Pick(TaskRef("", 0), 0, 2, 2), 0)
+    again.begin(0, Pick(TaskRef("", 0), 0, 2, 2), 0, is_told=True)
     assert progress(again, 0) == "DONE RUNNING"
     assert again.tasks.in_flight == {TaskRef("", 0): 1}
     assert second.attempt == again.groups[0].members[1].attempt
@@ -219,7 +221,7 @@ def test_a_group_begun_by_an_attempt_that_chose_nothing_keeps_its_sessions() -> 
 def test_what_a_batch_has_taken_is_not_told_as_rejected_by_the_rules_of_now() -> None:
     m, again = manager(groups_per_batch=1), manager(groups_per_batch=1, gate=Varied())
     for claim in m.claim(2):
-        m.finish(claim, got(1.0), 0)
-        again.restore_finished(claim, got(1.0), 0)
-    again.restore_sealed(0, m.seal(0))
+        m.end(claim, got(1.0), 0)
+        again.finish(claim, got(1.0), 0)
+    again.seal(0, m.seal_next(0))
     assert again.rejected == {}

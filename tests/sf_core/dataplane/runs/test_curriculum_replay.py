@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane.runs.effects import compaction
+from sf_core.dataplane.runs import claiming, endings
+from sf_core.dataplane.runs.ledger import Ledger
 from sf_core.dataplane.runs.results import outcome_of
-from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.recipes.curriculum import Tasks
 from sf_core.recipes.outcomes import Pick
 from storage.files import FileRef
@@ -60,7 +59,7 @@ class CurriculumDriver(Driver):
 
     async def commit(self) -> None:
         """Commit the rollout of the last sealed batch."""
-        last = self.run.manager.next_batch - 1
+        last = self.run.state.ledger.next_batch - 1
         if last < 0 or self.directory.read_manifest(last, "rollout") is not None:
             return
         answer = dict(await self.plane.sealers["run"].seal_batch(last, self.spec["attempt"]))
@@ -81,13 +80,13 @@ class CurriculumDriver(Driver):
     async def _finish(self, session: Any) -> None:
         sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
         reward = float(next(self.numbers) % 3 == 0)
-        await self.run.finish(session, FinishBody(status="finished", reward=reward))
+        await endings.finish(self.run, session, FinishBody(status="finished", reward=reward))
 
     async def go_back(self) -> None:
         """The flow has lost its last two iterations."""
         await self.commit()
-        iteration = max(0, self.run.manager.next_batch - 2)
-        for lost in range(iteration, self.run.manager.next_batch):
+        iteration = max(0, self.run.state.ledger.next_batch - 2)
+        for lost in range(iteration, self.run.state.ledger.next_batch):
             (Path(self.spec["run_dir"]) / f"manifests/{lost:05d}/rollout.json").unlink(missing_ok=True)
         done = []
         for number in range(iteration):
@@ -105,7 +104,7 @@ class CurriculumDriver(Driver):
         await self.begin_attempt()
 
     def memory(self) -> dict[str, Any]:
-        manager = self.run.manager
+        manager = self.run.state.ledger
         return {
             # without a curriculum none is needed, and after a restart there is none
             "past": dict(sorted(manager.tasks.past.items())) if manager.rules.curriculum else {},
@@ -113,7 +112,7 @@ class CurriculumDriver(Driver):
             "in_flight": manager.tasks.in_flight,
             # the journal of an attempt that chooses nothing does not tell their versions
             "picks": {
-                index: (group.pick, group.version if group.is_recorded else None)
+                index: (group.pick, group.version if group.is_told else None)
                 for index, group in manager.groups.items()
             },
             "ended": manager.ended,
@@ -121,10 +120,14 @@ class CurriculumDriver(Driver):
         }
 
 
-def next_picks(manager: RolloutManager) -> list[Pick]:
+def next_picks(manager: Ledger) -> list[Pick]:
     """The picks of the next ten groups."""
     tasks = deepcopy(manager.tasks)
-    return [tasks.pick(10**6 + number, manager.next_batch) for number in range(10)]
+    picks = []
+    for number in range(10):
+        picks.append(tasks.pick(10**6 + number, manager.next_batch))
+        tasks.note(picks[-1])
+    return picks
 
 
 MORE = ["play", "play", "play", "restart", "commit", "begin_attempt", "go_on_after_release", "go_back"]
@@ -215,11 +218,11 @@ def test_groups_of_a_lost_batch_get_tasks_of_the_curriculum_again(
         rules = {"pool": 40, "stages": [{"shares": {"a": 1.0}}]}
         driver = CurriculumDriver(tmp_path, model_dir, renderer, curriculum=rules, gate="all")
         await driver.register()
-        while driver.run.manager.next_batch < 5:
+        while driver.run.state.ledger.next_batch < 5:
             for operation in ("play", "seal", "publish"):
                 await getattr(driver, operation)()
         await driver.go_back()
-        groups = driver.run.manager.groups
+        groups = driver.run.state.ledger.groups
         told = [number for number, group in groups.items() if group.is_complete]
         lost = [number for number in groups if number < min(told)]
         assert [group.num_open for group in groups.values()][:2] == [2, 2] and len(lost) == 2
@@ -227,11 +230,11 @@ def test_groups_of_a_lost_batch_get_tasks_of_the_curriculum_again(
         assert [member.attempt for member in groups[lost[1]].members] == [-1, 0]
         tasks = [group.pick.task for group in groups.values() if group.pick]
         assert {(task.source, task.number in range(40)) for task in tasks} == {("a", True)}
-        assert driver.run.manager.tasks.in_flight == dict.fromkeys(tasks, 1), "no task twice"
+        assert driver.run.state.ledger.tasks.in_flight == dict.fromkeys(tasks, 1), "no task twice"
         memory = driver.memory()
         for compacts in (False, True):
             if compacts:
-                await driver.run.compact(partial(compaction, driver.run))
+                await driver.run.compact()
             await driver.restart()
             assert driver.memory() == memory
         await driver.go_back()
@@ -248,7 +251,7 @@ def test_without_its_journal_a_run_goes_on_with_what_its_directory_tells(
     async def scenario() -> None:
         driver = CurriculumDriver(tmp_path, model_dir, renderer, curriculum=curriculum, gate="all")
         await driver.register()
-        while driver.run.manager.next_batch < 5:
+        while driver.run.state.ledger.next_batch < 5:
             for operation in ("play", "seal", "publish"):
                 await getattr(driver, operation)()
         await driver.commit()
@@ -264,9 +267,9 @@ def test_without_its_journal_a_run_goes_on_with_what_its_directory_tells(
         journal.unlink()
         driver.plane = DataPlane(DataplaneOptions(str(tmp_path / "another")))
         await driver.register(attempt=5, iteration=5, version=version, done_groups=done)
-        tasks = driver.run.manager.tasks
+        tasks = driver.run.state.ledger.tasks
         assert (tasks.past, tasks.positions) == (expected.past, expected.positions)
-        sessions, _ = await driver.run.claim(ClaimBody(runner="a5", max=1))
+        sessions, _ = await claiming.claim(driver.run, ClaimBody(runner="a5", max=1))
         assert sessions[0].claim is not None and sessions[0].claim.place.group not in done
         await driver.plane.close()
 

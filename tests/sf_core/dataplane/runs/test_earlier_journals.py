@@ -14,6 +14,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.journal.journal import _HEADER, frames, payload
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane.runs import decide
 from sf_core.recipes.gates import Varied
 from sf_core.recipes.outcomes import Pick, TaskRef
 from storage.outcomes import read_outcomes
@@ -54,14 +55,14 @@ def test_a_run_of_an_earlier_version_goes_on(
         await driver.plane.reopen()
         run = driver.run
         assert run.spec.rollout.gate == Varied()
-        assert list(run.manager.batches) == [0]
-        assert run.manager.rejected == {3: "equal_rewards"}
-        picks = [group.pick for group in run.manager.groups.values()]
+        assert list(run.state.ledger.batches) == [0]
+        assert run.state.ledger.rejected == {3: "equal_rewards"}
+        picks = [group.pick for group in run.state.ledger.groups.values()]
         assert picks == [Pick(TaskRef("", number), 0, 2, 2) for number in (4, 5, 6, 7)]
         assert sorted(run.sessions) == ["run.g5.1.a0", *(f"run.g{g}.{m}.a0" for g in (6, 7) for m in (0, 1))]
 
         await driver.register(attempt=2, iteration=1, version=1, curriculum=curriculum)
-        while not run.manager.readiness(1).ready:
+        while not decide.readiness(run.state.ledger, 1).ready:
             await driver.play()
         assert "outcomes" not in await driver.plane.sealers["run"].seal_batch(0, 2), "as it was answered"
         await driver.plane.sealers["run"].seal_batch(1, 2)
@@ -72,7 +73,7 @@ def test_a_run_of_an_earlier_version_goes_on(
         earlier = [row for row in rows if row["number"] < 8]
         assert [row["task_index"] for row in earlier] == [row["number"] for row in earlier]
         await driver.restart()
-        assert driver.run.manager.next_batch == 2
+        assert driver.run.state.ledger.next_batch == 2
         await driver.plane.close()
 
     asyncio.run(scenario())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.status import batch_status
-from sf_core.dataplane.runs.effects import compaction
+from sf_core.dataplane.runs import endings
 from tests.sf_core.dataplane.runs.test_replay import Driver
 from tests.sf_core.dataplane.sessions.test_session import sample, user
 from tests.sf_core.dataplane.stand import say
@@ -30,18 +29,18 @@ class Dropping(Driver):
         await self.claim()
         sessions = self.given_out[:2]
         if rewards is None:
-            await self.run.finish(sessions[0], FinishBody(status="failed", error="KeyError: x"))
+            await endings.finish(self.run, sessions[0], FinishBody(status="failed", error="KeyError: x"))
             return
         for session, reward in zip(sessions, rewards, strict=True):
             sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
-            await self.run.finish(session, FinishBody(status="finished", reward=reward))
+            await endings.finish(self.run, session, FinishBody(status="finished", reward=reward))
 
     async def groups(self, number: int, rewards: Rewards = SAME) -> None:
         for _ in range(number):
             await self.group(rewards)
 
     def fault(self) -> str:
-        return str(batch_status(self.run, self.run.manager.next_batch)["fault"])
+        return str(batch_status(self.run, self.run.state.ledger.next_batch)["fault"])
 
 
 RULES: dict[str, Any] = {"groups_per_batch": 2, "session_attempts": 1, "gate": "varied"}
@@ -82,26 +81,26 @@ def test_reopened_it_ends_with_the_same_sentence_until_another_attempt(
         assert driver.fault() == ""
         await driver.group(SAME)
         assert driver.fault() == FAULT
-        assert driver.run.manager.groups == {} and driver.run.sessions == {}
+        assert driver.run.state.ledger.groups == {} and driver.run.sessions == {}
         assert driver.run.counters["rejected_groups.all_dropped"] > 0, "what was in flight"
         await driver.claim()
         assert driver.run.sessions == {}
         if compacted:
-            await driver.run.compact(partial(compaction, driver.run))
+            await driver.run.compact()
         await driver.restart()
         assert driver.fault() == FAULT
         await driver.claim()
         assert driver.run.sessions == {}
 
         await driver.begin_attempt()
-        assert (driver.fault(), driver.run.manager.dropped_in_a_row) == ("", {})
+        assert (driver.fault(), driver.run.state.ledger.dropped_in_a_row) == ("", {})
         await driver.groups(19)
         assert driver.fault() == ""
         await driver.restart()
         assert driver.fault() == ""
         await driver.groups(2, (0.0, 1.0))
         await driver.seal()
-        assert driver.run.manager.next_batch == 1
+        assert driver.run.state.ledger.next_batch == 1
 
     dropping(scenario)
 
@@ -109,8 +108,9 @@ def test_reopened_it_ends_with_the_same_sentence_until_another_attempt(
 def test_killed_before_the_rejections_of_its_end_were_written_it_ends_all_the_same(dropping: Play) -> None:
     async def scenario(driver: Dropping) -> None:
         await driver.groups(19)
-        driver.run.endings.refuse_endless_drops = lambda: None  # type: ignore[method-assign]
-        await driver.group(SAME)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(endings, "refuse_endless_drops", lambda run: None)
+            await driver.group(SAME)
         assert driver.fault() == ""
         await driver.restart()
         assert driver.fault() == FAULT
@@ -127,12 +127,12 @@ def test_a_group_that_counts_begins_the_count_anew(dropping: Play) -> None:
         await driver.group((0.0, 1.0))
         await driver.groups(19)
         assert driver.fault() == ""
-        assert sum(driver.run.manager.dropped_in_a_row.values()) == 19
+        assert sum(driver.run.state.ledger.dropped_in_a_row.values()) == 19
         await driver.restart()
-        assert sum(driver.run.manager.dropped_in_a_row.values()) == 19
+        assert sum(driver.run.state.ledger.dropped_in_a_row.values()) == 19
         await driver.group(SAME)
         assert driver.fault() == FAULT
-        assert [group.is_complete for group in driver.run.manager.groups.values()] == [True], (
+        assert [group.is_complete for group in driver.run.state.ledger.groups.values()] == [True], (
             "it still counts"
         )
 
@@ -156,7 +156,7 @@ def test_groups_that_their_judge_drops_name_the_judge(dropping: Play) -> None:
         for _ in range(20):
             await driver.claim()
             told = FinishBody(status="failed", cause="group", error="no majority")
-            await driver.run.finish(driver.given_out[0], told)
+            await endings.finish(driver.run, driver.given_out[0], told)
         assert driver.fault() == (
             "the last 20 groups were all dropped (not_judged 20), so that no batch gets full: "
             "environment.group_reward returns None for them; take larger groups, or other tasks"

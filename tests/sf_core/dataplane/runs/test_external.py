@@ -7,7 +7,6 @@ import contextlib
 import logging
 import tempfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.bodies import FinishBody, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.runs import external
-from sf_core.dataplane.runs.effects import compaction
-from sf_core.dataplane.runs.external import ExternalSessions, open_session
+from sf_core.dataplane.runs import endings, sealing
+from sf_core.dataplane.runs.claiming import open_session
+from sf_core.dataplane.runs.sealing import ExternalSessions
 from sf_core.dataplane.sessions.session import Session
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
@@ -71,33 +70,31 @@ class OpeningDriver(Driver):
                 sample(session, self.renderer, messages, say(self.renderer, text), version=self.version)
             num_tokens = sum(len(turn.ids) for turn in session.turns)
             self.finished[session.session_id] = num_tokens, self.version
-            await self.run.finish(session, FinishBody(status="finished", reward=1.0))
+            await endings.finish(self.run, session, FinishBody(status="finished", reward=1.0))
 
     async def finish_while_the_journal_is_compacted(self) -> None:
         async def compact() -> None:
-            await self.run.compact(partial(compaction, self.run))
+            await self.run.compact()
 
         await asyncio.gather(self.finish_opened(), compact())
 
     async def fail_opened(self) -> None:
         for session in self.opened[:1]:
             sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
-            await self.run.finish(session, FinishBody(status="failed"))
+            await endings.finish(self.run, session, FinishBody(status="failed"))
 
     async def store(self) -> None:
         await self.store_of_run.store()
 
     async def store_without_record(self) -> None:
         """Write the rows without their journal record: a full disk, or a crash if a restart follows."""
-        append = self.run.journal.append
 
-        async def full(record: Any) -> None:
+        async def full(event: Any) -> None:
             raise OSError("no space left")
 
-        self.run.journal.append = full  # type: ignore[method-assign]
-        with contextlib.suppress(OSError):
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(OSError):
+            patch.setattr(self.run, "record_now", full)
             await self.store()
-        self.run.journal.append = append  # type: ignore[method-assign]
 
 
 def check(driver: OpeningDriver) -> None:
@@ -133,13 +130,13 @@ def test_every_finished_session_is_stored_once_wherever_storing_breaks_off(
         for operation in operations:
             await getattr(driver, operation)()
         await driver.restart()
-        waiting, still_open = list(driver.run.results.opened), [s.session_id for s in driver.opened]
+        waiting, still_open = list(driver.run.state.results.opened), [s.session_id for s in driver.opened]
         await driver.restart()
-        assert list(driver.run.results.opened) == waiting
+        assert list(driver.run.state.results.opened) == waiting
         assert [session.session_id for session in driver.opened] == still_open
         await driver.plane.release(driver.run)
         check(driver)
-        assert not driver.run.results.opened
+        assert not driver.run.state.results.opened
         await driver.plane.close()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +170,7 @@ def test_what_cannot_be_written_waits(
 def test_the_journal_stays_bounded_where_no_batch_is_ever_sealed(
     tmp_path: Path, model_dir: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "SPARE_BYTES", 10_000)
+    monkeypatch.setattr(sealing, "SPARE_BYTES", 10_000)
 
     async def scenario() -> None:
         driver = OpeningDriver(tmp_path, model_dir, renderer)

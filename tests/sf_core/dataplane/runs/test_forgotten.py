@@ -47,11 +47,11 @@ def test_a_file_of_outcomes_that_cannot_be_read_is_named_and_a_run_goes_on_witho
     async def scenario() -> None:
         driver = CurriculumDriver(tmp_path, model_dir, renderer, curriculum=POOL, gate="all")
         await driver.register()
-        while driver.run.manager.next_batch < 3:
+        while driver.run.state.ledger.next_batch < 3:
             for operation in ("play", "seal", "publish"):
                 await getattr(driver, operation)()
         await driver.commit()
-        done = driver.run.manager.done_before(3)
+        done = driver.run.state.ledger.done_before(3)
         at = {"attempt": 2, "iteration": 3, "version": driver.version, "done_groups": done}
         await driver.register(**at)
         await driver.plane.close()
@@ -76,7 +76,7 @@ def test_a_file_of_outcomes_that_cannot_be_read_is_named_and_a_run_goes_on_witho
             (manifests / f"{iteration:05d}/rollout.json").rename(manifests / f"{iteration}.json")
         back = {"attempt": 3, "iteration": 1, "version": 1, "done_groups": done[:2]}
         await driver.register(**back)
-        assert len(driver.run.manager.tasks.past) > 0, "of iteration 0"
+        assert len(driver.run.state.ledger.tasks.past) > 0, "of iteration 0"
         await driver.plane.close()
         for iteration in (1, 2):
             (manifests / f"{iteration}.json").rename(manifests / f"{iteration:05d}/rollout.json")
@@ -86,7 +86,7 @@ def test_a_file_of_outcomes_that_cannot_be_read_is_named_and_a_run_goes_on_witho
             await driver.register(**at | {"attempt": 4})
         driver.rules["curriculum"] = None
         await driver.register(**at | {"attempt": 4})
-        assert driver.run.manager.tasks.past == {}
+        assert driver.run.state.ledger.tasks.past == {}
         await driver.plane.close()
 
     asyncio.run(scenario())

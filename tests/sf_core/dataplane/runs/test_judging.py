@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sf_core.agents.reports import Reports
 from sf_core.dataplane.bodies import ClaimBody, FinishBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.group_rewards import majority
 from tests.patience import wait_until
@@ -43,7 +44,7 @@ class JudgingDriver(Driver):
 
     async def claimed(self, name: str, limit: int, *running: str) -> list[Session]:
         body = ClaimBody(runner=f"{name}{self.spec['attempt']}", max=limit, running=list(running))
-        return (await self.run.claim(body))[0]
+        return (await claiming.claim(self.run, body))[0]
 
     def of(self, name: str) -> list[Session]:
         return [s for s in self.run.sessions.values() if s.runner == f"{name}{self.spec['attempt']}"]
@@ -57,11 +58,13 @@ class JudgingDriver(Driver):
 
     async def answer(self) -> None:
         for session in [s for s in self.of("a") if s.answer is None][:1]:
-            await self.run.finish(session, FinishBody(status="answered", answer=f'"{session.session_id}"'))
+            await endings.finish(
+                self.run, session, FinishBody(status="answered", answer=f'"{session.session_id}"')
+            )
 
     async def fail(self) -> None:
         for session in [s for s in self.of("a") if s.answer is None][-1:]:
-            await self.run.finish(session, FinishBody(status="failed"))
+            await endings.finish(self.run, session, FinishBody(status="failed"))
 
     def to_judge(self) -> list[Session]:
         """Answers of one group that a runner has."""
@@ -70,7 +73,9 @@ class JudgingDriver(Driver):
         return [s for s in given if s.claim is not None and s.claim.place.group == group]
 
     async def report(self, sessions: list[Session], **report: Any) -> None:
-        ending = [self.run.finish(session, FinishBody.model_validate(report)) for session in sessions]
+        ending = [
+            endings.finish(self.run, session, FinishBody.model_validate(report)) for session in sessions
+        ]
         await asyncio.gather(*ending)
 
     async def judge(self) -> None:
@@ -131,12 +136,12 @@ def test_answers_wait_for_the_last_of_their_group_without_ageing_and_go_to_one_r
         others = await driver.claimed("b", 1)
         assert [session.answer for session in others] == [None], "nothing is to be scored yet"
         await driver.answer()
-        assert {session.began_at for session in waiting} == {driver.run.serving_s}
+        assert {session.began_at for session in waiting} == {driver.run.state.serving_s}
         given = await driver.claimed("c", 1)
         assert [session.session_id for session in given] == [f"run.g0.{i}.a0" for i in range(3)]
         assert await driver.claimed("d", 3) != given
         await driver.judge()
-        assert driver.run.manager.groups[0].is_complete
+        assert driver.run.state.ledger.groups[0].is_complete
 
     with_driver(tmp_path, model_dir, renderer, scenario)
 
@@ -146,7 +151,7 @@ def test_a_judge_may_drop_the_group(tmp_path: Path, model_dir: str, renderer: Re
         await answered(driver, 3)
         given = await driver.claimed("c", 1)
         await driver.report(given, status="failed", cause="group")
-        assert driver.run.manager.rejected == {0: "not_judged"}
+        assert driver.run.state.ledger.rejected == {0: "not_judged"}
         assert driver.run.counters["rejected_groups.not_judged"] == 1
         assert driver.run.counters["failed_sessions"] == 0
         assert not any(session.session_id in driver.run.sessions for session in given)
@@ -167,7 +172,7 @@ def test_without_its_judge_a_group_is_judged_again_from_all_answers_or_rejected(
             await driver.restart()
         else:
             await driver.claimed("c", 0)
-        assert driver.run.manager.rejected == ({0: "half_judged"} if num_scored else {})
+        assert driver.run.state.ledger.rejected == ({0: "half_judged"} if num_scored else {})
         answers = [s.session_id for s in await driver.claimed("d", 1) if s.answer is not None]
         assert answers == ([] if num_scored else [session.session_id for session in given])
 
@@ -183,7 +188,7 @@ def test_a_judge_that_was_lost_and_reports_late_leaves_no_group_that_is_half_jud
         await driver.claimed("c", 0)
         await driver.report(given[:1], status="finished", reward=1.0)
         assert not [s for s in await driver.claimed("d", 1) if s.answer is not None]
-        assert driver.run.manager.rejected == {0: "half_judged"}
+        assert driver.run.state.ledger.rejected == {0: "half_judged"}
         assert driver.run.counters["rejected_groups.half_judged"] == 1
 
     with_driver(tmp_path, model_dir, renderer, scenario)
@@ -200,7 +205,7 @@ def test_an_answer_that_ends_before_its_judge_has_it_leaves_the_others_waiting_f
         assert again.session_id == "run.g0.0.a1"
         assert [session.began_at for session in others] == [math.inf] * 2
         sample(again, driver.renderer, [user("hi")], say(driver.renderer, "x"), version=0)
-        await driver.run.finish(again, FinishBody(status="answered", answer='"late"'))
+        await endings.finish(driver.run, again, FinishBody(status="answered", answer='"late"'))
         assert await driver.claimed("c", 1) == [again, *others]
 
     with_driver(tmp_path, model_dir, renderer, scenario)
@@ -230,7 +235,7 @@ def test_an_answer_waits_without_ageing_although_its_task_is_told_later(
     async def scenario(driver: JudgingDriver) -> None:
         await answered(driver, 2)
         tasks = {"run.g0.0.a0": TaskName(task_id="t", environment="e")}
-        await driver.run.claim(ClaimBody(runner="b1", max=0, tasks=tasks))
+        await claiming.claim(driver.run, ClaimBody(runner="b1", max=0, tasks=tasks))
         session = driver.run.sessions["run.g0.0.a0"]
         assert (session.task_id, session.began_at) == ("t", math.inf)
 
@@ -242,8 +247,8 @@ def test_an_answer_that_came_before_the_end_of_its_agent_was_told_ages_all_the_s
 ) -> None:
     async def scenario(driver: JudgingDriver) -> None:
         await answered(driver, 3)
-        await driver.run.claim(ClaimBody(runner="b1", max=0, answered=["run.g0.0.a0"]))
-        assert driver.run.sessions["run.g0.0.a0"].began_at == driver.run.serving_s
+        await claiming.claim(driver.run, ClaimBody(runner="b1", max=0, answered=["run.g0.0.a0"]))
+        assert driver.run.sessions["run.g0.0.a0"].began_at == driver.run.state.serving_s
 
     with_driver(tmp_path, model_dir, renderer, scenario)
 
@@ -257,9 +262,9 @@ def test_a_reward_that_is_refused_leaves_no_group_that_is_half_judged(
         given = await driver.claimed("c", 1)
         parts = [{"answer": 1.0}, {"other": 1.0}, {"answer": 0.0}]
         reports = [FinishBody(status="finished", reward=1.0, reward_parts=part) for part in parts]
-        ending = map(driver.run.finish, given, reports)
+        ending = [endings.finish(driver.run, *each) for each in zip(given, reports, strict=True)]
         await asyncio.gather(*ending, return_exceptions=True)
-        assert driver.run.manager.rejected == {0: "half_judged"}
+        assert driver.run.state.ledger.rejected == {0: "half_judged"}
 
     with_driver(tmp_path, model_dir, renderer, scenario)
 
@@ -274,7 +279,7 @@ def test_a_group_is_judged_without_a_session_that_failed_for_good(
         await driver.answer()
         await driver.answer()
         last = driver.run.sessions["run.g0.2.a0"]
-        await driver.run.finish(last, FinishBody(status="failed"))
+        await endings.finish(driver.run, last, FinishBody(status="failed"))
         given = await driver.claimed("c", 1)
         assert [session.session_id for session in given] == ["run.g0.0.a0", "run.g0.1.a0"]
 
@@ -289,16 +294,16 @@ def test_no_group_is_judged_from_a_part_of_its_answers_whatever_happens(
     async def scenario(driver: JudgingDriver) -> None:
         for operation in operations:
             await getattr(driver, operation)()
-            for group in driver.run.manager.groups.values():
+            for group in driver.run.state.ledger.groups.values():
                 if group.is_complete:
                     names = [f"run.g{group.index}.{i}.a{m.attempt}" for i, m in enumerate(group.members)]
                     assert [driver.judged[name] for name in names] == [3, 3, 3]
         before = driver.state()
-        halves = {group.index for group in driver.run.manager.groups.values() if group.is_half_judged}
+        halves = {group.index for group in driver.run.state.ledger.groups.values() if group.is_half_judged}
         await driver.restart()
         if not halves:
             assert driver.state() == before
-        assert not any(group.is_half_judged for group in driver.run.manager.groups.values())
+        assert not any(group.is_half_judged for group in driver.run.state.ledger.groups.values())
 
     with tempfile.TemporaryDirectory() as folder:
         with_driver(Path(folder), model_dir, renderer, scenario)

@@ -15,6 +15,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, work_of
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane.runs import claiming, decide
 from tests.patience import patience
 from tests.sf_core.dataplane.gateway.test_observed import figures
 from tests.sf_core.dataplane.runs.test_replay import Driver
@@ -45,12 +46,16 @@ class NarrowDriver(Driver):
     @property
     def num_begun(self) -> int:
         """Number of groups begun that are not complete."""
-        return sum(not group.is_complete for group in self.run.manager.groups.values())
+        return sum(not group.is_complete for group in self.run.state.ledger.groups.values())
 
     def check(self, num_begun: int, was_full: bool) -> None:
         """The account is exact, and full memory lets no group begin beside another one."""
         run, memory = self.run, self.plane.memory
-        items = [*run.sessions.values(), *run.results.by_place.values(), *run.results.opened.values()]
+        items = [
+            *run.sessions.values(),
+            *run.state.results.by_place.values(),
+            *run.state.results.opened.values(),
+        ]
         for session in run.sessions.values():
             memory.weigh(session)
         assert memory.num_bytes == sum(item.num_bytes for item in items)
@@ -92,10 +97,10 @@ def test_a_run_without_room_finishes_its_batches_and_says_why_it_is_slow(
         driver = NarrowDriver(tmp_path, model_dir, renderer, NOTHING)
         await driver.register(gate="all", groups_per_batch=3)
         await driver.evaluate()
-        manager = driver.run.manager
+        manager = driver.run.state.ledger
         while manager.next_batch < 3:
             batch = manager.next_batch
-            while not manager.readiness(batch).ready:
+            while not decide.readiness(manager, batch).ready:
                 await driver.claim()
                 assert driver.num_begun <= 1 or not driver.plane.memory.is_full
                 assert REASON in batch_status(driver.run, batch)["waiting_for"]
@@ -115,17 +120,19 @@ def test_members_of_groups_that_have_begun_and_held_out_sessions_are_given_out_a
     async def scenario() -> None:
         driver = NarrowDriver(tmp_path, model_dir, renderer, NOTHING)
         await driver.register()
-        first, _ = await driver.run.claim(ClaimBody(runner="a1", max=1))
+        first, _ = await claiming.claim(driver.run, ClaimBody(runner="a1", max=1))
         assert driver.plane.memory.is_full
         assert work_of(driver.run)["agent"] == 2, "no more runners are asked for than the group needs"
-        others, _ = await driver.run.claim(ClaimBody(runner="a2", max=10))
+        others, _ = await claiming.claim(driver.run, ClaimBody(runner="a2", max=10))
         assert [s.claim.place for s in (*first, *others) if s.claim] == [("train", 0, 0), ("train", 0, 1)]
         await driver.run.start_evaluation(0, 3)
-        held_out, _ = await driver.run.claim(ClaimBody(runner="a2", max=10, running=[others[0].session_id]))
+        held_out, _ = await claiming.claim(
+            driver.run, ClaimBody(runner="a2", max=10, running=[others[0].session_id])
+        )
         assert [session.claim.place for session in held_out if session.claim] == [
             ("holdout", 0, task) for task in range(3)
         ]
-        group = driver.run.manager.evaluations[0]
+        group = driver.run.state.ledger.evaluations[0]
         assert "memory" not in evaluation_status(driver.run, 0, group)["waiting_for"]
         await driver.plane.close()
 
@@ -140,11 +147,13 @@ def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_some_b
         await driver.register(run_id="other", group_size=4)
         other = driver.plane.runs["other"]
         await driver.register(run_id="run", group_size=1)
-        [first], _ = await driver.run.claim(ClaimBody(runner="a1", max=1))
-        await other.claim(ClaimBody(runner="a", max=4))
+        [first], _ = await claiming.claim(driver.run, ClaimBody(runner="a1", max=1))
+        await claiming.claim(other, ClaimBody(runner="a", max=4))
         assert driver.plane.memory.is_full
         waiting = asyncio.ensure_future(
-            driver.run.claim(ClaimBody(runner="a1", max=9, wait_s=600.0, running=[first.session_id]))
+            claiming.claim(
+                driver.run, ClaimBody(runner="a1", max=9, wait_s=600.0, running=[first.session_id])
+            )
         )
         await asyncio.sleep(0)
         assert not waiting.done()

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.bodies import FinishBody, GroupBody
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.runs.external import declare_group
+from sf_core.dataplane.control.plane import sweep_run
+from sf_core.dataplane.runs import endings
+from sf_core.dataplane.runs.claiming import declare_group
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from storage.run_directory import RunDirectory
@@ -54,30 +56,30 @@ class OutsideDriver(Driver):
             sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
             self.finished.add(session.session_id)
             reward = float(next(self.numbers) % 2)
-            await self.run.finish(session, FinishBody(status="finished", reward=reward))
+            await endings.finish(self.run, session, FinishBody(status="finished", reward=reward))
 
     async def fail_outside(self) -> None:
         for session in self.outside[-1:]:
-            await self.run.finish(session, FinishBody(status="failed"))
+            await endings.finish(self.run, session, FinishBody(status="failed"))
 
     async def answer(self) -> None:
         for session in self.outside[:1]:
-            await self.run.finish(session, FinishBody(status="answered"))
+            await endings.finish(self.run, session, FinishBody(status="answered"))
 
     async def store(self) -> None:
         await self.plane.stores["run"].store()
 
     async def start_over(self) -> None:
         """The flow goes on at a batch that the data plane has never heard of."""
-        iteration = self.run.manager.next_batch + 2
+        iteration = self.run.state.ledger.next_batch + 2
         attempt = self.spec["attempt"] + 1
         await self.register(attempt=attempt, iteration=iteration, version=max(iteration, self.version))
 
     def state(self) -> dict[str, Any]:
-        opened = self.run.results.opened
+        opened = self.run.state.results.opened
         answered = sorted(s.session_id for s in self.outside if s.answer is not None)
         # starting over may find another reason for which a group had to go
-        rejected = sorted(self.run.manager.rejected)
+        rejected = sorted(self.run.state.ledger.rejected)
         return super().state() | {"opened": list(opened), "answered": answered, "rejected": rejected}
 
 
@@ -116,7 +118,7 @@ def test_every_session_that_finished_is_in_one_batch_or_stored_by_itself_whateve
         await driver.restart()
         assert driver.state() == before
         await driver.plane.release(driver.run)
-        waiting = {result.session_id for result in driver.run.results.by_place.values()}
+        waiting = {result.session_id for result in driver.run.state.results.by_place.values()}
         trained, kept = (stored(folder / "run", kind) for kind in ("trajectories", "opened"))
         assert set(kept.values()) <= {1} and set(trained.values()) <= {1}
         assert not trained.keys() & kept.keys() and not waiting & (trained.keys() | kept.keys())
@@ -141,7 +143,7 @@ def test_a_declared_group_is_trained_as_one_with_its_name_and_task(
         assert {s.session_id for s in other}.isdisjoint(s.session_id for s in first)
         for number, session in enumerate(first):
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
-            await driver.run.finish(session, FinishBody(status="finished", reward=float(number)))
+            await endings.finish(driver.run, session, FinishBody(status="finished", reward=float(number)))
         await driver.seal()
         [uris] = RunDirectory(str(tmp_path / "run")).list_partitions("trajectories").values()
         rows = to_rows(read_trajectories(uris[0]))
@@ -153,8 +155,8 @@ def test_a_declared_group_is_trained_as_one_with_its_name_and_task(
 
 
 def expired(run: ServedRun, seconds: float) -> Any:
-    run.serving_s += seconds
-    return run.sweep(0.0)
+    run.state.serving_s += seconds
+    return sweep_run(run, 0.0)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -166,20 +168,20 @@ def test_a_reward_may_come_as_late_as_its_patience_allows(
         driver = await begun(tmp_path, model_dir, renderer, **rules)
         for session in await declare_group(driver.run, GroupBody(size=2)):
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
-            await driver.run.finish(session, FinishBody(status="answered"))
+            await endings.finish(driver.run, session, FinishBody(status="answered"))
         if restarts:
             await driver.restart()
         await expired(driver.run, 90.0)
         rated, _ = driver.outside
         if restarts:
             sample(rated, renderer, [user("hi")], say(renderer, "x"), version=0)
-        await driver.run.finish(rated, FinishBody(status="finished", reward=1.0))
+        await endings.finish(driver.run, rated, FinishBody(status="finished", reward=1.0))
         await expired(driver.run, 20.0)
         assert driver.outside == []
-        assert driver.run.outcomes.last_error.endswith("got no reward within 100 s of its answer")
-        assert driver.run.manager.rejected == {0: "reward_error"}
+        assert driver.run.state.recent.last_error.endswith("got no reward within 100 s of its answer")
+        assert driver.run.state.ledger.rejected == {0: "reward_error"}
         # what was rated is kept
-        assert list(driver.run.results.opened) == [rated.session_id]
+        assert list(driver.run.state.results.opened) == [rated.session_id]
         assert driver.run.counters["untrained_sessions"] == 1
         await driver.plane.close()
 
@@ -198,11 +200,11 @@ def test_a_reward_that_comes_after_the_lag_bound_is_kept_and_does_not_train(
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
             assert session.claim is not None
             driver.run.note_started(session.claim, 0)
-        await driver.run.finish(late[0], FinishBody(status="finished", reward=1.0))
+        await endings.finish(driver.run, late[0], FinishBody(status="finished", reward=1.0))
         # a data plane that was told of a newer version meanwhile
         await driver.register(attempt=2, iteration=1, version=1)
-        assert driver.run.manager.rejected == {0: "started_over"}
-        await driver.run.finish(late[1], FinishBody(status="finished", reward=0.5))
+        assert driver.run.state.ledger.rejected == {0: "started_over"}
+        await endings.finish(driver.run, late[1], FinishBody(status="finished", reward=0.5))
         await driver.store()
         assert stored(tmp_path / "run", "opened") == {session.session_id: 1 for session in late}
         assert driver.run.counters["untrained_sessions"] == 2

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.runs.recovery import begin_attempt
 from tests.sf_core.dataplane.runs.test_run import make_run
 
 
@@ -12,10 +13,10 @@ def test_failures_of_an_earlier_attempt_are_not_held_against_a_later_one(
 ) -> None:
     async def scenario() -> None:
         run = make_run(tmp_path, renderer, attempt=1)
-        run.outcomes.note_failed("KeyError: x")
-        run.begin_attempt(run.spec)
-        assert (run.outcomes.failures_in_a_row, run.outcomes.last_error) == (1, "KeyError: x")
-        run.begin_attempt(run.spec.model_copy(update={"attempt": 2}))
-        assert (run.outcomes.failures_in_a_row, run.outcomes.last_error) == (0, "")
+        run.state.recent.note_failed("KeyError: x")
+        await begin_attempt(run, run.spec)
+        assert (run.state.recent.failures_in_a_row, run.state.recent.last_error) == (1, "KeyError: x")
+        await begin_attempt(run, run.spec.model_copy(update={"attempt": 2}))
+        assert (run.state.recent.failures_in_a_row, run.state.recent.last_error) == (0, "")
 
     asyncio.run(scenario())

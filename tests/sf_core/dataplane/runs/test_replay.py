@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
-from sf_core.dataplane.runs.effects import compaction
+from sf_core.dataplane.runs import claiming, decide, endings
+from sf_core.dataplane.runs.claiming import open_session
 from sf_core.dataplane.runs.events import Finished
-from sf_core.dataplane.runs.external import open_session
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -69,16 +68,18 @@ class Driver:
         await self.plane.reopen()
 
     async def claim(self) -> None:
-        await self.run.claim(ClaimBody(runner=self.runner, max=3, running=list(self.run.sessions)))
+        await claiming.claim(self.run, ClaimBody(runner=self.runner, max=3, running=list(self.run.sessions)))
 
     async def lose(self) -> None:
-        await self.run.claim(ClaimBody(runner=self.runner, max=0, running=list(self.run.sessions)[1:]))
+        await claiming.claim(
+            self.run, ClaimBody(runner=self.runner, max=0, running=list(self.run.sessions)[1:])
+        )
 
     async def finish(self) -> None:
         for session in self.given_out[:1]:
             sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
             reward = float(next(self.numbers) % 5 < 2)
-            await self.run.finish(session, FinishBody(status="finished", reward=reward))
+            await endings.finish(self.run, session, FinishBody(status="finished", reward=reward))
 
     async def play(self) -> None:
         await self.claim()
@@ -87,14 +88,14 @@ class Driver:
 
     async def fail(self) -> None:
         for session in self.given_out[-1:]:
-            await self.run.finish(session, FinishBody(status="failed"))
+            await endings.finish(self.run, session, FinishBody(status="failed"))
 
     async def seal(self) -> None:
-        if self.run.manager.readiness(self.run.manager.next_batch).ready:
-            await self.plane.sealers["run"].seal_batch(self.run.manager.next_batch, self.spec["attempt"])
+        if decide.readiness(self.run.state.ledger, self.run.state.ledger.next_batch).ready:
+            await self.plane.sealers["run"].seal_batch(self.run.state.ledger.next_batch, self.spec["attempt"])
 
     async def publish(self) -> None:
-        if self.version < self.run.manager.next_batch:
+        if self.version < self.run.state.ledger.next_batch:
             await self.plane.publish(self.run, WeightsRef(self.version + 1, "w"))
 
     async def evaluate(self) -> None:
@@ -107,10 +108,10 @@ class Driver:
         await self.run.resume(None)
 
     async def pause_engine(self) -> None:
-        link = EngineConnection("engine", "lease", "worker", 1, 8, lambda frame: None)
-        self.run.router.add(link)
+        engine = EngineConnection("engine", "lease", "worker", 1, 8, lambda frame: None)
+        self.run.router.add(engine)
         await self.run.pause("evacuate", "engine")
-        self.run.router.lose(link)
+        self.run.router.lose(engine)
 
     async def resume_engine(self) -> None:
         await self.run.resume("engine")
@@ -118,14 +119,14 @@ class Driver:
     async def go_on_while_it_is_compacted_twice(self) -> None:
         """The second compaction waits for the first one."""
         meanwhile = [self.finish, self.claim, self.publish, self.pause, self.revoke]
-        compactions = [self.run.compact(partial(compaction, self.run)) for _ in range(2)]
+        compactions = [self.run.compact() for _ in range(2)]
         await asyncio.gather(*compactions, *(operation() for operation in meanwhile))
 
     async def revoke(self) -> None:
         await self.plane.revoke(self.run, f"lease {next(self.numbers)}")
 
     async def begin_attempt(self) -> None:
-        await self.register(attempt=self.spec["attempt"] + 1, iteration=self.run.manager.next_batch)
+        await self.register(attempt=self.spec["attempt"] + 1, iteration=self.run.state.ledger.next_batch)
 
     async def go_on_after_release(self) -> None:
         await self.plane.release(self.run)
@@ -140,7 +141,7 @@ class Driver:
         return self.run.router.weights.version
 
     def state(self) -> dict[str, Any]:
-        run, manager = self.run, self.run.manager
+        run, manager = self.run, self.run.state.ledger
         return {
             "weights": run.router.weights,
             "groups": {index: members(group) for index, group in manager.groups.items()},
@@ -149,10 +150,10 @@ class Driver:
             "next_batch": manager.next_batch,
             "last_batch": manager.batches.get(manager.next_batch - 1),
             "sessions": sorted(run.sessions),
-            "results": {place: result.reward for place, result in run.results.by_place.items()},
+            "results": {place: result.reward for place, result in run.state.results.by_place.items()},
             "released": run.released,
             "paused": (run.router.paused, run.router.paused_engines),
-            "revoked": run.revoked_leases,
+            "revoked": run.state.revoked_leases,
         }
 
 
@@ -187,7 +188,7 @@ def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
         await driver.restart()
         assert driver.state() == before
         # a flow that comes back at the batch it is in finds what it left
-        await driver.register(iteration=driver.run.manager.next_batch, version=driver.version)
+        await driver.register(iteration=driver.run.state.ledger.next_batch, version=driver.version)
         assert driver.state() == before
         await driver.plane.close()
 
@@ -203,12 +204,12 @@ def test_a_run_that_starts_over_finds_its_results_also_when_that_is_replayed(
         driver = Driver(tmp_path, model_dir, renderer)
         await driver.register(group_size=group_size, groups_per_batch=4, gate="all")
         await driver.play()
-        assert len(driver.run.results.by_place) == 3
+        assert len(driver.run.state.results.by_place) == 3
         for attempt, folder in ((2, "another"), (3, "third")):
             await driver.plane.close()
             driver.plane = DataPlane(DataplaneOptions(str(tmp_path / folder)))
             await driver.register(attempt=attempt, iteration=5)
-            results = driver.run.results.by_place
+            results = driver.run.state.results.by_place
             assert [len(result.trajectories) for result in results.values()] == [1] * num_kept
             held = [*results.values(), *driver.run.sessions.values()]
             assert driver.plane.memory.num_bytes == sum(item.num_bytes for item in held)
@@ -228,12 +229,12 @@ def test_nothing_that_a_run_did_before_it_began_anew_counts(
         await driver.register(group_size=2, groups_per_batch=1, gate="all", origin="first")
         await driver.run.start_evaluation(0, 1)
         earlier = driver.run
-        [held_out, done, open_one], _ = await earlier.claim(ClaimBody(runner="a", max=3))
+        [held_out, done, open_one], _ = await claiming.claim(earlier, ClaimBody(runner="a", max=3))
         for session in (held_out, done):
-            await earlier.finish(session, FinishBody(status="finished", reward=1.0))
+            await endings.finish(earlier, session, FinishBody(status="finished", reward=1.0))
         outside = await open_session(earlier, SessionBody(run_id="run"))
         sample(outside, renderer, [user("hi")], say(renderer, "x"), version=0)
-        await earlier.finish(outside, FinishBody(status="finished", reward=1.0))
+        await endings.finish(earlier, outside, FinishBody(status="finished", reward=1.0))
         if restarts == "before":
             await driver.restart()
         await driver.register(attempt=2, origin="second")
@@ -242,14 +243,14 @@ def test_nothing_that_a_run_did_before_it_began_anew_counts(
             await driver.register(attempt=1)
         # an end that the journal takes late
         late = FinishedSession(open_one.session_id, open_one.claim, 1.0, "", None, None, [])
-        await run.record(Finished(late))
+        await run.record_now(Finished(late))
         if restarts == "after":
             await driver.restart()
             run = driver.run
-        assert (run.results.by_place, [*run.results.opened]) == ({}, [outside.session_id])
-        assert (run.manager.groups, run.manager.evaluations, run.sessions) == ({}, {}, {})
+        assert (run.state.results.by_place, [*run.state.results.opened]) == ({}, [outside.session_id])
+        assert (run.state.ledger.groups, run.state.ledger.evaluations, run.sessions) == ({}, {}, {})
         await run.start_evaluation(0, 1)
-        sessions, _ = await run.claim(ClaimBody(runner="b", max=3))
+        sessions, _ = await claiming.claim(run, ClaimBody(runner="b", max=3))
         assert [one.session_id for one in sessions] == ["run.e0.0.a1", "run.g0.0.a1", "run.g0.1.a1"]
         assert [one.claim.draw for one in sessions if one.claim] == [0, 0, 0]
         await driver.plane.close()
@@ -287,9 +288,9 @@ def test_after_the_loss_of_all_processes_the_flow_decides_where_to_go_on(
             assert sealed is not None and sealed["groups"] == [1]
         if committed == 0:
             # the first group is gone with its journal: it is done again, the others are still there
-            assert driver.run.manager.next_batch == 0
-            assert sorted(place.group for place in driver.run.results.by_place) == [1, 2]
-        sessions, _ = await driver.run.claim(ClaimBody(runner="b", max=1))
+            assert driver.run.state.ledger.next_batch == 0
+            assert sorted(place.group for place in driver.run.state.results.by_place) == [1, 2]
+        sessions, _ = await claiming.claim(driver.run, ClaimBody(runner="b", max=1))
         assert sessions[0].session_id == {2: "run.g3.0.a1", 1: "run.g3.0.a1", 0: "run.g0.0.a1"}[committed]
         await driver.plane.close()
 

@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from benchmarks.simulation.rollout import Rollout
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, FailureRules, Rule
+from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.groups import Progress
-from sf_core.dataplane.runs.restored import RestoredManager
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.recipes.curriculum import Curriculum, Sizes
 from sf_core.recipes.gates import All, Mixed, Varied
@@ -22,18 +23,18 @@ from tests.properties import examples
 RULES = RolloutConfig(group_size=2, groups_per_batch=2, session_attempts=2)
 
 
-def manager(lag_bound: int = 1, num_batches: int = 100, **changes: Any) -> RestoredManager:
-    return RestoredManager(RULES.model_copy(update=changes), lag_bound, num_batches)
+def manager(lag_bound: int = 1, num_batches: int = 100, **changes: Any) -> Rollout:
+    return Rollout(RULES.model_copy(update=changes), lag_bound, num_batches)
 
 
 def got(reward: float) -> Result:
     return Result(reward, reward, 1, "finished")
 
 
-def finish_all(manager: RestoredManager, claims: list[Claim], version: int = 0, reward: float = 1.0) -> None:
+def finish_all(manager: Rollout, claims: list[Claim], version: int = 0, reward: float = 1.0) -> None:
     for claim in claims:
         manager.note_started(claim, version)
-        manager.finish(claim, got(reward), version)
+        manager.end(claim, got(reward), version)
 
 
 def test_whole_groups_are_given_out_in_index_order() -> None:
@@ -55,21 +56,21 @@ def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time()
     m = manager()
     first, *_ = m.claim(1)
     # a group that has begun is given out whole, and none beside it
-    assert m.num_open_sessions(is_full=True) == 1
+    assert decide.num_open_sessions(m, is_full=True) == 1
     [second] = m.claim(100, is_full=True)
     assert (first.place.group, second.place.group) == (0, 0)
     finish_all(m, [first, second])
-    assert m.num_open_sessions(is_full=True) == 2
+    assert decide.num_open_sessions(m, is_full=True) == 2
     finish_all(m, m.claim(100, is_full=True))
-    assert m.readiness(0).ready
+    assert decide.readiness(m, 0).ready
     assert m.claim(100, is_full=True) == [], "the batch that may be sealed makes room"
-    assert m.num_open_sessions(is_full=True) == 0
-    m.seal(0)
+    assert decide.num_open_sessions(m, is_full=True) == 0
+    m.seal_next(0)
     assert {claim.place.group for claim in m.claim(100, is_full=True)} == {2}
 
 
 def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
-    resumed = RestoredManager(RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
+    resumed = Rollout(RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
     assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
 
 
@@ -77,70 +78,64 @@ def test_a_batch_is_ready_when_enough_groups_are_complete() -> None:
     m = manager()
     claims = m.claim(4)
     finish_all(m, claims[:3])
-    assert m.readiness(0).waiting_for == "1 of 2 groups; 1 are in flight"
+    assert decide.readiness(m, 0).waiting_for == "1 of 2 groups; 1 are in flight"
     finish_all(m, claims[3:])
-    assert m.readiness(0).ready
-    assert m.seal(0).groups == [0, 1]
+    assert decide.readiness(m, 0).ready
+    assert m.seal_next(0).groups == [0, 1]
 
 
 def test_the_sessions_left_are_those_missing_in_the_groups_that_have_come_furthest() -> None:
     m = manager(lag_bound=0)
-    assert m.num_sessions_left() == 4
+    assert decide.num_sessions_left(m) == 4
     claims = m.claim(8)
     finish_all(m, [claims[0], claims[2], claims[3]])
-    assert m.num_sessions_left() == 1
+    assert decide.num_sessions_left(m) == 1
     m.start_evaluation(0, num_tasks=5)
-    assert m.num_sessions_left() == 6
+    assert decide.num_sessions_left(m) == 6
 
 
 def test_what_may_run_ahead_of_the_next_batch_is_left_too() -> None:
     m = manager(lag_bound=1, num_batches=2)
     claims = m.claim(8)
     finish_all(m, claims[:3])
-    assert m.num_sessions_left() == 5
+    assert decide.num_sessions_left(m) == 5
     finish_all(m, claims[3:4])
-    m.seal(0)
+    m.seal_next(0)
     # no batch comes after the second
-    assert m.num_sessions_left() == 4
+    assert decide.num_sessions_left(m) == 4
 
 
 def test_after_the_last_batch_only_held_out_sessions_are_left() -> None:
     m = manager(num_batches=1)
     finish_all(m, m.claim(4))
-    m.seal(0)
-    assert m.num_sessions_left() == 0
+    m.seal_next(0)
+    assert decide.num_sessions_left(m) == 0
 
 
 def test_a_straggling_session_holds_back_its_group_and_no_batch() -> None:
     m = manager()
     claims = m.claim(100)
     finish_all(m, [claim for claim in claims if claim.place != claims[0].place])
-    assert m.seal(0).groups == [1, 2]
-    m.finish(claims[0], got(1.0), 0)
+    assert m.seal_next(0).groups == [1, 2]
+    m.end(claims[0], got(1.0), 0)
     m.set_version(1)
-    assert m.seal(1).groups == [0, 3]
-
-
-def test_sealing_again_gives_the_same_groups() -> None:
-    m = manager()
-    finish_all(m, m.claim(4))
-    assert m.seal(0) == m.seal(0)
+    assert m.seal_next(1).groups == [0, 3]
 
 
 def test_a_batch_that_is_not_ready_cannot_be_sealed() -> None:
     with pytest.raises(ValueError, match="it waits for 2 of 2 groups"):
-        manager().seal(0)
+        manager().seal_next(0)
 
 
 def test_a_failed_session_is_given_out_again_and_then_excludes_its_group() -> None:
     m = manager()
     first, second, *_ = m.claim(4)
-    assert m.fail(first, "agent_error") == []
+    assert m.end_failed(first, "agent_error") == []
     [again] = m.claim(1)
     assert again == Claim(first.place, attempt=1, draw=1)
-    assert m.fail(again, "agent_error") == [0]
+    assert m.end_failed(again, "agent_error") == [0]
     assert m.rejected == {0: "agent_error"}
-    assert m.finish(second, got(1.0), 0) == []
+    assert m.end(second, got(1.0), 0) == []
     assert m.claim(1)[0].place.group == 2
 
 
@@ -165,10 +160,10 @@ def test_a_group_is_as_old_as_its_oldest_session() -> None:
 
 def test_a_group_that_is_too_old_for_the_next_batch_is_rejected() -> None:
     """As a restart may find it, with other rules or versions."""
-    m = RestoredManager(RULES, 1, 100, next_batch=2, version=2)
+    m = Rollout(RULES, 1, 100, next_batch=2, version=2)
     claims = m.claim(4)
     for claim, min_version in zip(claims, (0, 2, 1, 2), strict=True):
-        m.finish(claim, got(1.0), min_version)
+        m.end(claim, got(1.0), min_version)
     assert m.rejected == {0: "max_lag"}
     assert list(m.groups) == [1]
 
@@ -178,7 +173,7 @@ def test_a_report_of_an_older_attempt_changes_nothing() -> None:
     [old] = m.claim(1)
     m.lose(old)
     [new] = m.claim(1)
-    assert m.finish(old, got(1.0), 0) == []
+    assert m.end(old, got(1.0), 0) == []
     assert m.group_of(new) is not None
     assert m.groups[0].num_done == 0
 
@@ -188,16 +183,16 @@ def test_the_varied_gate_rejects_groups_whose_rewards_are_equal() -> None:
     claims = m.claim(4)
     finish_all(m, claims[:2])
     assert m.rejected == {0: "equal_rewards"}
-    m.finish(claims[2], got(1.0), 0)
-    m.finish(claims[3], got(0.0), 0)
+    m.end(claims[2], got(1.0), 0)
+    m.end(claims[3], got(0.0), 0)
     assert list(m.groups) == [1]
 
 
 def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
     m = manager(gate=Varied())
     first, second, *_ = m.claim(2)
-    m.finish(first, got(0.1 + 0.2 + 0.3), 0)
-    assert m.finish(second, got(0.3 + 0.2 + 0.1), 0) == [0]
+    m.end(first, got(0.1 + 0.2 + 0.3), 0)
+    assert m.end(second, got(0.3 + 0.2 + 0.1), 0) == [0]
     assert m.rejected == {0: "equal_rewards"}
 
 
@@ -206,17 +201,17 @@ def test_with_wait_a_batch_waits_for_groups_that_would_grow_too_old() -> None:
     claims = m.claim(4)
     m.set_version(0)
     finish_all(m, claims[:2])
-    assert not m.readiness(0).ready
+    assert not decide.readiness(m, 0).ready
     m = manager(lag_bound=1)
     slow, *rest = m.claim(8)
     m.note_started(slow, 0)
     finish_all(m, rest)
-    assert m.seal(0).groups == [1, 2]
+    assert m.seal_next(0).groups == [1, 2]
     m.set_version(1)
     finish_all(m, m.claim(4), version=1)
-    assert m.readiness(1).waiting_for == "groups that would exceed the lag bound of 1: [0]"
+    assert decide.readiness(m, 1).waiting_for == "groups that would exceed the lag bound of 1: [0]"
     finish_all(m, [slow])
-    assert m.seal(1).groups == [0, 3]
+    assert m.seal_next(1).groups == [0, 3]
 
 
 def test_a_batch_leaves_no_more_old_groups_behind_than_later_batches_can_hold() -> None:
@@ -225,13 +220,13 @@ def test_a_batch_leaves_no_more_old_groups_behind_than_later_batches_can_hold() 
     for claim in old:
         m.note_started(claim, 0)
     finish_all(m, [old[2]])
-    assert m.seal(0).groups == [2]
+    assert m.seal_next(0).groups == [2]
     m.set_version(1)
     finish_all(m, m.claim(1), version=1)
     # groups 0 and 1 must both be consumed by batch 2: one of them has to go into batch 1
-    assert not m.readiness(1).ready
+    assert not decide.readiness(m, 1).ready
     finish_all(m, [old[1]])
-    assert m.seal(1).groups == [1]
+    assert m.seal_next(1).groups == [1]
 
 
 def test_with_drop_such_groups_are_dropped_whole() -> None:
@@ -239,10 +234,10 @@ def test_with_drop_such_groups_are_dropped_whole() -> None:
     slow, *rest = m.claim(8)
     m.note_started(slow, 0)
     finish_all(m, rest)
-    m.seal(0)
+    m.seal_next(0)
     m.set_version(1)
     finish_all(m, m.claim(4), version=1)
-    batch = m.seal(1)
+    batch = m.seal_next(1)
     assert batch.groups == [3, 4]
     assert (batch.rejected, batch.dropped) == ({0: "max_lag"}, [0])
 
@@ -252,9 +247,9 @@ def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
     m.start_evaluation(version=3, num_tasks=2)
     first, second, train = m.claim(3)
     assert [c.place.split for c in (first, second, train)] == ["holdout", "holdout", "train"]
-    m.finish(first, got(1.0), 3)
-    assert m.worth(second, "agent_error", can_train=True) == 0.0
-    m.fail(second, "agent_error")
+    m.end(first, got(1.0), 3)
+    assert decide.worth(m, second, "agent_error", can_train=True) == 0.0
+    m.end_failed(second, "agent_error")
     assert m.evaluations[3].is_complete
     assert m.evaluations[3].results == (got(1.0),)
 
@@ -285,12 +280,12 @@ def test_a_failure_is_worth_what_its_rule_says_in_training_and_held_out_alike(
     for attempt in range(1, 4):
         [claim] = m.claim(1)
         assert (claim.place.split, claim.attempt) == (split, attempt - 1)
-        worth = m.worth(claim, "timeout", can_train)
+        worth = decide.worth(m, claim, "timeout", can_train)
         if attempt == expected:
             assert worth == -1.0
             return
         assert worth is None
-        rejected = m.fail(claim, "timeout")
+        rejected = m.end_failed(claim, "timeout")
     assert expected is None and rejected == [0]
 
 
@@ -298,7 +293,7 @@ def test_what_a_session_that_no_longer_counts_was_worth_changes_nothing() -> Non
     m = manager()
     [claim] = m.claim(1)
     m.lose(claim)
-    assert m.worth(claim, "timeout", can_train=True) is None
+    assert decide.worth(m, claim, "timeout", can_train=True) is None
 
 
 @pytest.mark.parametrize("rule", ["zero", EXCLUDE])
@@ -308,15 +303,15 @@ def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> N
     m = manager(group_size=16, groups_per_batch=100, lag_bound=0, on_failure=rules)
     places = [(group, member) for group in range(100) for member in range(16)]
     overlong = set(random.Random(4).sample(places, len(places) // 20))
-    while not m.readiness(0).ready:
+    while not decide.readiness(m, 0).ready:
         for claim in m.claim(10_000):
             is_overlong = (claim.place.group, claim.place.member) in overlong
-            worth = m.worth(claim, "context_overflow", can_train=True) if is_overlong else 1.0
+            worth = decide.worth(m, claim, "context_overflow", can_train=True) if is_overlong else 1.0
             if worth is None:
-                m.fail(claim, "context_overflow")
+                m.end_failed(claim, "context_overflow")
             else:
-                m.finish(claim, got(worth), 0)
-    batch, hit = m.seal(0), {group for group, _ in overlong}
+                m.end(claim, got(worth), 0)
+    batch, hit = m.seal_next(0), {group for group, _ in overlong}
     assert len(hit) > 50
     assert batch.rejected == ({} if rule == "zero" else dict.fromkeys(sorted(hit), "context_overflow"))
     assert len(batch.groups) == 100
@@ -327,36 +322,36 @@ def test_restored_sessions_are_not_given_out_again() -> None:
     m = manager()
     lost, kept, *_ = m.claim(4)
     restored = manager()
-    restored.restore_attempt(lost)
-    restored.restore_attempt(kept)
-    restored.restore_finished(kept, got(1.0), 0)
-    restored.restore_rejected(1, "agent_error")
+    restored.note_given_out(lost)
+    restored.note_given_out(kept)
+    restored.finish(kept, got(1.0), 0)
+    restored.reject(1, "agent_error")
     assert restored.claim(3) == [Claim(lost.place, 1), *manager().claim(6)[4:]]
 
 
 def test_every_batch_has_places_for_groups_from_outside_and_admits_no_more() -> None:
     m = manager(groups_per_batch=3, outside_groups=1)
-    declared = [m.declare(4), m.declare(2), m.declare(2)]
+    declared = [m.claim_from_outside(4), m.claim_from_outside(2), m.claim_from_outside(2)]
     assert [len(claims) for claims in declared] == [4, 2, 0], "one for each batch that the lag bound admits"
     inside = m.claim(100)
     assert len(inside) == 2 * 2 * 2 and not any(claim.is_outside for claim in inside)
     finish_all(m, inside)
-    assert m.readiness(0).waiting_for == "1 of 1 groups from outside; 2 are in flight"
+    assert decide.readiness(m, 0).waiting_for == "1 of 1 groups from outside; 2 are in flight"
     finish_all(m, declared[0])
-    assert m.seal(0).groups == [0, 2, 3]
+    assert m.seal_next(0).groups == [0, 2, 3]
     m.set_version(1)
-    assert len(m.declare(2)) == 2
-    assert manager().declare(2) == []
+    assert len(m.claim_from_outside(2)) == 2
+    assert manager().claim_from_outside(2) == []
 
 
 @pytest.mark.parametrize("rule", [RETRY, EXCLUDE])
 def test_a_session_from_outside_is_not_tried_again(rule: Rule) -> None:
     m = manager(outside_groups=2, on_failure=FailureRules(agent_error=rule), failed_reward=-1.0)
-    claim, other = m.declare(2)
-    worth = m.worth(claim, "agent_error", can_train=True)
+    claim, other = m.claim_from_outside(2)
+    worth = decide.worth(m, claim, "agent_error", can_train=True)
     assert worth == (-1.0 if rule == RETRY else None)
     if worth is None:
-        assert m.fail(claim, "agent_error") == [claim.place.group]
+        assert m.end_failed(claim, "agent_error") == [claim.place.group]
         assert m.rejected == {claim.place.group: "agent_error"}
         assert m.group_of(other) is None
 
@@ -367,7 +362,7 @@ def test_held_out_tasks_are_given_to_agents_outside_and_again_after_a_failure() 
     m.start_evaluation(0, num_tasks=3)
     first, second, third = m.claim_held_out(5)
     assert all(claim.is_outside for claim in (first, second, third))
-    m.fail(first, "agent_error")
+    m.end_failed(first, "agent_error")
     [again] = m.claim(5)
     assert (again.place, again.is_outside) == (first.place, False)
 
@@ -411,7 +406,7 @@ class AnyRun(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4), is_full=st.booleans())
     def claim(self, count: int, is_full: bool) -> None:
         before = self.begun()
-        num_open = self.manager.num_open_sessions(is_full)
+        num_open = decide.num_open_sessions(self.manager, is_full)
         claimed = self.manager.claim(count, is_full)
         if self.has_sizes:
             assert len(claimed) <= min(count, num_open)
@@ -427,7 +422,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(size=st.integers(1, 3))
     def declare(self, size: int) -> None:
-        if claims := self.manager.declare(size):
+        if claims := self.manager.claim_from_outside(size):
             assert len(claims) == size and len({claim.place.group for claim in claims}) == 1
             self.declared[claims[0].place.group] = size
             self.running += claims
@@ -452,23 +447,23 @@ class AnyRun(RuleBasedStateMachine):
             self.running.remove(claim)
             return self.manager.lose(claim)
         reason = data.draw(st.sampled_from(REASONS))
-        worth = self.manager.worth(claim, reason, can_train=claim in self.sampled)
+        worth = decide.worth(self.manager, claim, reason, can_train=claim in self.sampled)
         if worth is not None:
             return self.end(claim, worth)
         self.running.remove(claim)
-        self.manager.fail(claim, reason)
+        self.manager.end_failed(claim, reason)
 
     @precondition(lambda self: self.manager.version < self.manager.next_batch)
     @rule()
     def publish(self) -> None:
         self.manager.set_version(self.manager.version + 1)
 
-    @precondition(lambda self: self.manager.readiness(self.manager.next_batch).ready)
+    @precondition(lambda self: decide.readiness(self.manager, self.manager.next_batch).ready)
     @rule()
     def seal(self) -> None:
         k, rules = self.manager.next_batch, self.manager.rules
         before = dict(self.manager.groups)
-        batch = self.manager.seal(k)
+        batch = self.manager.seal_next(k)
         assert len(set(batch.groups)) == rules.groups_per_batch
         assert self.consumed.isdisjoint(batch.groups)
         assert self.consumed.isdisjoint(batch.rejected)
@@ -506,7 +501,7 @@ class AnyRun(RuleBasedStateMachine):
         place = claim.place
         if self.manager.group_of(claim) is not None:
             self.min_versions.setdefault(place.group, {})[place.member] = self.sampled[claim]
-        self.manager.finish(claim, got(reward), self.sampled[claim])
+        self.manager.end(claim, got(reward), self.sampled[claim])
 
     def sample_if_needed(self, claim: Claim) -> None:
         self.manager.note_started(claim, self.manager.version)
@@ -520,7 +515,7 @@ class AnyRun(RuleBasedStateMachine):
         while self.manager.next_batch < target:
             while self.manager.version < self.manager.next_batch:
                 self.publish()
-            while not self.manager.readiness(self.manager.next_batch).ready:
+            while not decide.readiness(self.manager, self.manager.next_batch).ready:
                 self.running += self.manager.claim(1000, self.stays_full)
                 self.declare(size=2)
                 assert self.running, "nothing runs and the batch is not ready: a deadlock"

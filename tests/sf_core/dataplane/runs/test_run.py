@@ -18,9 +18,13 @@ from sf_core import waits
 from sf_core.dataplane.bodies import ClaimBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.dataplane.control.plane import sweep_run
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.runs import run as run_module
+from sf_core.dataplane.runs import claiming
+from sf_core.dataplane.runs.recovery import begin_attempt
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.runs.state import RunState
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.engines import wire
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import read_trajectories
@@ -364,7 +368,8 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
 def make_run(tmp_path: Path, renderer: Renderer, **changes: Any) -> ServedRun:
     folders = {"run_dir": str(tmp_path / "run"), "model_dir": "unused"}
     spec = changed(SPEC, **{"lag_bound": 0} | folders | changes)
-    return ServedRun(RunSpec.model_validate(spec), renderer, Journal(tmp_path / "journal"))
+    state = RunState(RunSpec.model_validate(spec), Memory())
+    return ServedRun(state, renderer, Journal(tmp_path / "journal"))
 
 
 def test_a_silent_runner_loses_its_sessions(
@@ -372,13 +377,13 @@ def test_a_silent_runner_loses_its_sessions(
 ) -> None:
     async def scenario() -> None:
         run = make_run(tmp_path, renderer)
-        await run.claim(ClaimBody(runner="a0", max=2))
-        await run.sweep(1.0)
+        await claiming.claim(run, ClaimBody(runner="a0", max=2))
+        await sweep_run(run, 1.0)
         assert len(run.sessions) == 2
-        monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", -1.0)
-        await run.sweep(1.0)
+        monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", -1.0)
+        await sweep_run(run, 1.0)
         assert run.sessions == {}
-        sessions, _ = await run.claim(ClaimBody(runner="a1", max=1))
+        sessions, _ = await claiming.claim(run, ClaimBody(runner="a1", max=1))
         assert sessions[0].session_id == "run.g0.0.a1"
 
     asyncio.run(scenario())
@@ -390,12 +395,12 @@ def test_a_runner_of_an_earlier_attempt_is_sent_home_however_long_it_was_silent(
     async def scenario() -> None:
         run = make_run(tmp_path, renderer, attempt=1)
         old = ClaimBody(runner="a0", max=1, attempt=1)
-        sessions, released = await run.claim(old)
+        sessions, released = await claiming.claim(run, old)
         assert (len(sessions), released) == (1, False)
-        monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", -1.0)
-        await run.sweep(1.0)
-        run.begin_attempt(run.spec.model_copy(update={"attempt": 2}))
-        assert await run.claim(old) == ([], True)
+        monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", -1.0)
+        await sweep_run(run, 1.0)
+        await begin_attempt(run, run.spec.model_copy(update={"attempt": 2}))
+        assert await claiming.claim(run, old) == ([], True)
 
     asyncio.run(scenario())
 
@@ -403,13 +408,13 @@ def test_a_runner_of_an_earlier_attempt_is_sent_home_however_long_it_was_silent(
 def test_a_session_expires_by_the_time_engines_served(tmp_path: Path, renderer: Renderer) -> None:
     async def scenario() -> None:
         run = make_run(tmp_path, renderer)
-        await run.claim(ClaimBody(runner="a0", max=2))
-        await run.sweep(14.0)
+        await claiming.claim(run, ClaimBody(runner="a0", max=2))
+        await sweep_run(run, 14.0)
         assert len(run.sessions) == 2, "no engine served, so no time passed for the sessions"
-        run.serving_s = 10.5
-        await run.sweep(0.0)
+        run.state.serving_s = 10.5
+        await sweep_run(run, 0.0)
         assert run.sessions == {}
-        assert run.outcomes.last_error == "ran longer than 10 s"
+        assert run.state.recent.last_error == "ran longer than 10 s"
 
     asyncio.run(scenario())
 

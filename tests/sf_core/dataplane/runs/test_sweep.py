@@ -9,7 +9,7 @@ from sf_core.dataplane.bodies import ClaimBody, RunSpec
 from sf_core.dataplane.control import plane as dataplane_module
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane.runs import run as run_module
+from sf_core.dataplane.runs import claiming
 from tests.patience import patience, until
 from tests.sf_core.dataplane.specs import SPEC
 
@@ -38,8 +38,8 @@ def test_a_run_that_cannot_be_let_go_is_served_and_keeps_no_other_from_being_loo
         assert "over" in plane.runs and "over" in plane.sealers
 
         other = plane.run("other")
-        await other.claim(ClaimBody(runner="a0", max=2))
-        monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", -1.0)
+        await claiming.claim(other, ClaimBody(runner="a0", max=2))
+        monkeypatch.setattr(claiming, "RUNNER_SILENCE_S", -1.0)
         while other.sessions:
             await asyncio.sleep(0.001)
 

@@ -15,7 +15,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane.runs.external import declare_group
+from sf_core.dataplane.runs import endings
+from sf_core.dataplane.runs.claiming import declare_group
 from sf_core.dataplane.sessions.session import Session
 from storage import files
 from storage.files import FileRef
@@ -40,7 +41,7 @@ class Teller(Driver):
         report = FinishBody(status="failed", error="KeyError: x")
         if reward is not None:
             report = FinishBody(status="finished", reward=reward, task_id="t", environment="e")
-        await self.run.finish(session, report)
+        await endings.finish(self.run, session, report)
 
     async def group(self, rewards: Sequence[float | None]) -> None:
         await self.claim()
@@ -159,7 +160,7 @@ def test_lengths_are_of_the_groups_of_the_batch_and_are_told_once(
         }
         assert driver.run.counters["surplus_sessions"] == 4
         assert driver.run.counters["surplus_tokens"] == 26
-        assert driver.run.results.cut == {}
+        assert driver.run.state.results.cut == {}
 
         await group((2, 2), (6, 6), (1.0, 0.0))
         await driver.restart()
@@ -183,9 +184,9 @@ def test_a_run_that_starts_over_forgets_the_lengths(
         driver.answer(third, 4)
         await driver.end(first)
         await driver.end(second)
-        assert driver.run.results.cut == {0: [4]}
+        assert driver.run.state.results.cut == {0: [4]}
         await driver.register(attempt=2, iteration=5, version=5, done_groups=[0])
-        assert driver.run.results.cut == {}
+        assert driver.run.state.results.cut == {}
         await driver.plane.close()
 
     asyncio.run(scenario())

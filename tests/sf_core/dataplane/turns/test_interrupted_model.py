@@ -94,15 +94,15 @@ def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
                     engines[index] = await cluster.serving(torch_engines(folder), max_running=3)
                 case "evacuate" | "freeze":
                     pausing = asyncio.ensure_future(
-                        cluster.router.pause(event, engine.link.engine_id)  # type: ignore[arg-type]
+                        cluster.router.pause(event, engine.connection.engine_id)  # type: ignore[arg-type]
                     )
                     await cluster.dispatched()
                     engine.act()
                     await pausing
-                    cluster.router.resume(engine.link.engine_id)
+                    cluster.router.resume(engine.connection.engine_id)
                 case "abort_one":
                     # an engine may give back what it cannot go on with
-                    for request_id in list(engine.link.in_flight)[:1]:
+                    for request_id in list(engine.connection.in_flight)[:1]:
                         engine.abort([request_id])
         await cluster.run()
         for generation, request in zip(generations, requests, strict=True):

@@ -15,6 +15,8 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.runs.state import RunState
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.identity import RequestIdentity
@@ -79,7 +81,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     tokenizer.save_pretrained(folder)
     changes = {"run_dir": str(folder), "model_dir": str(folder), "context_length": 4096}
     spec = RunSpec.model_validate(SPEC | changes)
-    return ServedRun(spec, Renderer(str(folder)), Journal(folder / "run.journal"), 10.0)
+    state = RunState(spec, Memory())
+    return ServedRun(state, Renderer(str(folder)), Journal(folder / "run.journal"), 10.0)
 
 
 async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Answer:

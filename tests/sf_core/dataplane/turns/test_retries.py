@@ -18,6 +18,7 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.runs.recovery import open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun, limits_of
 from sf_core.dataplane.sessions.memory import Memory
@@ -234,7 +235,7 @@ class Asked:
         spec = RunSpec.model_validate(changed(SPEC, **folders, group_size=1, max_tokens=len(ANSWER)))
         path = folder / "run.journal"
         run = await open_run(spec, Journal(path), 10.0, Memory())
-        [session], _ = await run.claim(ClaimBody(runner="a0", max=1))
+        [session], _ = await claiming.claim(run, ClaimBody(runner="a0", max=1))
         return cls(path, run, session)
 
     async def restart(self) -> None:
@@ -326,7 +327,7 @@ def test_a_turn_that_was_refused_and_is_not_asked_for_again_is_abandoned_in_the_
         asked = await Asked.begin(tmp_path, model_dir)
         await asked.refuse(REQUESTS[0])
         assert asked.run.counters["abandoned_turns"] == 0
-        await asked.run.finish(asked.session, FinishBody(status="failed"))
+        await endings.finish(asked.run, asked.session, FinishBody(status="failed"))
         assert asked.run.counters["abandoned_turns"] == 1
 
     asyncio.run(scenario())

@@ -19,6 +19,8 @@ from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.routing.pace import Pace
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.runs.state import RunState
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
@@ -148,7 +150,8 @@ READERS: dict[str, Callable[[list[Event]], Said]] = {
 def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> ServedRun:
     folder: Path = tmp_path_factory.mktemp("streams")
     changes = {"run_dir": str(folder), "model_dir": model_dir, "context_length": 4096}
-    return ServedRun(RunSpec.model_validate(SPEC | changes), renderer, Journal(folder / "run.journal"), 10.0)
+    state = RunState(RunSpec.model_validate(SPEC | changes), Memory())
+    return ServedRun(state, renderer, Journal(folder / "run.journal"), 10.0)
 
 
 async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, int]]) -> Said:

@@ -1,0 +1,389 @@
+"""What survives a restart of a run: its groups, results and open sessions, its weights and pauses.
+
+A value: `apply` alone changes it, with one event of the run at a time, when that happens and again after a
+restart. Beside these facts it has what helps to serve them and is not recorded: the clock of sessions, the
+queues of answers, and statistics.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from sf_core.config.failures import REASONS
+from sf_core.dataplane.bodies import RewardBody, RunSpec
+from sf_core.dataplane.journal.journal import Compaction
+from sf_core.dataplane.runs import events
+from sf_core.dataplane.runs.events import RunEvent
+from sf_core.dataplane.runs.groups import Group
+from sf_core.dataplane.runs.ledger import Batch, Ledger
+from sf_core.dataplane.runs.results import RecentResults, Results, result_of
+from sf_core.dataplane.runs.runners import Scoring
+from sf_core.dataplane.sessions.claims import Claim, SessionSlot
+from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.turn_events import Ended, OfTurn, Overflowed, Sampled, TurnEvent
+from sf_core.types import WeightsRef
+
+
+class Dropped(NamedTuple):
+    """A session that ended because of another event than its own end."""
+
+    session: Session
+    reason: str
+
+
+class RunState:
+    def __init__(self, spec: RunSpec, memory: Memory) -> None:
+        """A run with the progress that `spec` states."""
+        self.spec, self.memory = spec, memory
+        self.weights = WeightsRef(spec.version, spec.weights_uri)
+        self.ledger = Ledger(
+            spec.rollout,
+            spec.lag_bound,
+            spec.num_batches,
+            next_batch=spec.iteration,
+            version=spec.version,
+            done_groups=spec.done_groups,
+            first_attempt=spec.first_attempt,
+            seed=spec.seed,
+        )
+        self.sessions: dict[str, Session] = {}
+        self.results = Results(memory)
+        self.answers: dict[int, dict[str, Any]] = {}
+        """Answers to the last seals, by batch, to be repeated on request."""
+        self.revoked_leases: set[str] = set()
+        self.paused: set[str | None] = set()
+        """Paused engines; None: the run."""
+        self.released = False
+        """The run is over, unless another attempt of its flow goes on with it."""
+        self.serving_s = 0.0
+        """Seconds in which an engine served and turns were recorded: the clock of session timeouts."""
+        self.scoring = Scoring()
+        self.recent = RecentResults()
+        self.counters: Counter[str] = Counter()
+
+    def apply(self, event: RunEvent) -> list[Dropped]:
+        """Do what an event does. Returns the sessions that end by it, beside the one that it is about."""
+        sessions, ledger = self.sessions, self.ledger
+        match event:
+            case events.Registered(spec):
+                self._register(spec)
+            case events.Published(weights):
+                self.weights = weights
+            case events.EvaluationStarted(version, num_tasks):
+                ledger.start_evaluation(version, num_tasks)
+            case events.Admitted(group, pick, version):
+                ledger.begin(group, pick, version, is_told=True)
+            case events.Opened():
+                self._open(event)
+            case events.Rewarded(session_id, reward, parts, steps) if session_id in sessions:
+                earned = RewardBody(reward=reward, reward_parts=parts, step_rewards=steps)
+                sessions[session_id].earned = earned
+            case events.Named(session_id) if session_id in sessions:
+                self._name(sessions[session_id], event)
+            case events.Answered(session_id) if session_id in sessions:
+                self._answer(sessions[session_id], event)
+            case events.Closed(session_id):
+                self.forget(session_id)
+            case events.Finished(result):
+                return self._finish(result)
+            case events.Failed(claim, reason, error):
+                self.forget(claim.session_id(self.spec.run_id))
+                self.recent.note_failed(error)
+                if claim.place.split == "train":
+                    self.recent.discarded[reason] += 1
+                ledger.fail(claim, reason)
+                return self._end_surplus(claim)
+            case events.Lost(claim):
+                self.forget(claim.session_id(self.spec.run_id))
+                ledger.lose(claim)
+            case events.Rejected(group, reason):
+                ledger.reject(group, reason)
+                return self._drop_group(group)
+            case events.Sealed(index, batch, answer):
+                ledger.seal(index, batch)
+                self.answers[index] = answer
+                self.answers.pop(index - 2, None)
+                self.recent.forget_discarded(answer)
+                for group in batch.groups:
+                    self._drop_results(group)
+                return [dropped for group in batch.rejected for dropped in self._drop_group(group)]
+            case events.Stored(session_ids):
+                self.results.drop_opened(session_ids)
+            case events.Revoked(lease_id):
+                self.revoked_leases.add(lease_id)
+            case events.Paused(engine_id):
+                self.paused.add(engine_id)
+            case events.Resumed(engine_id):
+                self.paused.discard(engine_id)
+            case events.Released():
+                self.released = True
+                return [self._drop(session, "the run was released") for session in list(sessions.values())]
+            case OfTurn() | Overflowed():
+                self._take_turn(event)
+        return []
+
+    # --- questions
+
+    def counts(self, session: Session) -> bool:
+        """Whether the session is of a group that a batch or an evaluation may take."""
+        return session.claim is not None and self.ledger.group_of(session.claim) is not None
+
+    def judges(self, session: Session) -> bool:
+        """Whether its answer is scored together with those of its group."""
+        is_training = session.claim is not None and session.claim.place.split == "train"
+        return self.spec.judges_groups and is_training and not session.is_external
+
+    def sessions_of(self, split: str, group: int) -> list[Session]:
+        """The open sessions of a group, in order of their places."""
+        found = [s for s in self.sessions.values() if s.claim and s.claim.place[:2] == (split, group)]
+        return sorted(found, key=lambda session: session.claim or ())
+
+    def places_of(self, group: int) -> list[SessionSlot]:
+        """Places of a training group that have a result."""
+        places = (SessionSlot("train", group, member) for member in range(self.ledger.largest_group))
+        return [place for place in places if place in self.results.by_place]
+
+    def results_of(self, groups: Iterable[int]) -> list[FinishedSession]:
+        """Results of these groups, in order."""
+        return [self.results.by_place[place] for group in groups for place in self.places_of(group)]
+
+    def answered_of(self, group: Group) -> list[Session]:
+        """Sessions of a group that have answered and are not scored yet, in order of their places."""
+        sessions = self.sessions_of(group.split, group.index)
+        return [session for session in sessions if session.answer is not None and self.counts(session)]
+
+    def is_half_judged(self, group: Group) -> bool:
+        """Whether some answers of a group were scored and another one will not be with them."""
+        if not (self.spec.judges_groups and group.is_half_judged):
+            return False
+        return sum(not session.waits_for_group for session in self.answered_of(group)) < group.num_left
+
+    # --- what events do
+
+    def forget(self, session_id: str) -> None:
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            self.memory.remove(session)
+
+    def close_evaluation(self, version: int) -> None:
+        """Forget the results of an evaluation that is written, and earlier ones. After a restart the journal
+        has those of the last one."""
+        evaluations = self.ledger.evaluations
+        self.ledger.evaluations = {v: group for v, group in evaluations.items() if v >= version}
+        for place in [p for p in self.results.by_place if p.split == "holdout" and p.group <= version]:
+            self.results.drop(place)
+
+    def start_over(self) -> RunState:
+        """A run with the progress that the flow states, and none of its groups. What agents outside do and
+        have done goes on, and so do leases and pauses; evaluations up to this version are kept."""
+        fresh = RunState(self.spec, self.memory)
+        for place in [place for place in self.results.by_place if place.split == "train"]:
+            self.results.drop(place)
+        self.results.cut.clear()
+        evaluations = self.ledger.evaluations.items()
+        fresh.ledger.evaluations = {v: group for v, group in evaluations if v <= self.spec.version}
+        fresh.sessions, fresh.results, fresh.scoring = self.sessions, self.results, self.scoring
+        fresh.revoked_leases, fresh.paused, fresh.serving_s = self.revoked_leases, self.paused, self.serving_s
+        fresh.recent, fresh.counters = self.recent, self.counters
+        return fresh
+
+    def free_memory(self) -> None:
+        """Free the memory of all sessions and results."""
+        for session_id in list(self.sessions):
+            self.forget(session_id)
+        self.results.drop_all()
+
+    def queue_group(self, claim: Claim | None) -> None:
+        """Queue the answers of the group of this session, if all of them are there and are scored
+        together."""
+        group = self.ledger.train_group_of(claim)
+        if self.spec.judges_groups and group is not None:
+            self.scoring.queue_group(group, self.answered_of(group), self.serving_s)
+
+    def _register(self, spec: RunSpec) -> None:
+        if spec.attempt > self.spec.attempt:
+            self.recent.forget_failures()
+            self.ledger.forget_dropped()
+        self.spec, self.released = spec, False
+        self.ledger.set_rules(spec.rollout, spec.lag_bound, spec.num_batches)
+        if spec.version > self.weights.version:
+            self.weights = WeightsRef(spec.version, spec.weights_uri)
+        self.ledger.set_version(spec.version)
+
+    def _open(self, event: events.Opened) -> None:
+        for session in event.sessions():
+            claim = session.claim
+            if claim is not None and claim.is_outside and claim.place.split == "train":
+                self.ledger.declare(claim.place.group, len(event.facts))
+            if claim is None or self.ledger.open(claim) or claim.is_outside:
+                if session.is_external or not self.spec.rollout.prepare_ahead:
+                    session.began_at = self.serving_s
+                if claim is not None and claim.place.split == "holdout":
+                    session.floor = claim.place.group
+                self.sessions[session.session_id] = session
+                self.memory.add(session)
+
+    def _name(self, session: Session, event: events.Named) -> None:
+        session.task_id, session.environment = event.task_id, event.environment
+        # an answer that came before this waits for others of its group
+        if session.answer is None and session.began_at > self.serving_s:
+            session.began_at = self.serving_s
+
+    def _answer(self, session: Session, event: events.Answered) -> None:
+        session.answer, session.output, session.began_at = event.answer, event.output, self.serving_s
+        if self.judges(session):
+            self.scoring.hold_back(session)
+            self.queue_group(session.claim)
+        elif not session.is_external:
+            self.scoring.queue(session)
+
+    def _finish(self, result: FinishedSession) -> list[Dropped]:
+        self.forget(result.session_id)
+        if (claim := result.claim) is None:
+            self.results.keep_opened(result)
+            return []
+        self._note_outcome(result)
+        counted = result_of(result, self.spec.rollout.success)
+        self.ledger.finish(claim, counted, result.min_version)
+        if self.ledger.is_done(claim):
+            self.results.keep(claim.place, result)
+        elif claim.is_outside:
+            self._keep_untrained(result)
+        return self._end_surplus(claim)
+
+    def _note_outcome(self, result: FinishedSession) -> None:
+        rules = self.spec.rollout.on_failure
+        # the last attempt at a held-out task counts, but shows no working agent
+        if result.status in REASONS and rules.rule_for(result.status) == "retry_then_exclude":
+            self.recent.note_failed(result.error)
+        else:
+            self.recent.note_finished(result)
+
+    def _end_surplus(self, claim: Claim) -> list[Dropped]:
+        """End the sessions without which the group of this one is complete, and queue its answers if they are
+        to be scored."""
+        self.queue_group(claim)
+        group = self.ledger.train_group_of(claim)
+        if group is None or not group.is_complete or group.num_done == group.size:
+            return []
+        surplus = self.sessions_of("train", group.index)
+        for session in surplus:
+            self.results.cut.setdefault(group.index, []).append(session.num_sampled)
+        return [self._drop(one, "the group of this session is complete without it") for one in surplus]
+
+    def _drop_group(self, index: int) -> list[Dropped]:
+        """Forget a group that does not count. Its sessions end; those of agents outside go on by themselves,
+        and what they have earned is stored as that of external sessions."""
+        self.results.cut.pop(index, None)
+        for place in self.places_of(index):
+            result = self.results.drop(place)
+            if result is not None and result.claim is not None and result.claim.is_outside:
+                self._keep_untrained(result)
+        ending = [one for one in self.sessions_of("train", index) if not one.is_external]
+        return [self._drop(one, "the group of this session no longer counts") for one in ending]
+
+    def _drop_results(self, index: int) -> None:
+        """Forget the results of a group that a batch has taken."""
+        self.results.cut.pop(index, None)
+        for place in self.places_of(index):
+            self.results.drop(place)
+
+    def _keep_untrained(self, result: FinishedSession) -> None:
+        """Keep the result of a session whose agent came by itself and whose group does not count."""
+        self.results.keep_opened(result)
+        self.counters["untrained_sessions"] += 1
+
+    def _drop(self, session: Session, reason: str) -> Dropped:
+        self.forget(session.session_id)
+        return Dropped(session, reason)
+
+    def _take_turn(self, event: TurnEvent) -> None:
+        if (session := self.sessions.get(event.session_id)) is None:
+            return  # it is over
+        versions = event.tokens.versions if isinstance(event, Sampled | Ended) else ()
+        if len(versions) and session.claim is not None:
+            self.ledger.note_started(session.claim, int(min(versions)))
+        session.apply(event)
+        self.memory.weigh(session)
+
+    # --- compaction
+
+    def snapshot(self) -> Compaction[RunEvent]:
+        """What a compacted journal has: events that lead to this state, and which of the old ones follow
+        them. The results of the last sealed batch and evaluation stay too, because their flow may not have
+        committed them."""
+        ledger = self.ledger
+        last = ledger.next_batch - 1
+        batch = ledger.batches.get(last, Batch([], {}))
+        iteration = last if last in ledger.batches else ledger.next_batch
+        progress = {
+            "iteration": iteration,
+            "version": self.weights.version,
+            "weights_uri": self.weights.uri,
+            "done_groups": ledger.done_before(iteration),
+        }
+        head: list[RunEvent] = [events.Registered(self.spec.model_copy(update=progress))]
+        head += map(events.Revoked, sorted(self.revoked_leases))
+        head += map(events.Paused, sorted(self.paused, key=str))
+        return head, self._keeper(last, {*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected})
+
+    def _keeper(self, last_batch: int, groups: set[int]) -> Callable[[RunEvent], bool]:
+        """Says of the events of a journal, in their order, which to keep. It goes by what is known now: it is
+        called in another thread, while the run goes on."""
+        run_id, origin, is_released = self.spec.run_id, self.spec.origin, self.released
+        sessions, unstored = set(self.sessions), set(self.results.opened)
+        newest_evaluation = max(self.ledger.evaluations, default=0)
+        reopened: set[str] = set()
+        """Sessions of agents outside that a restart opens: what ended them must be kept."""
+        is_ours = True
+        """Whether the event is of the run that is served, and not of one that it replaced."""
+
+        def counts(claim: Claim | None) -> bool:
+            if claim is None:
+                return False
+            split, group, _ = claim.place
+            return group in groups if split == "train" else group >= newest_evaluation
+
+        def keep(event: RunEvent) -> bool:
+            nonlocal is_ours
+            match event:
+                case events.Registered(spec):
+                    is_ours = spec.origin == origin
+                    return False  # the head has what it led to
+                case events.Finished(result) if not is_ours:
+                    return result.session_id in unstored
+                case events.Stored(session_ids) if not is_ours:
+                    return not unstored.isdisjoint(session_ids)
+                case _ if not is_ours:
+                    return False
+                case events.Published() | events.Revoked() | events.Paused() | events.Resumed():
+                    return False  # the head has what they led to
+                case events.EvaluationStarted(version):
+                    return version >= newest_evaluation
+                case events.Opened(opened):
+                    is_kept = any(one.session_id in sessions or counts(one.claim) for one in opened)
+                    external = [one for one in opened if one.claim is None or one.claim.is_outside]
+                    reopened.update(one.session_id for one in external if is_kept)
+                    return is_kept
+                case events.Closed(session_id):
+                    return session_id in reopened
+                case events.Finished(result) if result.claim is None or result.claim.is_outside:
+                    return result.session_id in reopened or result.session_id in unstored
+                case events.Finished(result):
+                    return counts(result.claim)
+                case events.Failed(claim) | events.Lost(claim):
+                    return counts(claim) or claim.session_id(run_id) in reopened
+                case events.Rejected(group) | events.Admitted(group):
+                    return group in groups
+                case events.Sealed(index):
+                    return index == last_batch
+                case events.Stored(session_ids):
+                    return not reopened.union(unstored).isdisjoint(session_ids)
+                case events.Released():
+                    return is_released
+            return event.session_id in sessions
+
+        return keep
