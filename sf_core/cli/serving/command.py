@@ -44,13 +44,11 @@ def serve(
     signal.signal(signal.SIGTERM, interrupt)
     tell = partial(console.print, highlight=False, soft_wrap=True)
     try:
-        chosen = choose_key(host, key)
+        used = choose_key(host, key)
         check_record(record)
         policy = find_policy(run, engine)
         tell(f"loading {policy.about}")
-        serve_policy(
-            policy, host, port, chosen, record, lambda url: tell(describe(policy, url, chosen, record))
-        )
+        serve_policy(policy, host, port, used, record, lambda url: tell(describe(policy, url, used, record)))
     except (ValueError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredConversation, Turn
+from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredChat, Turn
 from storage import files
 
 SOURCES = {"assistant": "agent", "user": "user"}
@@ -28,7 +28,7 @@ class Atif(Format):
 
     ending = ""
 
-    def convert(self, conversation: StoredConversation) -> Row | str:
+    def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.sampled is None:
             return UNTOLD
         facts = conversation.facts | {"parent_branch_id": conversation.parent_branch_id}
@@ -59,7 +59,7 @@ class Atif(Format):
             raise
 
 
-def _steps(conversation: StoredConversation, sampled: Sequence[Turn | None]) -> list[dict[str, Any]]:
+def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     for message, turn in zip(conversation.messages, sampled, strict=True):
         if message["role"] == "tool":
@@ -93,7 +93,7 @@ def _convert(function: dict[str, Any]) -> dict[str, Any]:
     return {"function_name": function["name"], "arguments": function["arguments"]}
 
 
-def _metrics(conversation: StoredConversation, turn: Turn) -> dict[str, Any]:
+def _metrics(conversation: StoredChat, turn: Turn) -> dict[str, Any]:
     start, end = turn["start"], turn["end"]
     told = {name: value for name, value in turn.items() if name not in ("role", "start", "end")}
     metrics = {

@@ -34,7 +34,7 @@ _PER_TOKEN = {"token_ids": None, "logprobs": np.nan, "policy_versions": NOT_SAMP
 
 
 @dataclass(frozen=True, slots=True)
-class StoredConversation:
+class StoredChat:
     messages: list[Message]
     sampled: list[Turn | None] | None
     """For each message the turn that sampled it, unless an earlier branch has it; None if that cannot be
@@ -73,7 +73,7 @@ class Format:
     def __init__(self, parts: Sequence[str]) -> None:
         """`parts` is ignored: JSON needs no schema before writing."""
 
-    def render(self, conversation: StoredConversation) -> Rendered:
+    def render(self, conversation: StoredChat) -> Rendered:
         """Messages and tools with all that templates read."""
         messages = [
             {name: value for name, value in message.items() if name != "unparsed_calls"}
@@ -81,7 +81,7 @@ class Format:
         ]
         return messages, json.loads(conversation.tools or "[]")
 
-    def convert(self, conversation: StoredConversation) -> Row | str:
+    def convert(self, conversation: StoredChat) -> Row | str:
         """A row, or the reason why the format cannot hold it."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Format:
                 file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
-def read_conversations(uri: str) -> Iterator[list[StoredConversation]]:
+def read_conversations(uri: str) -> Iterator[list[StoredChat]]:
     iteration = iteration_of(uri)
     # `iteration` is in the URI, not in the file
     columns = [name for name in FACTS if name != "iteration"]
@@ -108,11 +108,11 @@ def read_conversations(uri: str) -> Iterator[list[StoredConversation]]:
 
 def _conversation(
     row: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
-) -> StoredConversation:
+) -> StoredChat:
     # formats have texts; parts of one would make columns of two types
     messages = [message | {"content": text_of(message)} for message in json.loads(row["messages"])]
     turns = row["turns"]
-    return StoredConversation(
+    return StoredChat(
         messages,
         _find_sampled(messages, turns, row["shared_prefix"]),
         row["tools"],
