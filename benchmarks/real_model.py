@@ -39,7 +39,7 @@ from benchmarks import trl_side
 from sf_core.config.yaml_file import load_config
 from sf_core.environments.registry import environment_of
 from sf_core.models.projections import fastest_dtype
-from sf_core.models.published import named_folder
+from sf_core.models.published import folder_of
 from storage.run_directory import RunDirectory
 
 CONFIG = "configs/smollm2.yaml"
@@ -138,7 +138,7 @@ def _await_published(
 
 
 def run_trl(folder: Path, steps: int) -> dict[str, float]:
-    config, model = load_config(CONFIG), named_folder("smollm2")
+    config, model = load_config(CONFIG), folder_of("smollm2")
     tokenizer, environment = AutoTokenizer.from_pretrained(model), environment_of(config.environment)
     texts = [
         tokenizer.apply_chat_template(

@@ -70,7 +70,7 @@ def measure(run: RunDirectory, iterations: int) -> dict[str, Any]:
     tokens = [0.0]
     for rows in steps:
         tokens.append(tokens[-1] + sum(row["tokens"] for row in rows))
-    rewards = RunView(run).held_out_rewards(range(iterations + 1))
+    rewards = RunView(run).read_held_out(range(iterations + 1))
     reached, (before, low) = None, (0, rewards[0])
     for version, reward in sorted(rewards.items()):
         if reward >= GOAL:

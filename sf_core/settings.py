@@ -53,12 +53,12 @@ def or_kind(default: str) -> BeforeValidator:
     """Has a union told apart by `kind` take a mapping that names none for one of this kind, and a name alone
     for that kind with its defaults."""
 
-    def named(value: Any) -> Any:
+    def name_kind(value: Any) -> Any:
         if isinstance(value, str):
             return {"kind": value}
         return {"kind": default, **value} if isinstance(value, dict) and "kind" not in value else value
 
-    return BeforeValidator(named)
+    return BeforeValidator(name_kind)
 
 
 class _Shown(Repr):
@@ -71,10 +71,10 @@ _SHOWN = _Shown()
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 3, 60, 80
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """The value on one line, with long strings and lists cut: a message about megabytes stays short.
 
-    >>> shown("x" * 1000)
+    >>> quote("x" * 1000)
     "'xxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxx'"
     """
     return _SHOWN.repr(value)
@@ -93,7 +93,7 @@ def is_word(value: str) -> str:
 
 def _is_reference(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-        raise ValueError(f"expected package.module:name, got {shown(value)}")
+        raise ValueError(f"expected package.module:name, got {quote(value)}")
     return value
 
 
@@ -108,7 +108,7 @@ def load_object(reference: str) -> Callable[..., Any]:
     try:
         imported = importlib.import_module(module)
     except Exception as error:  # whatever the user's own lines raise
-        raise ValueError(f"{reference}: cannot import {module}: {described(error)}") from error
+        raise ValueError(f"{reference}: cannot import {module}: {describe(error)}") from error
     try:
         found = getattr(imported, name)
     except AttributeError:
@@ -118,7 +118,7 @@ def load_object(reference: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-def described(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """An error with the innermost line of module-level code that it passed through."""
     told = " ".join(f"{type(error).__name__}: {error}".split())
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]

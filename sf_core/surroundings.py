@@ -106,7 +106,7 @@ _NOT_INHERITED = re.compile(
 )
 
 
-def inherited_variables() -> dict[str, str]:
+def select_inherited() -> dict[str, str]:
     """The variables for programs of others that this process starts: neither our settings nor keys."""
     return {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
 

@@ -23,16 +23,16 @@ def own_place(error: BaseException) -> str:
     there is none. For code that Python cannot read it is the line of that code. Of errors raised from one
     another the first counts."""
     places = itertools.chain.from_iterable(map(_places, reversed([*_causes(error)])))
-    return next((_shown(file, line) for file, line in places if is_own(file)), "")
+    return next((_shorten(file, line) for file, line in places if is_own(file)), "")
 
 
-def called(function: Callable[..., Any]) -> str:
+def name_function(function: Callable[..., Any]) -> str:
     """A function as messages name it: "my_agent:reward (my_agent.py:8)"."""
     named = function if hasattr(function, "__qualname__") else type(function)
-    return placed(f"{named.__module__}:{named.__qualname__}", function)
+    return add_place(f"{named.__module__}:{named.__qualname__}", function)
 
 
-def placed(name: str, function: Callable[..., Any]) -> str:
+def add_place(name: str, function: Callable[..., Any]) -> str:
     """A function of this name, with its place."""
     place = place_of(function)
     return f"{name} ({place})" if place else name
@@ -46,7 +46,7 @@ def place_of(function: Callable[..., Any]) -> str:
     if not (inspect.isroutine(found) or inspect.isclass(found)):
         found = type(found)
     try:
-        return _shown(inspect.getsourcefile(found) or "", inspect.getsourcelines(found)[1])
+        return _shorten(inspect.getsourcefile(found) or "", inspect.getsourcelines(found)[1])
     except (OSError, TypeError):
         return ""
 
@@ -72,6 +72,6 @@ def is_own(file: str) -> bool:
     return not any(path.is_relative_to(folder) for folder in (*_OURS, *_PYTHON))
 
 
-def _shown(file: str, line: int) -> str:
+def _shorten(file: str, line: int) -> str:
     path = Path(file).resolve()
     return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"

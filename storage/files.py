@@ -136,7 +136,7 @@ def write_atomic(uri: str, data: bytes, *, create: bool = False) -> FileRef:
 
 
 @contextmanager
-def fenced(check: Callable[[], None]) -> Iterator[None]:
+def fence(check: Callable[[], None]) -> Iterator[None]:
     """For writes of this thread in the block, call `check` directly before each file appears; if it raises,
     the previous file stays. On an object store it is called before the upload."""
     token = _fence.set(check)
@@ -285,11 +285,11 @@ def local_folder(folder: str, exclude: Sequence[str] = ()) -> str:
         return open_fs(folder)[1]
     # a run directory may have been removed and begun again: the listing, part of the key, tells them apart
     content = repr(sorted(_entries(folder, "file"), key=lambda entry: str(entry["name"])))
-    return _copied(folder, tuple(exclude), hashlib.sha256(content.encode()).hexdigest()).name
+    return _copy_once(folder, tuple(exclude), hashlib.sha256(content.encode()).hexdigest()).name
 
 
 @functools.lru_cache(maxsize=32)
-def _copied(folder: str, exclude: tuple[str, ...], content: str) -> tempfile.TemporaryDirectory[str]:
+def _copy_once(folder: str, exclude: tuple[str, ...], content: str) -> tempfile.TemporaryDirectory[str]:
     copy = scratch_folder()
     copy_folder(folder, copy.name, exclude)
     return copy

@@ -35,10 +35,10 @@ class GangFiles:
         return files.exists(self._seat(rank))
 
     def note_computed(self, rank: int) -> None:
-        files.write_atomic(self._computed(rank), b"")
+        files.write_atomic(self._computed_file(rank), b"")
 
     def has_computed(self, rank: int) -> bool:
-        return files.exists(self._computed(rank))
+        return files.exists(self._computed_file(rank))
 
     def announce(self, host: str, port: int) -> None:
         """Publish the address at which rank 0 waits for the other ranks."""
@@ -66,5 +66,5 @@ class GangFiles:
     def _seat(self, rank: int) -> str:
         return files.join(self._folder, f"rank-{rank}")
 
-    def _computed(self, rank: int) -> str:
+    def _computed_file(self, rank: int) -> str:
         return files.join(self._folder, f"computed-{rank}")

@@ -54,7 +54,7 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
 def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
     """Read one file; with `columns`, only their bytes. Raises ValueError if the file is missing, broken, of
     another schema version, lacks a column, or has one of another type than in `schema`."""
-    with _opened(uri, pre_buffer=True) as reader:
+    with _open(uri, pre_buffer=True) as reader:
         _check_columns(uri, reader.schema_arrow, columns, schema)
         return reader.read(columns)
 
@@ -63,7 +63,7 @@ def iter_batches(
     uri: str, max_rows: int, columns: list[str] | None = None, schema: pa.Schema | None = None
 ) -> Iterator[pa.RecordBatch]:
     """Read one file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
-    with _opened(uri, pre_buffer=False) as reader:
+    with _open(uri, pre_buffer=False) as reader:
         _check_columns(uri, reader.schema_arrow, columns, schema)
         yield from reader.iter_batches(max_rows, columns=columns)
 
@@ -96,7 +96,7 @@ def numpy_rows(column: pa.ChunkedArray, fill: Any = None) -> list[np.ndarray]:
 
 
 @contextmanager
-def _opened(uri: str, *, pre_buffer: bool) -> Iterator[pq.ParquetFile]:
+def _open(uri: str, *, pre_buffer: bool) -> Iterator[pq.ParquetFile]:
     try:
         with files.open_read(uri) as file, _complete(uri):
             reader = pq.ParquetFile(

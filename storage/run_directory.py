@@ -180,13 +180,13 @@ class RunDirectory:
         text = manifest.model_dump_json(indent=2).encode()
         # refuse what could never be read back: a manifest of another run, or values that JSON cannot hold
         parse_manifest(uri, text, self.run_id, manifest.iteration, manifest.stage)
-        if (kept := self._committed(manifest)) is not None:
+        if (kept := self._find_committed(manifest)) is not None:
             return kept
         self.refuse_superseded(manifest.attempt, f"commit {manifest.label}")
         try:
             files.write_atomic(uri, text, create=True)
         except FileExistsError:  # another attempt has just written it
-            kept = self._committed(manifest)
+            kept = self._find_committed(manifest)
             assert kept is not None
             return kept
         self._remove_strays(manifest)
@@ -276,7 +276,7 @@ class RunDirectory:
     def _attempt_file(self, attempt: int) -> str:
         return self.path("attempts", f"{attempt:05d}")
 
-    def _committed(self, manifest: Manifest) -> Manifest | None:
+    def _find_committed(self, manifest: Manifest) -> Manifest | None:
         existing = self.read_manifest(manifest.iteration, manifest.stage)
         if existing is not None and not existing.has_outputs_of(manifest):
             raise ValueError(

@@ -22,7 +22,7 @@ def measured_work(uri: str) -> Work:
 
     Raises ValueError, one sentence, if there is no such run or it has trained none."""
     view = open_run(uri)
-    iterations = len(view.committed("train"))
+    iterations = len(view.read_committed("train"))
     if iterations == 0:
         raise ValueError(f"{uri}: no iteration was trained, so no device-seconds were measured")
     seconds = {"rollout": 0.0, "train": 0.0}

@@ -16,7 +16,7 @@ from benchmarks.simulation.outcome import Simulated
 from benchmarks.simulation.overheads import Overheads
 from benchmarks.simulation.simulator import Failures, Turns, simulate
 from sf_core.config import RunConfig
-from sf_core.config.devices import Device, known_device
+from sf_core.config.devices import Device, find_device
 from sf_core.config.pipelines import PipelineName
 from sf_core.models.counter import uniforms
 from sf_core.scheduling.figures import device_figures
@@ -69,7 +69,7 @@ class Devices:
 
 
 def _device(kind: str | None) -> Device | None:
-    return known_device(kind) if kind else None
+    return find_device(kind) if kind else None
 
 
 @dataclass(frozen=True, slots=True)

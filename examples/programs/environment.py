@@ -34,7 +34,7 @@ class Programs(Environment):
         chain = self._chain(split, index)
         # functions that do the same have the same examples and tests
         values = draw_values(Random(chain.behaviour), chain.takes, NUM_EXAMPLES + self.tests)
-        tests = HiddenTests.made(NAME, chain.source, chain, [[value] for value in values[NUM_EXAMPLES:]])
+        tests = HiddenTests.make(NAME, chain.source, chain, [[value] for value in values[NUM_EXAMPLES:]])
         return Task(
             task_id=f"programs-{self.difficulty}-{split}-{index}",
             environment="programs",

@@ -55,7 +55,7 @@ class Repair(Environment):
                 fault = Fault(wrong, check, _function(right)(*check))
                 if split_of(fault.prompt) == split:
                     break
-        tests = HiddenTests.made(NAME, _source(right), _function(right), hidden)
+        tests = HiddenTests.make(NAME, _source(right), _function(right), hidden)
         return Task(
             task_id=f"repair-{self.operators}-{split}-{index}",
             environment="repair",

@@ -26,7 +26,7 @@ from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
 from sf_core.config.programs import SandboxLimits
 from sf_core.environments.repositories.check import AT_ONCE, fault_of
 from sf_core.environments.repositories.environment import Repositories
-from sf_core.environments.repositories.scoring import Outcome, run_tests
+from sf_core.environments.repositories.scoring import CaseOutcome, run_tests
 from sf_core.environments.repositories.workspace import without_originals
 
 MAX_FAILING = 8
@@ -126,7 +126,7 @@ def _instance(
     files: Mapping[str, bytes],
     name: str,
     changed: bytes,
-    outcomes: Mapping[str, Outcome],
+    outcomes: Mapping[str, CaseOutcome],
 ) -> Planted | None:
     """None if the fault makes no good instance: nobody notices it, or nothing works any more."""
     failing = sorted(test for test, outcome in outcomes.items() if not outcome.passed)

@@ -23,14 +23,14 @@ from typing import Any
 
 import orjson
 
-from sf_core.agents.command_output import Ear, NoAnswerError, Written, answer_in, files_in
+from sf_core.agents.command_output import CommandOutput, Ear, NoAnswerError, answer_in, files_in
 from sf_core.agents.folders import is_name_below, open_folder
 from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
 from sf_core.child_processes import await_keeper, start_kept
 from sf_core.config.failures import Cause
 from sf_core.config.programs import Command
-from sf_core.settings import Reference, load_object, shown
-from sf_core.surroundings import inherited_variables
+from sf_core.settings import Reference, load_object, quote
+from sf_core.surroundings import select_inherited
 from sf_core.types import Endpoint, Task
 from storage.scratch import scratch_folder
 
@@ -85,7 +85,7 @@ class CommandAgent:
         program = shutil.which(command.command[0], path=command.variables.get("PATH"))
         if program is None:
             raise ValueError(
-                f"there is no program {shown(command.command[0])} on this host that can be executed"
+                f"there is no program {quote(command.command[0])} on this host that can be executed"
             )
         if command.sandbox is not None and (reason := why_no_sandbox(command.sandbox.image)):
             raise ValueError(f"sandbox: {reason}")
@@ -96,10 +96,10 @@ class CommandAgent:
     ) -> CommandEnd:
         """Run the command on a task, in a folder with the prepared files. However the call ends, it leaves no
         process and no folder."""
-        files, written = _files(prepared), Written()
+        files, written = _files(prepared), CommandOutput()
         run = self._run_kept if self._command.sandbox is None else self._run_inside
         try:
-            answer = await run(task, endpoint, files | {TASK_FILE: _described(task)}, written)
+            answer = await run(task, endpoint, files | {TASK_FILE: _describe_task(task)}, written)
             if self._command.answer == "output":
                 answer = written.answer()
             return CommandEnd(answer, written.all.text())
@@ -110,7 +110,7 @@ class CommandAgent:
             raise _failure(told, "time", written) from None
 
     async def _run_kept(
-        self, task: Task, endpoint: Endpoint, given: dict[str, bytes], written: Written
+        self, task: Task, endpoint: Endpoint, given: dict[str, bytes], written: CommandOutput
     ) -> Any:
         folder = scratch_folder()
         try:
@@ -125,7 +125,7 @@ class CommandAgent:
                 self._grace_s,
                 cwd=str(work),
                 prompt=task.prompt,
-                env=_inherited() | _variables(endpoint) | places | self._command.variables,
+                env=_inherit_variables() | _variables(endpoint) | places | self._command.variables,
             )
             try:
                 await process.start(written)
@@ -144,7 +144,7 @@ class CommandAgent:
             folder.cleanup()
 
     async def _run_inside(
-        self, task: Task, endpoint: Endpoint, given: dict[str, bytes], written: Written
+        self, task: Task, endpoint: Endpoint, given: dict[str, bytes], written: CommandOutput
     ) -> Any:
         limits = self._command.sandbox
         assert limits is not None
@@ -205,7 +205,7 @@ class _KeptProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._ears: list[Ear] = []
 
-    async def start(self, written: Written) -> None:
+    async def start(self, written: CommandOutput) -> None:
         """Return when the command runs; what it writes is heard from now on. Raises NoAnswerError if it
         cannot run."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
@@ -214,12 +214,12 @@ class _KeptProcess:
         for pipe, take in pipes:
             _, ear = await loop.connect_read_pipe(partial(Ear, take), pipe)
             self._ears.append(ear)
-        if (error := (await self._told())["error"]) is not None:
+        if (error := (await self._read_facts())["error"]) is not None:
             raise NoAnswerError(f"it cannot be started: {error}")
 
     async def status(self) -> int:
         """Its exit status, or minus the signal that killed it, once all that it started has ended."""
-        return int((await self._told())["status"])
+        return int((await self._read_facts())["status"])
 
     async def end(self) -> None:
         """Return when all that the command started has ended and its folder is removed."""
@@ -240,7 +240,7 @@ class _KeptProcess:
             for ear in self._ears:
                 ear.close()
 
-    async def _told(self) -> dict[str, Any]:
+    async def _read_facts(self) -> dict[str, Any]:
         line = await self._reader.readline()
         if not line:
             raise NoAnswerError("its keeper was killed")
@@ -248,14 +248,14 @@ class _KeptProcess:
         return facts
 
 
-def _failure(told: str, cause: Cause, written: Written) -> CommandError:
+def _failure(told: str, cause: Cause, written: CommandOutput) -> CommandError:
     lines = written.last_lines()
     ended = f"; its standard error ends with: {lines}" if lines else ""
     return CommandError(f"the command {told}{ended}", written.all.text(), cause)
 
 
-def _inherited() -> dict[str, str]:
-    return {name: value for name, value in inherited_variables().items() if not _USERS.fullmatch(name)}
+def _inherit_variables() -> dict[str, str]:
+    return {name: value for name, value in select_inherited().items() if not _USERS.fullmatch(name)}
 
 
 def _variables(endpoint: Endpoint) -> dict[str, str]:
@@ -281,7 +281,7 @@ def _files(prepared: Mapping[str, str | bytes] | None) -> dict[str, bytes]:
     given: dict[str, bytes] = {}
     for name, content in (prepared or {}).items():
         if not is_name_below(name):
-            raise ValueError(f"{expected}: {shown(name)} is no name of a file there")
+            raise ValueError(f"{expected}: {quote(name)} is no name of a file there")
         given[name] = content.encode() if isinstance(content, str) else bytes(content)
     return given
 
@@ -292,7 +292,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def _described(task: Task) -> bytes:
+def _describe_task(task: Task) -> bytes:
     """What the command may know of the task: all but the answer, which would give the solution away."""
     facts = {name: getattr(task, name) for name in ("task_id", "environment", "prompt", "metadata")}
     try:

@@ -48,7 +48,7 @@ class Transcript:
         return "".join(parts) if gap else (self._first + last).decode(errors="replace")
 
 
-class Written:
+class CommandOutput:
     """What a command writes."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ def file_in(folder: int, name: str) -> BinaryIO | None:
     """A file below an open folder, by way of links that stay there; None if there is none. Raises
     LeadsOutError."""
     try:
-        return _regular(_opened(folder, name, os.O_NONBLOCK, _BENEATH | _NO_MAGIC))
+        return _regular(_open_in(folder, name, os.O_NONBLOCK, _BENEATH | _NO_MAGIC))
     except OSError as error:
         if error.errno == errno.EXDEV:
             raise LeadsOutError(f"{name} leads out of its folder") from None
@@ -64,7 +64,7 @@ def files_below(folder: int) -> Iterator[tuple[str, BinaryIO]]:
         place = todo.pop()
         # what has become something else, or is closed to us, is no folder
         with suppress(OSError):
-            inner = _opened(folder, place, os.O_DIRECTORY, _BENEATH | _NO_LINKS)
+            inner = _open_in(folder, place, os.O_DIRECTORY, _BENEATH | _NO_LINKS)
             try:
                 with os.scandir(inner) as entries:
                     found = sorted(islice(entries, left + 1), key=lambda entry: entry.name)
@@ -96,7 +96,7 @@ def _regular(number: int) -> BinaryIO | None:
     return None
 
 
-def _opened(folder: int, name: str, flags: int, resolve: int) -> int:
+def _open_in(folder: int, name: str, flags: int, resolve: int) -> int:
     how = _How(os.O_RDONLY | os.O_CLOEXEC | flags, 0, resolve)
     size = ctypes.sizeof(how)
     number = _libc.syscall(_OPENAT2, folder, os.fsencode(name), ctypes.byref(how), size)

@@ -30,7 +30,7 @@ async def mcp_tools(server: str | Sequence[str], *, timeout_s: float = 60.0) -> 
         try:
             tools = await opened.tools()
         except Exception as error:  # whatever the library and its transports raise
-            raise opened.lost(error) from error
+            raise opened.lose(error) from error
         try:
             yield tools
         finally:
@@ -68,9 +68,9 @@ class _Server:
             await self._client.__aexit__(*reason)
         except Exception as fault:
             if is_cancelled:
-                raise self.lost(fault) from fault
+                raise self.lose(fault) from fault
 
-    def lost(self, error: BaseException) -> LostToolError:
+    def lose(self, error: BaseException) -> LostToolError:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         code = error.code if isinstance(error, MCPError) else None
@@ -92,7 +92,7 @@ class _Server:
                 result = await self._client.call_tool(tool.name, arguments)
             except MCPError as error:
                 if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
-                    raise self.lost(error) from error
+                    raise self.lose(error) from error
                 raise
             text = "\n".join(
                 block.text if block.type == "text" else f"[{block.type}]" for block in result.content

@@ -18,9 +18,9 @@ from sf_core.agents.command import CommandEnd, CommandError
 from sf_core.agents.threads import Threads
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import CODE_ERRORS, Cause
-from sf_core.settings import shown
+from sf_core.settings import quote
 from sf_core.types import Endpoint, Scored, Task
-from sf_core.user_code import called
+from sf_core.user_code import name_function
 
 Phase = Literal["tasks", "prepare", "agent", "reward"]
 
@@ -68,7 +68,7 @@ class Phases:
         self._rules, self._agent, self._reward, self._prepare = rules, agent, reward, prepare
         self._group_reward = group_reward
         # reads the file of the function
-        self._reward_name = called(reward)
+        self._reward_name = name_function(reward)
         self._max_scored = rules.score_concurrency or rules.concurrency
         self._running = asyncio.Semaphore(rules.concurrency)
         self._scoring = asyncio.Semaphore(self._max_scored)
@@ -102,11 +102,11 @@ class Phases:
         async with AsyncExitStack() as stack:
             given: tuple[Any, ...] = ()
             if self._rules.prepare_ahead:
-                given = await stack.enter_async_context(self._prepared(work, task))
+                given = await stack.enter_async_context(self._hold_prepared(work, task))
             async with self._running:
                 self.begun[work.session_id] = dict(work.facts)
                 if not self._rules.prepare_ahead:
-                    given = await stack.enter_async_context(self._prepared(work, task))
+                    given = await stack.enter_async_context(self._hold_prepared(work, task))
                 work.phase = "agent"
                 answer = await self._answer(work, task, endpoint, *given)
                 self.ended.add(work.session_id)
@@ -120,7 +120,7 @@ class Phases:
         async with self._scoring:
             work.phase = "reward"
             async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
-                return as_reward(await self._scored(task, answer), self._reward_name)
+                return as_reward(await self._score(task, answer), self._reward_name)
 
     async def judge(
         self, works: Sequence[Work], task: Task, answers: list[Any]
@@ -133,10 +133,10 @@ class Phases:
                 work.phase = "reward"
             async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
                 given = await self._call(self._group_reward, task, answers)
-        return as_rewards(given, len(answers), called(self._group_reward))
+        return as_rewards(given, len(answers), name_function(self._group_reward))
 
     @asynccontextmanager
-    async def _prepared(self, work: Work, task: Task) -> AsyncIterator[tuple[Any, ...]]:
+    async def _hold_prepared(self, work: Work, task: Task) -> AsyncIterator[tuple[Any, ...]]:
         """What the agent gets beside task and endpoint, as long as it is needed."""
         if self._prepare is None:
             yield ()
@@ -155,19 +155,19 @@ class Phases:
             raise
         if inspect.iscoroutine(answer):
             answer.close()
-            raise TypeError(f"the agent {called(self._agent)} returned {_COROUTINE}")
+            raise TypeError(f"the agent {name_function(self._agent)} returned {_COROUTINE}")
         if isinstance(answer, CommandEnd):
             work.facts["output"] = answer.output
             answer = answer.answer
         return answer
 
-    async def _scored(self, task: Task, answer: Any) -> Any:
+    async def _score(self, task: Task, answer: Any) -> Any:
         try:
             return await self._call(self._reward, task, answer)
         except Exception as error:
             if answer is not None:
                 raise
-            told = f"the agent {called(self._agent)} answered None, of which the reward function"
+            told = f"the agent {name_function(self._agent)} answered None, of which the reward function"
             raise ValueError(f"{told} {self._reward_name} made {type(error).__name__}: {error}") from error
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -202,7 +202,7 @@ def as_rewards(values: Any, number: int, function: str) -> list[dict[str, Any]] 
         found = []
     if len(found) != number or isinstance(values, str | bytes | Mapping):
         raise ValueError(
-            f"the function group_reward {function} returned {shown(values)}, expected a list with a reward "
+            f"the function group_reward {function} returned {quote(values)}, expected a list with a reward "
             f"for each of {number} answers"
         )
     return [as_reward(value, function) for value in found]
@@ -218,7 +218,7 @@ def as_reward(value: Any, function: str) -> dict[str, Any]:
         except (TypeError, ValueError):
             found = math.nan
         if not math.isfinite(found):
-            raise ValueError(f"the reward function {function} returned {shown(value)}{of}, no finite number")
+            raise ValueError(f"the reward function {function} returned {quote(value)}{of}, no finite number")
         return found
 
     if inspect.iscoroutine(value):

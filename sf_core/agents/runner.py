@@ -265,7 +265,7 @@ class AgentRunner:
         index = claim["task_index"] + self._first_index[claim["split"]]
         task = self._tasks(claim["split"], index, *source)
         for each in works:
-            each.facts |= _named(task)
+            each.facts |= _name_task(task)
         if claim["answer"] is None:
             url = f"{self._url}/sessions/{claim['session_id']}/v1"
             answers = [await self._phases.run(work, task, Endpoint(url, key, "policy"))]
@@ -290,7 +290,7 @@ def first_index(seed: int) -> int:
     return seed * 0x9E3779B1 % 2**32
 
 
-def _named(task: Task) -> dict[str, str]:
+def _name_task(task: Task) -> dict[str, str]:
     """Id and environment of a task; empty if a claim cannot carry them, which the session's report tells."""
     names = {"task_id": task.task_id, "environment": task.environment}
     try:

@@ -29,7 +29,7 @@ _IN_PLACE = ("evaluate.num_tasks=", "cluster.", "dataplane.")
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MeasuredResult:
     comparison: Comparison
     file: str
 
@@ -71,7 +71,7 @@ def evaluate_apart(
     prompts: Path | None,
     changes: list[str],
     measure: Callable[[RunConfig], None],
-) -> Result:
+) -> MeasuredResult:
     """Measure a version, and the one to compare it with, unless that was done before with these settings.
     Raises ValueError with one sentence if one cannot be measured."""
     if prompts is not None:
@@ -86,7 +86,7 @@ def evaluate_apart(
     uris = [one.directory.uri for one in measured]
     comparison = compare(uris[0], uris[1] if against is not None else None, changes)
     name = "-against-".join(one.directory.run_id for one in measured)
-    return Result(comparison, write_comparison(RunDirectory(run).path(MEASURED), name, comparison))
+    return MeasuredResult(comparison, write_comparison(RunDirectory(run).path(MEASURED), name, comparison))
 
 
 def _asking(file: Path) -> list[str]:

@@ -74,7 +74,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
     """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards."""
     started_at = time.time()
     name = config.run_id or new_run_id("run")
-    config = _updated(config, run_id=name, storage={"root": absolute(config.storage.root)})
+    config = _update(config, run_id=name, storage={"root": absolute(config.storage.root)})
     directory = RunDirectory(config.run_dir)
     check_writable(config.storage.root)
     tell = partial(console.print, highlight=False, soft_wrap=True)
@@ -342,6 +342,6 @@ def _causes(shares: Mapping[str, float]) -> str:
     return f" ({', '.join(f'{cause} {shares[cause]:.0%}' for cause in named)})" if named else ""
 
 
-def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:
+def _update(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:
     changes = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changes | ({"run_id": run_id} if run_id else {}))

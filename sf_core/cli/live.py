@@ -153,7 +153,7 @@ class HeldOutRewards:
             # a storage failure or a broken manifest only delays the display; the run itself reports it
             with suppress(OSError, ValueError):
                 view = RunView(self._run)
-                while found := view.held_out_rewards(self._due[len(self._found) :][:1]):
+                while found := view.read_held_out(self._due[len(self._found) :][:1]):
                     self._found |= found
             self._looked_at = time.monotonic()
         return self._found

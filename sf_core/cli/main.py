@@ -90,7 +90,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def resume(run: RunDir) -> None:
     """Resume a run that stopped, as it was configured."""
-    _launch("train", _stored_config(run))
+    _launch("train", _read_stored(run))
 
 
 @app.command("try")
@@ -153,7 +153,7 @@ def evaluate(
 
     changes = list(overrides or [])
     if is_plain(version, against, prompts, changes) and not as_json:
-        _launch("evaluate", _stored_config(run, overrides))
+        _launch("evaluate", _read_stored(run, overrides))
         return
 
     def measure(config: RunConfig) -> None:
@@ -300,7 +300,7 @@ def _config(files: Sequence[Path], overrides: list[str] | None) -> RunConfig:
         _fail(str(error))
 
 
-def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
+def _read_stored(run: str, overrides: list[str] | None = None) -> RunConfig:
     from sf_core.stages.settling.stored_config import read_stored_config
 
     try:

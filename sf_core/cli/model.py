@@ -9,7 +9,7 @@ import typer
 
 from sf_core.cli.terminal import console, fail
 from sf_core.models.gguf_file import is_gguf, make_folder
-from sf_core.models.published import PUBLISHED, make_published, named_folder
+from sf_core.models.published import PUBLISHED, folder_of, make_published
 
 commands = typer.Typer()
 
@@ -34,16 +34,16 @@ def model(
     from sf_core.training.policy_folder import check_model_folder, describe_policy
 
     try:
-        made = _made(source, folder)
+        made = _make(source, folder)
         check_model_folder(str(made))
         console.print(f"{made}: {describe_policy(str(made))}", highlight=False, soft_wrap=True)
     except (ValueError, OSError) as error:
         fail(str(error).removeprefix("policy.model: "))
-    named = source if made == named_folder(source) else made
+    named = source if made == folder_of(source) else made
     console.print(f"to train it: policy.model: {named}", highlight=False, soft_wrap=True)
 
 
-def _made(source: str, folder: Path | None) -> Path:
+def _make(source: str, folder: Path | None) -> Path:
     """The folder of the policy, which is made unless it is there."""
     if is_gguf(source):
         if folder is None:
@@ -59,7 +59,7 @@ def _made(source: str, folder: Path | None) -> Path:
                 f"{source} is neither a GGUF file nor one of {', '.join(PUBLISHED)}: nothing is made of it"
             )
         return Path(source)
-    target = folder or named_folder(source)
+    target = folder or folder_of(source)
     if folder is not None:
         _refuse_existing(folder)
     if not target.is_dir():

@@ -41,8 +41,8 @@ def replay(uri: str, iteration: int) -> Replay:
     """Train the iteration again and compare. Raises ValueError with one sentence if there is no such run or
     iteration, its batch is damaged, its GPU is missing, or the run is emulated."""
     directory = open_run(uri).run
-    train = _committed(directory, iteration, "train")
-    _committed(directory, iteration, "filter")
+    train = _read_committed(directory, iteration, "train")
+    _read_committed(directory, iteration, "filter")
     run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
     if not trainer_kind(run.config).computes_weights:
         raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
@@ -58,7 +58,7 @@ def replay(uri: str, iteration: int) -> Replay:
     trainer.config = read_stored_settings(run, iteration)
     metrics = trainer.step(batch)
     weights = trainer.weights()
-    packed, stored = pack_weights(weights, trainer.version), _stored(directory, trainer.version)
+    packed, stored = pack_weights(weights, trainer.version), _load_stored(directory, trainer.version)
     if stored is None:
         names = (FILE_NAME, INDEX_NAME)
         written = next(ref.sha256 for ref in train.outputs if ref.uri.endswith(names))
@@ -66,10 +66,10 @@ def replay(uri: str, iteration: int) -> Replay:
     else:
         equal = packed.digest() == pack_weights(stored, trainer.version).digest()
         difference = max(float((weights[n].float() - stored[n].float()).abs().max()) for n in stored)
-    return Replay(iteration, equal, difference, _changed(metrics, train))
+    return Replay(iteration, equal, difference, _compare(metrics, train))
 
 
-def _committed(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
+def _read_committed(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
     manifest = directory.read_manifest(iteration, stage)
     if manifest is None:
         raise ValueError(
@@ -79,12 +79,12 @@ def _committed(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
     return manifest
 
 
-def _stored(directory: RunDirectory, version: int) -> dict[str, torch.Tensor] | None:
+def _load_stored(directory: RunDirectory, version: int) -> dict[str, torch.Tensor] | None:
     folder = directory.weights_dir(version)
     return load_weights(folder) if has_weights(folder) else None
 
 
-def _changed(metrics: dict[str, float], train: Manifest) -> dict[str, tuple[float, float]]:
+def _compare(metrics: dict[str, float], train: Manifest) -> dict[str, tuple[float, float]]:
     pairs = {
         name: (value, train.data[name])
         for name, value in metrics.items()

@@ -16,7 +16,7 @@ from sf_core.config import StorageConfig
 commands = typer.Typer()
 
 
-def named_run(run: str) -> str:
+def find_run(run: str) -> str:
     """Directory of a run that is given by its directory, or by its name in the default of `storage.root`."""
     from storage.files import join
     from storage.run_directory import RunDirectory
@@ -29,7 +29,7 @@ def named_run(run: str) -> str:
 RunDir = Annotated[
     str,
     typer.Argument(
-        help="Run directory, or the name of a run in runs.", show_default=False, callback=named_run
+        help="Run directory, or the name of a run in runs.", show_default=False, callback=find_run
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -75,7 +75,7 @@ def gc(
         typer.Argument(
             help="Run directory, folder of them, or the name of a run in runs.",
             show_default=False,
-            callback=named_run,
+            callback=find_run,
         ),
     ],
     keep_checkpoints: Annotated[int, typer.Option(min=1, help="Newest checkpoints that stay.")] = 1,

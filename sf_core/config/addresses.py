@@ -45,10 +45,10 @@ def server_url(url: str) -> str:
     return url
 
 
-def expanded(path: str) -> str:
+def expand(path: str) -> str:
     """The path with `~`, `$VAR` and `${VAR}` replaced. Raises ValueError if a variable is not set.
 
-    >>> expanded("/data/runs")
+    >>> expand("/data/runs")
     '/data/runs'
     """
     for found in _VARIABLE.finditer(path):
@@ -57,18 +57,18 @@ def expanded(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
-FilePath = Annotated[str, AfterValidator(expanded)]
+FilePath = Annotated[str, AfterValidator(expand)]
 """Path of a file or folder, or a URL."""
 
 
-def expanded_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def expand_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of an environment, whose types are not known here: text that begins with `~/` or `${VAR}/` is
-    a path. Raises ValueError as `expanded` does, with the setting's name."""
+    a path. Raises ValueError as `expand` does, with the setting's name."""
     found = dict(settings)
     for name, value in settings.items():
         if isinstance(value, str) and _IS_PATH.match(value):
             try:
-                found[name] = expanded(value)
+                found[name] = expand(value)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
     return found

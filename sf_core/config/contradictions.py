@@ -102,7 +102,7 @@ def _dual(config: Sections) -> Clip | None:
     return policy if isinstance(policy, Clip) and policy.beyond == "dual" else None
 
 
-def _kept(config: Sections) -> int | None:
+def _num_kept(config: Sections) -> int | None:
     """Sessions of a group that train, if not all do."""
     return config.train.select.keep if isinstance(config.train.select, Extremes) else None
 
@@ -273,12 +273,12 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         "out for the policy at the start",
     ),
     (
-        lambda c: (keep := _kept(c)) is not None and keep >= c.rollout.group_size,
+        lambda c: (keep := _num_kept(c)) is not None and keep >= c.rollout.group_size,
         "train.select.keep ({c.train.select.keep}) must be below rollout.group_size "
         "({c.rollout.group_size}), or nothing is left out: lower it, or leave train.select out",
     ),
     (
-        lambda c: _kept(c) is not None and isinstance(c.train.advantage, Gae | Whitened | RoleBaseline),
+        lambda c: _num_kept(c) is not None and isinstance(c.train.advantage, Gae | Whitened | RoleBaseline),
         "train.advantage {c.train.advantage.kind} compares sessions of the whole batch, and train.select "
         "extremes keeps the best and the worst of each group: take train.advantage group, or leave "
         "train.select out",

@@ -55,7 +55,7 @@ class WorkerDevice:
     """The tag for which an emulated device was used last: to switch to another one takes time."""
 
 
-def known_device(kind: str) -> Device:
+def find_device(kind: str) -> Device:
     """The device of this kind, in any case of letters. Raises ValueError if the kind is not in the table."""
     if (device := DEVICES.get(kind.lower())) is None:
         raise ValueError(

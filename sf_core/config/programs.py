@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from sf_core.config.addresses import FilePath
-from sf_core.settings import Reference, Settings, shown
+from sf_core.settings import Reference, Settings, quote
 
 WORK = "/sandbox"
 """The work folder, as it is called inside."""
@@ -21,9 +21,9 @@ _OURS = tuple(map(PurePosixPath, (WORK, "/proc", "/dev", "/sys", "/tmp")))
 def _can_be_shown(path: str) -> str:
     pure = PurePosixPath(path)
     if not pure.is_absolute() or ".." in pure.parts or pure == PurePosixPath("/"):
-        raise ValueError(f"expected the absolute path of a file or folder, got {shown(path)}")
+        raise ValueError(f"expected the absolute path of a file or folder, got {quote(path)}")
     if any(pure == ours or pure in ours.parents for ours in _OURS) or pure.is_relative_to(WORK):
-        raise ValueError(f"{shown(path)} is a place of the sandbox's own; name another folder")
+        raise ValueError(f"{quote(path)} is a place of the sandbox's own; name another folder")
     return path
 
 
@@ -54,20 +54,20 @@ class SandboxLimits(Settings):
 
 def _are_words(command: Any) -> Any:
     if isinstance(command, str):
-        raise ValueError(f"expected a list of words such as [claude, -p], got {shown(command)}")
+        raise ValueError(f"expected a list of words such as [claude, -p], got {quote(command)}")
     return command
 
 
 def _is_inside(answer: str) -> str:
     name = PurePosixPath(answer.removeprefix("file:"))
     if name.is_absolute() or ".." in name.parts or not name.parts:
-        raise ValueError(f"expected a file in the command's folder, got {shown(answer)}")
+        raise ValueError(f"expected a file in the command's folder, got {quote(answer)}")
     return answer
 
 
 def _is_variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{shown(name)} is no name of a variable: use letters, digits and '_'")
+        raise ValueError(f"{quote(name)} is no name of a variable: use letters, digits and '_'")
     return name
 
 

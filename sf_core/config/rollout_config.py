@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from sf_core.config.addresses import expanded_settings
+from sf_core.config.addresses import expand_settings
 from sf_core.config.failures import FailureRules
 from sf_core.config.programs import AnyAgent
 from sf_core.config.undone import Normalisation, UndoneField
@@ -38,9 +38,7 @@ class EnvironmentConfig(Settings):
     name: str = "quickstart"
     """A shipped environment by its name (docs/your-agent.md), or one of your own: a class, as
     package.module:Class. The warm start of the built-in policy shows its demonstrations."""
-    settings: Annotated[dict[str, Any], AfterValidator(_is_json), AfterValidator(expanded_settings)] = Field(
-        {}
-    )
+    settings: Annotated[dict[str, Any], AfterValidator(_is_json), AfterValidator(expand_settings)] = Field({})
     """Settings of that environment. A text that begins with `~/` or `${VAR}/` is a path, in which `~` and
     variables are replaced."""
     tasks: Reference | None = None

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sf_core.config.addresses import FilePath, server_url, without_user
 from sf_core.config.contradictions import Sections, find_contradictions
-from sf_core.config.devices import known_device
+from sf_core.config.devices import find_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
 from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, RolloutConfig
 from sf_core.config.train_config import TrainConfig
@@ -190,7 +190,7 @@ Word = Annotated[str, AfterValidator(is_word)]
 
 
 def _is_known(kind: str) -> str:
-    return known_device(kind).kind
+    return find_device(kind).kind
 
 
 class WorkerConfig(Settings):
@@ -381,7 +381,7 @@ class RunConfig(Settings):
         """Whether this setting, section.name, has no value yet and is derived where the run begins."""
         return attrgetter(key)(self) in (None, "auto")
 
-    def filled(self, values: Mapping[str, Any]) -> RunConfig:
+    def fill(self, values: Mapping[str, Any]) -> RunConfig:
         """These settings with those values, by section.name, where they leave them open."""
         sections: dict[str, Any] = {}
         for key, value in values.items():

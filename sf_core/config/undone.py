@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from sf_core.settings import shown
+from sf_core.settings import quote
 
 KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 """What Claude Code sends: nothing is to be cleared."""
@@ -91,7 +91,7 @@ DONE_SINCE = {"chat_template_kwargs"}
 def _is_undone(name: str) -> str:
     if name not in UNDONE and name not in DONE_SINCE:
         near = " or ".join(get_close_matches(name, UNDONE)) or "presence_penalty"
-        raise ValueError(f"{shown(name)} is none of the fields that are refused, as {near} is")
+        raise ValueError(f"{quote(name)} is none of the fields that are refused, as {near} is")
     return name
 
 

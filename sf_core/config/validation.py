@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.settings import shown
+from sf_core.settings import quote
 
 PATTERNS = {
     "image": "expected the name of an OCI image",
@@ -34,7 +34,7 @@ _EXPECTED = {
 """What pydantic says of these types in words of Python."""
 
 
-class Place(NamedTuple):
+class SettingPlace(NamedTuple):
     """Where a setting is."""
 
     path: list[str]
@@ -59,17 +59,17 @@ def validate_config(
     except ValidationError as error:
         if place_of is None:
             raise ConfigError(f"{source}: {faults(error)}") from None
-        found = _found(error, RunConfig, "")
+        found = _explain(error, RunConfig, "")
         raise ConfigError("; ".join(f"{place_of(path)}{text}" for path, text in found)) from None
 
 
 def faults(error: ValidationError, model: type[BaseModel] = RunConfig, section: str = "") -> str:
     """What is wrong with settings, in one sentence that names every wrong key. `model` is what was validated,
     as the section of this name."""
-    return "; ".join(text for _, text in _found(error, model, section))
+    return "; ".join(text for _, text in _explain(error, model, section))
 
 
-def _found(error: ValidationError, model: type[BaseModel], section: str) -> Iterator[tuple[list[str], str]]:
+def _explain(error: ValidationError, model: type[BaseModel], section: str) -> Iterator[tuple[list[str], str]]:
     """Path of each wrong setting, and what is wrong with it."""
     for fault in error.errors():
         place = walk(fault["loc"], model)
@@ -93,7 +93,7 @@ def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
         return f"{location}: unknown key; allowed here: {', '.join(section.model_fields) or 'none'}"
     if error["type"] == "union_tag_invalid":
         known = error["ctx"]["expected_tags"].replace("'", "")
-        return f"{location}.kind: expected one of {known}, got {shown(error['ctx']['tag'])}"
+        return f"{location}.kind: expected one of {known}, got {quote(error['ctx']['tag'])}"
     if not location:
         return message
     if error["type"] == "string_pattern_mismatch":
@@ -104,11 +104,11 @@ def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
     if error["type"] == "missing" and section is WorkerConfig and location.startswith("cluster."):
         message += _NEW_WORKER
     return f"{location}: {message}" + (
-        "" if error["type"] in ("missing", "value_error") else f", got {shown(error['input'])}"
+        "" if error["type"] in ("missing", "value_error") else f", got {quote(error['input'])}"
     )
 
 
-def walk(location: Iterable[int | str], model: type[BaseModel] = RunConfig) -> Place:
+def walk(location: Iterable[int | str], model: type[BaseModel] = RunConfig) -> SettingPlace:
     """Where the value at this location in a model is; a location of pydantic's also names the kind of each
     section that has several, which is no part of the path that a user writes."""
     here: Any = model
@@ -126,7 +126,7 @@ def walk(location: Iterable[int | str], model: type[BaseModel] = RunConfig) -> P
             here = section.model_fields[name].annotation if name in section.model_fields else None
         else:
             here = None
-    return Place(path, section, here)
+    return SettingPlace(path, section, here)
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:

@@ -21,7 +21,7 @@ from ruamel.yaml.nodes import MappingNode
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, kinds_of, models_of, validate_config, walk
-from sf_core.settings import Settings, shown
+from sf_core.settings import Settings, quote
 
 PAGE_WIDTH = 110
 
@@ -100,7 +100,7 @@ def differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str
     """Each setting of `changed` that differs from `base`, or from the default if absent there, in words."""
     default = RunConfig().model_dump(mode="json")
     found = differing(merge_sections(default, base), changed)
-    return [f"{key} {shown(value)} (deployed: {shown(before)})" for key, before, value in found]
+    return [f"{key} {quote(value)} (deployed: {quote(before)})" for key, before, value in found]
 
 
 def differing(base: Section, changed: Section, within: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -163,7 +163,7 @@ class _Constructor(SafeConstructor):
         same = (other for other, _ in node.value if other.value == key_node.value)
         lines = [mark.start_mark.line + 1 for mark in (next(same), key_node)]
         raise _NoYamlError(
-            f"the key {shown(key)} stands in line {lines[0]} and again in line {lines[1]}: "
+            f"the key {quote(key)} stands in line {lines[0]} and again in line {lines[1]}: "
             "write what belongs to it once"
         )
 
@@ -190,7 +190,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     try:
         value = _parse(text)
     except _NoYamlError:
-        raise ConfigError(f"--set {path}: {shown(text)} is not a valid YAML value") from None
+        raise ConfigError(f"--set {path}: {quote(text)} is not a valid YAML value") from None
     *parents, leaf = names = path.split(".")
     node = data
     if names[:2] == ["cluster", "workers"] and len(names) > 2:

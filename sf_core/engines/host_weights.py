@@ -122,7 +122,7 @@ class HostWeights:
         """Have a verified copy of these tensors in the folder. If it is refused, the one before stays."""
         uri = join(weights.uri, FILE_NAME)
         metadata = {key: value for key, value in header.metadata.items() if key not in OF_A_VERSION}
-        front = Header(metadata, header.entries).encoded()
+        front = Header(metadata, header.entries).encode()
         place = _room_for(len(front) + header.data_bytes, uri)
         try:
             path = join(place.name, FILE_NAME)

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import orjson
 
-from sf_core.settings import shown
+from sf_core.settings import quote
 from sf_core.types import Task
-from sf_core.user_code import placed
+from sf_core.user_code import add_place
 
 A_TASK = "sf_core.types.Task(task_id, environment, prompt)"
 
@@ -29,7 +29,7 @@ def check_call(function: Callable[..., Any], source: str, arguments: Iterable[st
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        told = f"{placed(source, function)} takes {signature} and is called with ({', '.join(arguments)})"
+        told = f"{add_place(source, function)} takes {signature} and is called with ({', '.join(arguments)})"
         raise ValueError(f"{told}: {error}") from None
 
 
@@ -42,7 +42,7 @@ def giving_tasks(function: Callable[..., Any], source: str) -> Callable[..., Tas
         given = function(split, index, *part)
         if fault := _fault_of(given):
             asked = ", ".join([f'"{split}"', str(index), *(f'"{name}"' for name in part)])
-            raise NoTaskError(f"{placed(source, function)} returned for ({asked}) {fault}")
+            raise NoTaskError(f"{add_place(source, function)} returned for ({asked}) {fault}")
         return cast(Task, given)
 
     return tasks
@@ -54,10 +54,10 @@ def _fault_of(given: Any) -> str:
         given.close()
         return f"a coroutine: it must not be async, and return {A_TASK}"
     if not isinstance(given, Task):
-        return f"{shown(given)}, which is no task: it must return {A_TASK}"
+        return f"{quote(given)}, which is no task: it must return {A_TASK}"
     for name, value in (("task_id", given.task_id), ("environment", given.environment)):
         if not isinstance(value, str):
-            return f"a task whose {name} is {shown(value)}: it must be a text"
+            return f"a task whose {name} is {quote(value)}: it must be a text"
     return ""
 
 
@@ -67,7 +67,7 @@ def what_differs(one: Task, other: Task) -> str:
     for name in ("task_id", "environment", "prompt", "answer", "metadata"):
         values = getattr(one, name), getattr(other, name)
         if len(set(map(_comparable, values))) > 1:
-            return f"{name} was {shown(values[0])} and then {shown(values[1])}"
+            return f"{name} was {quote(values[0])} and then {quote(values[1])}"
     return ""
 
 

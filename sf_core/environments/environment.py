@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sf_core.environments.splits import HasTasks, Split
-from sf_core.settings import Settings, shown
+from sf_core.settings import Settings, quote
 from sf_core.types import Endpoint, Scored, Task
 
 Reward = float | Mapping[str, float] | Scored
@@ -45,7 +45,7 @@ class Environment(Settings):
             return self.tasks(split, index)
         if source not in self.sources:
             there_are = f"its parts are {', '.join(self.sources)}" if self.sources else "it has no parts"
-            raise ValueError(f"{type(self).__name__} has no part {shown(source)}; {there_are}")
+            raise ValueError(f"{type(self).__name__} has no part {quote(source)}; {there_are}")
         return self.sources[source].task(split, index)
 
     def prepare(self, task: Task) -> AbstractAsyncContextManager[Any]:

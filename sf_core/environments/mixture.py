@@ -27,7 +27,7 @@ from sf_core.environments.registry import (
 )
 from sf_core.environments.splits import HasTasks, Split, in_equal_parts
 from sf_core.types import Endpoint, Task
-from sf_core.user_code import called
+from sf_core.user_code import name_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Part:
     def __init__(self, name: str, config: EnvironmentConfig) -> None:
         self.name, self._config = name, config
         self.tasks, self.reward, self.prepare = tasks_of(config), reward_of(config), prepare_of(config)
-        self.reward_name = called(self.reward)
+        self.reward_name = name_function(self.reward)
         self.environment = None if config.tasks is not None else environment_of(config)
         """What has its files and demonstrations; None if its tasks are made by a function of the user's."""
 

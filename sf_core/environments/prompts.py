@@ -41,7 +41,7 @@ class Prompts(Environment):
         """The messages of each line. Raises ValueError with one sentence if a line has none."""
         if self.sha256 not in (None, self.digest):
             raise ValueError(f"{self.file}: has changed since it was named")
-        found = [_parsed(where, row) for where, row in json_lines(self.file, self._content)]
+        found = [_parse(where, row) for where, row in json_lines(self.file, self._content)]
         if not found:
             raise ValueError(f"{self.file}: has no prompts")
         return found
@@ -65,7 +65,7 @@ class Prompts(Environment):
         return 0.0
 
 
-def _parsed(where: str, row: Any) -> list[dict[str, Any]]:
+def _parse(where: str, row: Any) -> list[dict[str, Any]]:
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
     messages = row.get("messages") if isinstance(row, dict) else None

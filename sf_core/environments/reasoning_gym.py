@@ -13,7 +13,7 @@ from sf_core.agents.tool_loop import run_tool_loop
 from sf_core.environments.environment import Demonstration, Environment
 from sf_core.environments.plain_expressions import is_formula, is_literal
 from sf_core.environments.splits import HOLDOUT_SIZE, Question, Split, Splits, in_equal_parts
-from sf_core.settings import shown
+from sf_core.settings import quote
 from sf_core.types import Endpoint, Task
 
 NUM_ITEMS = 1 << 62
@@ -55,7 +55,7 @@ class Dataset:
         datasets = _library().DATASETS
         if self._name not in datasets:
             near = difflib.get_close_matches(self._name, datasets, n=3) or sorted(datasets)
-            raise ValueError(f"reasoning-gym has no dataset {shown(self._name)}; there are {', '.join(near)}")
+            raise ValueError(f"reasoning-gym has no dataset {quote(self._name)}; there are {', '.join(near)}")
         kind, given = datasets[self._name][1], dict(self._parameters)
         known = {field.name for field in dataclasses.fields(kind)}.difference(OURS)
         level = given.pop("level", None)
@@ -75,7 +75,7 @@ class Dataset:
         if level is None:
             return kind(**ours)
         if self._name not in _library().CURRICULA or not isinstance(level, int) or level < 0:
-            raise ValueError(f"there is no level {shown(level)}")
+            raise ValueError(f"there is no level {quote(level)}")
         curriculum = _library().create_curriculum(self._name)
         curriculum.set_global_level(level)
         return curriculum.generate_configuration(ours)

@@ -21,10 +21,10 @@ from sf_core.config.validation import faults
 from sf_core.environments.calls import check_call, giving_tasks
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
-from sf_core.settings import load_object, shown
+from sf_core.settings import load_object, quote
 from sf_core.surroundings import ROOT
 from sf_core.types import Task
-from sf_core.user_code import placed
+from sf_core.user_code import add_place
 
 SHIPPED = {
     "quickstart": "sf_core.environments.quickstart:Quickstart",
@@ -47,7 +47,7 @@ EXAMPLES = {
 def environment_of(config: EnvironmentConfig) -> Environment:
     """The environment that the settings name; one object for equal settings, because making held-out tasks
     takes time. Raises ValueError with one sentence if there is none or its settings are wrong."""
-    return _opened(config.name, TypeAdapter(dict).dump_json(config.settings))
+    return _open(config.name, TypeAdapter(dict).dump_json(config.settings))
 
 
 def tasks_of(config: EnvironmentConfig) -> Callable[..., Task]:
@@ -87,12 +87,12 @@ def draw_tasks(config: EnvironmentConfig, split: str, indices: range) -> list[Ta
 def source_of_tasks(config: EnvironmentConfig) -> str:
     """The function that makes the tasks, as messages name it: "my_agent:tasks (my_agent.py:5)". Raises
     ValueError like `tasks_of`."""
-    return placed(source_of(config, "tasks"), tasks_of(config))
+    return add_place(source_of(config, "tasks"), tasks_of(config))
 
 
 def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
     if isinstance(config.agent, Command):
-        return _loaded("agent", config.agent, command.agent_of)
+        return _load("agent", config.agent, command.agent_of)
     given = () if prepare_of(config) is None else ("prepared",)
     return _function(config, "agent", "task", "endpoint", *given)
 
@@ -126,7 +126,7 @@ def prepare_of(config: EnvironmentConfig) -> Callable[[Task], AbstractAsyncConte
 def _function(config: EnvironmentConfig, name: str, *arguments: str) -> Callable[..., Any]:
     """The function of a run that has this name, which can be called with these arguments."""
     reference = getattr(config, name)
-    found = getattr(environment_of(config), name) if reference is None else _loaded(name, reference)
+    found = getattr(environment_of(config), name) if reference is None else _load(name, reference)
     try:
         check_call(found, source_of(config, name), arguments)
     except ValueError as error:
@@ -144,7 +144,7 @@ async def _files(environment: Environment, task: Task) -> AsyncIterator[Mapping[
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(name: str, settings: bytes) -> Environment:
+def _open(name: str, settings: bytes) -> Environment:
     found = _class_of(name)
     try:
         return found.model_validate_json(settings)
@@ -157,12 +157,12 @@ def _class_of(name: str) -> type[Environment]:
     reference = named.get(name, name)
     if ":" not in reference:
         raise ValueError(
-            f"environment.name: there is no environment {shown(name)}; there are {', '.join(named)}, and "
+            f"environment.name: there is no environment {quote(name)}; there are {', '.join(named)}, and "
             "your own as package.module:Class"
         )
     if name in EXAMPLES:
         _find_example(name)
-    found = _loaded("name", reference)
+    found = _load("name", reference)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ValueError(
             f"environment.name: {reference} is no class that inherits {Environment.__module__}.Environment"
@@ -189,7 +189,7 @@ def _find_example(name: str) -> None:
         )
 
 
-def _loaded(setting: str, value: Any, load: Callable[[Any], Any] = load_object) -> Any:
+def _load(setting: str, value: Any, load: Callable[[Any], Any] = load_object) -> Any:
     try:
         return load(value)
     except ValueError as error:

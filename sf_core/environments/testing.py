@@ -30,37 +30,37 @@ class EnvironmentTests:
 
     def test_equal_arguments_give_equal_tasks(self) -> None:
         for split in ("train", "holdout"):
-            assert self._drawn(split) == self._drawn(split)
+            assert self._draw(split) == self._draw(split)
 
     def test_an_id_names_one_task(self) -> None:
-        drawn = self._drawn("train") + self._drawn("holdout")
+        drawn = self._draw("train") + self._draw("holdout")
         prompts: dict[str, Any] = {}
         for task in drawn:
             known = task.environment, task.prompt, task.answer
             assert prompts.setdefault(task.task_id, known) == known, f"{task.task_id} names two tasks"
 
     def test_no_held_out_task_is_trained_on(self) -> None:
-        held_out = {(task.environment, task.prompt) for task in self._drawn("holdout")}
-        both = [task for task in self._drawn("train") if (task.environment, task.prompt) in held_out]
+        held_out = {(task.environment, task.prompt) for task in self._draw("holdout")}
+        both = [task for task in self._draw("train") if (task.environment, task.prompt) in held_out]
         assert not both, f"{both[0].task_id} is held out and trained on"
 
     def test_any_answer_gets_a_finite_reward(self) -> None:
-        for task in self._drawn("train")[: self.num_scored] + self._drawn("holdout")[: self.num_scored]:
+        for task in self._draw("train")[: self.num_scored] + self._draw("holdout")[: self.num_scored]:
             for answer in ("", task.answer, task.answer + "x", "\x00 \n<|im_end|> 数", "9" * 10_000):
-                reward = self._rewarded(task, answer)
+                reward = self._reward(task, answer)
                 parts = reward if isinstance(reward, Mapping) else {"reward": reward}
                 assert parts and all(isinstance(name, str) for name in parts)
                 assert all(math.isfinite(float(value)) for value in parts.values()), (task.task_id, reward)
 
     def test_an_answer_is_worth_the_same_each_time(self) -> None:
-        for task in self._drawn("train")[: self.num_scored]:
-            assert self._rewarded(task, task.answer) == self._rewarded(task, task.answer)
+        for task in self._draw("train")[: self.num_scored]:
+            assert self._reward(task, task.answer) == self._reward(task, task.answer)
 
-    def _drawn(self, split: str) -> list[Task]:
+    def _draw(self, split: str) -> list[Task]:
         tasks: Any = (self.environment or self).tasks
         return [tasks(split, index) for index in range(self.num_tasks)]
 
-    def _rewarded(self, task: Task, answer: str) -> float | Mapping[str, float]:
+    def _reward(self, task: Task, answer: str) -> float | Mapping[str, float]:
         reward: Any = (self.environment or self).reward(task, answer)
         if inspect.iscoroutine(reward):
             reward = asyncio.run(reward)

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from sf_core.agents.tool_loop import open_client
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
-from sf_core.settings import shown
+from sf_core.settings import quote
 from sf_core.types import Endpoint, Task
 
 
@@ -39,7 +39,7 @@ class Verifiers(Environment):
         module = name.replace("-", "_").split("/")[-1]
         if not module.isidentifier() or find_spec(module) is None:
             raise ValueError(
-                f"there is no module {shown(module)} here, the environment {shown(name)} of verifiers"
+                f"there is no module {quote(module)} here, the environment {quote(name)} of verifiers"
             )
         return name
 
@@ -79,7 +79,7 @@ class Verifiers(Environment):
         return Task(
             task_id=f"{self.name}-{split}-{number}",
             environment=self.name,
-            prompt=_asked(row["prompt"]),
+            prompt=_read_prompt(row["prompt"]),
             answer=str(row.get("answer") or ""),
             # not the row, which may tell the solution
             metadata={"split": split, "row": number},
@@ -106,7 +106,7 @@ class Verifiers(Environment):
         return self._rows[task.metadata["split"]][task.metadata["row"]]
 
 
-def _asked(prompt: Any) -> str:
+def _read_prompt(prompt: Any) -> str:
     """The last message to the model, or a prompt that is a text."""
     content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return content if isinstance(content, str) else json.dumps(content)

@@ -104,7 +104,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class DecoderBody:
     """Fused parameters of all but the head."""
 
     spec: DecoderSpec
@@ -125,7 +125,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder(Body):
+class Decoder(DecoderBody):
     head: Project
     """Hidden states -> logits."""
 
@@ -159,19 +159,19 @@ def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) ->
         assert tensor is not None, name
         return tensor
 
-    def paired(tensor: torch.Tensor) -> torch.Tensor:
+    def pair(tensor: torch.Tensor) -> torch.Tensor:
         neighbours = torch.arange(spec.head_dim, device=tensor.device).view(2, -1).t().flatten()
         return tensor.unflatten(0, (-1, spec.head_dim))[:, neighbours].flatten(0, 1)
 
     def qkv(kind: str) -> torch.Tensor | None:
         q, k, v = (get(f"self_attn.{name}_proj.{kind}") for name in "qkv")
-        return None if q is None or k is None or v is None else torch.cat((paired(q), paired(k), v))
+        return None if q is None or k is None or v is None else torch.cat((pair(q), pair(k), v))
 
     def qk_norm() -> torch.Tensor | None:
         q, k = (get(f"self_attn.{name}_norm.weight") for name in "qk")
         if q is None or k is None:
             return None
-        return torch.cat((paired(q).expand(spec.num_heads, -1), paired(k).expand(spec.num_kv_heads, -1)))
+        return torch.cat((pair(q).expand(spec.num_heads, -1), pair(k).expand(spec.num_kv_heads, -1)))
 
     fused, mlp_norm = qkv("weight"), weight("post_attention_layernorm")
     assert fused is not None

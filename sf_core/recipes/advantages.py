@@ -74,7 +74,7 @@ class Whitened(Advantage):
     def __call__(self, samples: Samples) -> Values:
         centred = centre(samples.rewards, samples.groups)
         plain = samples.spread(centred if self.baseline else samples.rewards)
-        return whitened(plain, samples)
+        return scale_to_batch(plain, samples)
 
 
 class RoleBaseline(Advantage):
@@ -198,7 +198,7 @@ class Gae(Advantage):
 
     def __call__(self, samples: Samples) -> Values:
         plain = [row.astype(np.float32) for row in self._raw(samples)]
-        return whitened(plain, samples) if self.whiten else plain
+        return scale_to_batch(plain, samples) if self.whiten else plain
 
     def returns(self, samples: Samples) -> Values:
         """What the critic is taught to expect before each token."""
@@ -232,7 +232,7 @@ class CustomAdvantage(Advantage):
     token; it runs on the workers."""
 
     def __call__(self, samples: Samples) -> Values:
-        return checked(load_object(self.function)(samples), samples, f"train.advantage {self.function}")
+        return check_values(load_object(self.function)(samples), samples, f"train.advantage {self.function}")
 
 
 # in the order in which the form tells them apart: those with few fields first
@@ -243,9 +243,9 @@ AnyAdvantage = Annotated[
 ]
 
 
-def whitened(values: Values, samples: Samples) -> Values:
+def scale_to_batch(values: Values, samples: Samples) -> Values:
     """Less the mean over all trained tokens, and over their standard deviation; 0 where none is trained."""
-    tokens = samples.trained(values)
+    tokens = samples.select_trained(values)
     mean, scale = (tokens.mean(), deviation(tokens, 1) + EPSILON) if tokens.size else (0.0, 1.0)
     return [
         np.where(mask, (row - mean) / scale, 0.0).astype(np.float32)
@@ -276,7 +276,7 @@ def deviation(values: npt.NDArray[np.float64], ddof: int) -> float:
     return float(values.std(ddof=ddof)) if values.size > ddof else 0.0
 
 
-def checked(values: Values, samples: Samples, source: str) -> Values:
+def check_values(values: Values, samples: Samples, source: str) -> Values:
     """What a user's function returned, 0 where nothing is trained. Raises ValueError if it has not one finite
     number for every token of every row."""
     rows = [np.asarray(row, dtype=np.float32) for row in values]

@@ -85,7 +85,7 @@ class Curriculum(Settings):
     """Number of sessions of a group, by its task. Empty: each group has `group_size`."""
 
 
-class Past(NamedTuple):
+class PastGroup(NamedTuple):
     """What is remembered of a group."""
 
     group: int
@@ -105,7 +105,7 @@ class Tasks:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.past: dict[TaskRef, list[Past]] = {}
+        self.past: dict[TaskRef, list[PastGroup]] = {}
         """The last groups of each task, by their numbers."""
         self.positions: dict[str, int] = {}
         """Place of each source in its order from which the next pick continues."""
@@ -143,7 +143,7 @@ class Tasks:
         if rules is None:
             return Pick(TaskRef("", group), 0, self.group_size, self.group_size + self.spare)
         random = np.random.default_rng((self.seed, 0, group))
-        source = _drawn(random, rules.stages, batch)
+        source = _draw_source(random, rules.stages, batch)
         index, position = self._index(random, rules, source)
         task = TaskRef(source, index)
         need = self._need(rules, task)
@@ -174,8 +174,8 @@ class Tasks:
                 continue
             known = self.past.setdefault(outcome.pick.task, [])
             if all(past.group != outcome.group for past in known):
-                scores = _shared(tuple(result.score for result in outcome.results))
-                insort(known, Past(outcome.group, outcome.pick.need, scores))
+                scores = _reuse(tuple(result.score for result in outcome.results))
+                insort(known, PastGroup(outcome.group, outcome.pick.need, scores))
                 del known[:-REMEMBERED]
                 self._update(outcome.pick.task)
 
@@ -232,7 +232,7 @@ class _Book:
         self.num_free = self.num_worth_it = pool
         """Tasks that are not in flight, and those of them that have a chance."""
 
-    def enter(self, index: int, known: Sequence[Past], num_in_flight: int) -> None:
+    def enter(self, index: int, known: Sequence[PastGroup], num_in_flight: int) -> None:
         if index >= self.pool:
             # of a pool that was larger
             return
@@ -243,14 +243,14 @@ class _Book:
         self._count(index, 1)
         if self.rules.order == "draw":
             half = len(known) // 2
-            self.counts[index] = self._counted(known[:half]), self._counted(known[half:])
+            self.counts[index] = self._judge(known[:half]), self._judge(known[half:])
 
     def _count(self, index: int, times: int) -> None:
         if not self.busy[index]:
             self.num_free += times
             self.num_worth_it += times * bool(self.chance[index] > 0)
 
-    def _chance(self, known: Sequence[Past]) -> float:
+    def _chance(self, known: Sequence[PastGroup]) -> float:
         rules = self.rules
         # what ended with few of its sessions says little of the others
         shares = [self._share(past) for past in known if 2 * len(past.scores) >= max(1, past.need)]
@@ -263,10 +263,10 @@ class _Book:
                 return max(chance**streak, rules.floor)
         return 1.0
 
-    def _share(self, past: Past) -> float:
+    def _share(self, past: PastGroup) -> float:
         return _num_right(past.scores, self.success) / len(past.scores)
 
-    def _counted(self, known: Sequence[Past]) -> tuple[int, int]:
+    def _judge(self, known: Sequence[PastGroup]) -> tuple[int, int]:
         """Right and wrong sessions. A group that ended without any counts as wrong: a task of which nothing
         is ever known would be drawn for ever."""
         right = sum(_num_right(past.scores, self.success) for past in known)
@@ -337,7 +337,7 @@ def _some(random: np.random.Generator, num: int) -> npt.NDArray[np.int64]:
     return (random.random(CANDIDATES) * num).astype(np.int64)
 
 
-def _drawn(random: np.random.Generator, stages: Sequence[Stage], batch: int) -> str:
+def _draw_source(random: np.random.Generator, stages: Sequence[Stage], batch: int) -> str:
     """The source of a group of this batch; empty without stages."""
     stage = next((stage for stage in stages if stage.until is None or batch < stage.until), None)
     if stage is None:
@@ -360,6 +360,6 @@ def _order(seed: int, source: str, epoch: int, pool: int) -> npt.NDArray[np.int3
 
 
 @lru_cache(maxsize=2**16)
-def _shared(scores: tuple[float, ...]) -> tuple[float, ...]:
+def _reuse(scores: tuple[float, ...]) -> tuple[float, ...]:
     """One object for equal scores, of which there are few where rewards are 0 or 1."""
     return scores

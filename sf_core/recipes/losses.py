@@ -49,12 +49,12 @@ class PolicyLoss(Component):
         """[M] loss of every token."""
         raise NotImplementedError
 
-    def bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def find_bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """[M], [M] bool: the tokens that the lower and the upper bound keep from going further."""
         none = tokens.row != tokens.row
         return none, none
 
-    def fitted(self, log_ratios: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64]) -> PolicyLoss:
+    def fit(self, log_ratios: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64]) -> PolicyLoss:
         """The loss of a step, from the log-ratios [M] and advantages [M] of all its tokens at its start."""
         return self
 
@@ -89,7 +89,7 @@ class Clip(PolicyLoss):
             return -clipped.where(is_clipped, truncated) * advantages
         return -clipped.where(is_clipped, ratio.clamp(max=self.cap)) * advantages
 
-    def bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def find_bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         return _beyond(tokens.ratio, tokens.advantages, 1.0 - self.low, 1.0 + self.high)
 
 
@@ -109,7 +109,7 @@ class SequenceClip(PolicyLoss):
         clipped = ratio.clamp(1.0 - self.low, 1.0 + self.high)
         return -(ratio * tokens.advantages).minimum(clipped * tokens.advantages)
 
-    def bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def find_bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         ratio = _row_mean(tokens.logprobs - tokens.old, tokens).exp()
         return _beyond(ratio, tokens.advantages, 1.0 - self.low, 1.0 + self.high)
 
@@ -126,8 +126,8 @@ class Cispo(PolicyLoss):
         weight = tokens.ratio.detach().clamp(max=1.0 + self.high)
         return -weight * tokens.advantages * tokens.logprobs
 
-    def bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        low, _ = super().bounded(tokens)
+    def find_bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        low, _ = super().find_bounded(tokens)
         return low, tokens.ratio > 1.0 + self.high
 
 
@@ -144,7 +144,7 @@ class M2po(PolicyLoss):
     def needs(self) -> frozenset[Score]:
         return frozenset({"start"})
 
-    def fitted(self, log_ratios: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64]) -> PolicyLoss:
+    def fit(self, log_ratios: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64]) -> PolicyLoss:
         squares = np.sort(log_ratios[log_ratios * advantages > 0] ** 2)
         means = np.cumsum(squares) / np.arange(1, squares.size + 1)
         kept = int(np.searchsorted(means, self.budget, side="right"))

@@ -97,7 +97,7 @@ class Samples:
         sums = [float(row[mask].sum(dtype=np.float64)) for row, mask in pairs]
         return np.bincount(self.sessions, sums, len(self.rewards)).astype(np.float64, copy=False)
 
-    def trained(self, values: Values) -> npt.NDArray[np.float64]:
+    def select_trained(self, values: Values) -> npt.NDArray[np.float64]:
         """The values of all trained tokens of all rows, one behind the other."""
         parts = [row[mask] for row, mask in zip(values, self.masks, strict=True)]
         return np.concatenate(parts, dtype=np.float64) if parts else np.empty(0)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from sf_core.recipes.advantages import Advantage, checked
+from sf_core.recipes.advantages import Advantage, check_values
 from sf_core.recipes.samples import Component, Samples, Score, Values
 from sf_core.settings import Reference, load_object, or_kind
 
@@ -73,7 +73,7 @@ class Surprising(Weight):
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         entropies = samples.scores["entropy"]
-        tokens = samples.trained(entropies)
+        tokens = samples.select_trained(entropies)
         least = np.quantile(tokens, 1 - self.share) if tokens.size else 0.0
         return [(row >= least).astype(np.float32) for row in entropies], advantages
 
@@ -134,7 +134,7 @@ class CustomWeight(Weight):
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         source = f"train.weights {self.function}"
-        factors = checked(load_object(self.function)(samples, advantages), samples, source)
+        factors = check_values(load_object(self.function)(samples, advantages), samples, source)
         if any((row < 0).any() for row in factors):
             raise ValueError(f"{source}: a weight is negative")
         return factors, advantages
@@ -147,7 +147,7 @@ AnyWeight = Annotated[
 ]
 
 
-def taught(samples: Samples, advantage: Advantage, weights: Iterable[Weight]) -> tuple[Values, Values]:
+def weigh(samples: Samples, advantage: Advantage, weights: Iterable[Weight]) -> tuple[Values, Values]:
     """The advantage and the weight of every token; 0 and 1 where none is trained."""
     advantages, factors = advantage(samples), ones(samples)
     for weight in weights:
@@ -175,7 +175,7 @@ def _without(
 
 def _standard(samples: Samples, values: Values) -> Values:
     """Standard scores of the values among those of all trained tokens; 0 if all of these are equal."""
-    tokens = samples.trained(values)
+    tokens = samples.select_trained(values)
     if not tokens.size or not (scale := tokens.std()):
         return [np.zeros_like(row) for row in values]
     return [(row - tokens.mean()) / scale for row in values]

@@ -72,16 +72,16 @@ def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     # no flow works on a finished run, even if its data plane cannot be asked
     if not finished:
         check_idle(run)
-    trained = len(view.committed("train"))
+    trained = len(view.read_committed("train"))
     found = _old_checkpoints(run, trained, keep.checkpoints, config.keep_every)
     needed = _references(run, {uri for _, uri in found}, trained, config)
     found += [
         ("weights", run.weights_dir(version))
-        for version in _old_versions(run, len(view.committed("publish")), keep.weights)
+        for version in _old_versions(run, len(view.read_committed("publish")), keep.weights)
         if version not in needed
     ]
-    found += _unfinished(run, [uri for _, uri in found])
-    found += [("measurement", measured.uri) for measured in _interrupted_measurements(run)]
+    found += _find_unfinished(run, [uri for _, uri in found])
+    found += [("measurement", measured.uri) for measured in _find_interrupted(run)]
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
@@ -94,7 +94,7 @@ def spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> l
     return _own(run, _old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
 
 
-def kept_weights(train: TrainConfig, version_bytes: int) -> int | None:
+def num_kept_weights(train: TrainConfig, version_bytes: int) -> int | None:
     """How many of the newest versions of this size stay; None: all."""
     return train.keep_weights or (None if version_bytes < SMALL_BYTES else KEPT_WEIGHTS)
 
@@ -104,17 +104,17 @@ def spare_weights(
 ) -> list[Spare]:
     """Versions that a run of these settings does not keep while the version after this one is published.
     `held` are those that engines have or load. Only for whoever works on the run."""
-    keep = kept_weights(config.train, files.folder_bytes(run.weights_dir(published)))
+    keep = num_kept_weights(config.train, files.folder_bytes(run.weights_dir(published)))
     if keep is None or not (old := _old_versions(run, published, keep)):
         return []
-    needed = _references(run, set(), published, config.train) | _measured(run) | {*held}
+    needed = _references(run, set(), published, config.train) | _find_measured(run) | {*held}
     spare = (v for v in old if v not in needed and v % KEPT_EVERY and v % config.evaluate.every)
     # settings of an earlier attempt may have had others evaluated
     unseen = [version for version in spare if run.read_manifest(version, "evaluate") is None]
     return _own(run, [("weights", run.weights_dir(version)) for version in unseen])
 
 
-def _measured(run: RunDirectory) -> set[int]:
+def _find_measured(run: RunDirectory) -> set[int]:
     """Versions that were measured apart from the run."""
     measured = (uri.rsplit("/", 1)[-1] for uri in files.list_folders(run.path(MEASURED)))
     return {int(found[1]) for name in measured if (found := re.match(r"v(\d+)-", name))}
@@ -151,13 +151,13 @@ def _references(run: RunDirectory, going: set[str], trained: int, config: TrainC
     return {kl.version(step) for step in range(first, trained + 1)}
 
 
-def _unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
+def _find_unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
     """Partial files left by killed processes, where files are large."""
     uris = [uri for kind in ("checkpoints", "weights") for uri in files.list_unfinished(run.path(kind))]
     return [("unfinished", uri) for uri in uris if uri.rsplit("/", 1)[0] not in going]
 
 
-def _interrupted_measurements(run: RunDirectory) -> list[RunDirectory]:
+def _find_interrupted(run: RunDirectory) -> list[RunDirectory]:
     """Measurements of `sf evaluate` without a result that nobody works on; each has a copy of the weights."""
     measured = map(RunDirectory, files.list_folders(run.path(MEASURED)))
     without_result = [one for one in measured if one.read_manifest(0, "evaluate") is None]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import concerns_of, sum_concerns
-from sf_core.reports.evaluations.answers import Answer, compare_ends
+from sf_core.reports.evaluations.answers import GivenAnswer, compare_ends
 from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.series import RunSeries, read_devices, record_devices
@@ -101,7 +101,7 @@ class RunPage:
         first, last, pairs = compare_ends(RunView(self._run), self._held_out)
         if not pairs:
             return []
-        rows = [[_cell(new.prompt), _rewarded(old), _rewarded(new)] for old, new in pairs]
+        rows = [[_cell(new.prompt), _show_answer(old), _show_answer(new)] for old, new in pairs]
         return ["## Answers to held-out tasks", _table(["task", f"version {first}", f"version {last}"], rows)]
 
     def _files(self, newest: int) -> str:
@@ -119,17 +119,17 @@ class RunPage:
     def _row(self, series: RunSeries, iteration: Iteration) -> Row:
         number, rollout, filtered = iteration.number, iteration.stages["rollout"], iteration.stages["filter"]
         lags, devices = filtered.data["lags"], series.devices.get(number)
-        row: Row = {"iteration": number, "reward": _rounded(iteration.reward, 4)}
+        row: Row = {"iteration": number, "reward": _round(iteration.reward, 4)}
         if self._config.rollout.chooses:
             row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)
         return row | {
             # an iteration makes the next version
             "failed sessions": failures_text(failures_of(rollout)),
-            "held-out reward": _rounded(self._held_out.get(number + 1), 4),
-            "lag": _rounded(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
-            "tokens/s": _rounded(iteration.tokens_per_second, 1),
-            "idle share": _rounded(None if devices is None else 1 - devices["utilisation_cluster"], 3),
-            "zero-advantage share": _rounded(filtered.data.get("zero_advantage_share"), 3),
+            "held-out reward": _round(self._held_out.get(number + 1), 4),
+            "lag": _round(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
+            "tokens/s": _round(iteration.tokens_per_second, 1),
+            "idle share": _round(None if devices is None else 1 - devices["utilisation_cluster"], 3),
+            "zero-advantage share": _round(filtered.data.get("zero_advantage_share"), 3),
         }
 
 
@@ -147,7 +147,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---
     return "\n".join([lines[0], f"|{'|'.join([rule] * len(names))}|", *lines[1:]])
 
 
-def _rewarded(answer: Answer) -> str:
+def _show_answer(answer: GivenAnswer) -> str:
     return f"{answer.reward:.2f} {_cell(answer.text)}"
 
 
@@ -159,7 +159,7 @@ def _cell(text: str) -> str:
     )
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+def _round(value: float | None, digits: int) -> float | None:
     """The rounded value; None for NaN, which JSON does not have."""
     return None if value is None or math.isnan(value) else round(value, digits)
 

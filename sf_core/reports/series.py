@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import sum_failures
-from sf_core.reports.view import Iteration, RunView, Sampling, failures_of
+from sf_core.reports.view import Iteration, RunView, SessionSet, failures_of
 from sf_core.scheduling.figures import DeviceFigures, Window, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
 from storage import files
@@ -67,7 +67,7 @@ class RunSeries:
     @cached_property
     def held_out(self) -> dict[int, float]:
         """Mean held-out reward by policy version. Iteration k makes version k + 1."""
-        return self.view.held_out_rewards(self._versions)
+        return self.view.read_held_out(self._versions)
 
     @cached_property
     def rollouts(self) -> dict[int, RolloutFigures]:
@@ -103,7 +103,7 @@ class RunSeries:
         manifests = (self.view.manifest(version, "evaluate") for version in self._versions)
         return sum_failures(failures_of(manifest) for manifest in manifests if manifest is not None)
 
-    def sampled_by_devices(self, number: int) -> float | None:
+    def count_sampled(self, number: int) -> float | None:
         """Tokens that all devices sampled in an iteration's window, whatever became of them; None where
         nothing is recorded."""
         row = self.devices.get(number)
@@ -143,7 +143,7 @@ def record_devices(view: RunView, newest: int, *, is_over: bool = False) -> None
         write_metrics(run, "devices", number, [_device_row(device_figures(spans, windows[number]), lags)])
 
 
-def _read_rollout(iteration: Iteration, sampling: Sampling) -> RolloutFigures:
+def _read_rollout(iteration: Iteration, sampling: SessionSet) -> RolloutFigures:
     table = sampling.read(["session_id", "loss_mask", "policy_versions"])
     ids = np.unique(table["session_id"].to_numpy())
     mask = pc.list_flatten(table["loss_mask"]).to_numpy()

@@ -15,7 +15,7 @@ import httpx
 from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
-from sf_core.reports.view import Progress, RunView
+from sf_core.reports.view import NewestFigures, RunView
 from sf_core.surroundings import command_started_at, dataplane_key
 from storage import files
 from storage.errors import StorageError
@@ -42,7 +42,7 @@ class BusyError(ValueError):
 class RunState:
     name: str
     state: State
-    progress: Progress
+    progress: NewestFigures
     iterations: int | None
     """Configured number of iterations; None if the run cannot be read."""
     bytes: int
@@ -67,7 +67,7 @@ def run_state(run: RunDirectory) -> RunState:
         iterations, reached = run.read_config(RunConfig).train.iterations, view.progress()
         state: State = "finished" if is_finished(view, iterations) else _state(run)
     except (ValueError, StorageError) as error:
-        return RunState(run.run_id, "unreadable", Progress(0, None, None), None, size, str(error))
+        return RunState(run.run_id, "unreadable", NewestFigures(0, None, None), None, size, str(error))
     return RunState(run.run_id, state, reached, iterations, size)
 
 

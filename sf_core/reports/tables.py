@@ -20,7 +20,7 @@ from rich.text import Text
 from sf_core.config.failures import failures_text
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.concerns import sum_run_concerns
-from sf_core.reports.evaluations.answers import Answer
+from sf_core.reports.evaluations.answers import GivenAnswer
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import kinds_text, open_run
@@ -106,7 +106,7 @@ def run_data(uri: str) -> dict[str, Any]:
         {"iteration": iteration.number, "stages": list(iteration.stages)}
         | (asdict(series.rollouts[iteration.number]) if iteration.number in series.rollouts else {})
         # what of it trains is tokens_sampled
-        | {"tokens_of_engines": series.sampled_by_devices(iteration.number)}
+        | {"tokens_of_engines": series.count_sampled(iteration.number)}
         | {"groups": iteration.kinds}
         for iteration in series.iterations
     ]
@@ -146,18 +146,18 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     return Group(head, *branches, *([] if row.output is None else [_output(row.output)]))
 
 
-def answers_table(pairs: Sequence[tuple[Answer | None, Answer]], before: str, after: str) -> Table:
+def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], before: str, after: str) -> Table:
     """Answers to the same tasks side by side; `before` is empty if there is only one."""
     table = Table(box=box.SIMPLE, show_lines=True)
     for name in filter(None, ("task", before, after)):
         table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
-        shown = [cut_short(new.prompt), *([_rewarded(old)] if old is not None else []), _rewarded(new)]
+        shown = [cut_short(new.prompt), *([_show_answer(old)] if old is not None else []), _show_answer(new)]
         table.add_row(*(Text(printable(text)) for text in shown))
     return table
 
 
-def _rewarded(answer: Answer) -> str:
+def _show_answer(answer: GivenAnswer) -> str:
     return f"{answer.reward:.2f}  {cut_short(answer.text)}"
 
 
@@ -213,7 +213,7 @@ def _devices(series: RunSeries) -> RenderableType:
 
 def _figures(series: RunSeries, number: int) -> list[str]:
     """The cells of an iteration, in the order of the headings."""
-    sampled, figures = series.sampled_by_devices(number), series.rollouts.get(number)
+    sampled, figures = series.count_sampled(number), series.rollouts.get(number)
     # an iteration makes the next version
     held_out = f"{series.held_out[number + 1]:.3f}" if number + 1 in series.held_out else ""
     of_engines = "" if sampled is None else short_number(sampled)

@@ -27,7 +27,7 @@ from storage.trajectories import read_trajectories, to_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class NewestFigures:
     published: int
     """Number of published iterations, which is the newest policy version."""
     reward: float | None
@@ -89,7 +89,7 @@ SamplingKind = Literal["trains iteration", "evaluates version", "opened at versi
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SessionSet:
     """The sessions of one iteration, of the evaluation of one policy version, or the sessions opened by
     agents for which this version was the newest to sample."""
 
@@ -119,7 +119,7 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class SessionRows:
     session_id: str
-    sampling: Sampling
+    sampling: SessionSet
     branches: list[Trajectory]
 
 
@@ -131,7 +131,7 @@ class RunView:
         self.run = run
         self.manifest = cache(run.read_manifest)
 
-    def committed(self, stage: str) -> list[Manifest]:
+    def read_committed(self, stage: str) -> list[Manifest]:
         """The manifests of a stage from iteration 0 to the first one in which it is not committed."""
         found: list[Manifest] = []
         while (manifest := self.manifest(len(found), stage)) is not None:
@@ -147,12 +147,12 @@ class RunView:
         """Iterations with a committed stage, in order; the last may not be through."""
         return takewhile(lambda found: found.stages.keys() & set(STAGES), map(self.iteration, count(first)))
 
-    def held_out_rewards(self, versions: Iterable[int]) -> dict[int, float]:
+    def read_held_out(self, versions: Iterable[int]) -> dict[int, float]:
         """Mean held-out reward of each of these policy versions that was evaluated."""
         found = ((version, self.manifest(version, "evaluate")) for version in versions)
         return {version: manifest.data["reward_mean"] for version, manifest in found if manifest is not None}
 
-    def progress(self) -> Progress:
+    def progress(self) -> NewestFigures:
         """How far the run is, from its newest manifests only."""
         names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(self.run.path("manifests"))]
         numbers = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
@@ -161,13 +161,13 @@ class RunView:
             found = (self.manifest(number, stage) for number in numbers)
             return next((manifest.data.get("reward_mean") for manifest in found if manifest), None)
 
-        return Progress(
+        return NewestFigures(
             published=next((number + 1 for number in numbers if self.manifest(number, "publish")), 0),
             reward=newest_reward("rollout"),
             held_out=newest_reward("evaluate"),
         )
 
-    def kept_versions(self) -> list[int]:
+    def list_kept_versions(self) -> list[int]:
         """Published versions whose weights are there, in order; 0 is the start folder. A run that goes on
         removes others (`train.keep_weights`)."""
         if not self._has_start():
@@ -186,14 +186,14 @@ class RunView:
             version == 0 or (version <= self.progress().published and has_weights(folder))
         ):
             return folder
-        if not (kept := self.kept_versions()):
+        if not (kept := self.list_kept_versions()):
             raise ValueError(f"{self.run.run_id}: has no policy yet; `sf resume {self.run.uri}` makes it")
         raise ValueError(
             f"{self.run.run_id}: the weights of version {version} are not there; these are: "
             f"{', '.join(map(str, kept))}"
         )
 
-    def samplings(self) -> Iterator[Sampling]:
+    def samplings(self) -> Iterator[SessionSet]:
         """All committed sessions by iteration and evaluation, in order; then those opened by agents, whose
         files no manifest names."""
         for number in count():
@@ -202,13 +202,13 @@ class RunView:
                 break
             yield from filter(None, found)
         for number, uris in self.run.list_partitions("opened").items():
-            yield Sampling("opened at version", number, uris)
+            yield SessionSet("opened at version", number, uris)
 
     def parts(self, kind: SamplingKind) -> list[str]:
         """URIs of the trajectories of one kind, in order."""
         return [uri for sampling in self.samplings() if sampling.kind == kind for uri in sampling.uris]
 
-    def sampling(self, number: int, stage: str) -> Sampling | None:
+    def sampling(self, number: int, stage: str) -> SessionSet | None:
         """The sessions of the `rollout` of an iteration, or of `evaluate` of a version; None if that is not
         committed."""
         if (manifest := self.manifest(number, stage)) is None:
@@ -216,8 +216,8 @@ class RunView:
         kinds = ("trajectories/", "evaluations/")
         uris = [self.run.path(ref.uri) for ref in manifest.outputs if ref.uri.startswith(kinds)]
         if stage == "evaluate":
-            return Sampling("evaluates version", number, uris)
-        return Sampling("trains iteration", number, uris, self.manifest(number, "train") is not None)
+            return SessionSet("evaluates version", number, uris)
+        return SessionSet("trains iteration", number, uris, self.manifest(number, "train") is not None)
 
     def find_session(self, session_id: str) -> SessionRows:
         """Rows of one session. Raises ValueError with one sentence, and similar ids, if there is none."""

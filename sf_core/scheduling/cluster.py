@@ -16,7 +16,7 @@ from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.config.devices import known_device
+from sf_core.config.devices import find_device
 from sf_core.scheduling.plan import Plan, Worker, local_workers, make_plan, worker_of
 from sf_core.scheduling.tls import require_certificates
 from sf_core.surroundings import count_gpus, gpu_memory, scheduler_address
@@ -109,7 +109,7 @@ def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker
         Worker(
             name,
             frozenset(worker.tags),
-            known_device(worker.device_kind) if worker.device_kind else None,
+            find_device(worker.device_kind) if worker.device_kind else None,
             _memory_of(str(worker.device)),
         )
         for name, worker in workers_here(config).items()

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from distributed.system import MEMORY_LIMIT
 
-from sf_core.config.devices import Device, known_device
+from sf_core.config.devices import Device, find_device
 from sf_core.scheduling.plan import worker_of
 from sf_core.scheduling.tags import COMPUTING
 from sf_core.scheduling.template.nanny import heavy_modules
@@ -25,7 +25,7 @@ from sf_core.surroundings import check_names, computes_nothing
 
 def _kind(context: click.Context, option: click.Parameter, value: str | None) -> Device | None:
     try:
-        return known_device(value) if value else None
+        return find_device(value) if value else None
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
-from sf_core.config.devices import Device, known_device
+from sf_core.config.devices import Device, find_device
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.tags import COMPUTING
 from sf_core.scheduling.tls import require_tls
@@ -77,7 +77,7 @@ def worker_environment(worker: WorkerConfig, measured: Device | None = None) -> 
     # the nanny would otherwise set these to 1
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     environment["CUDA_VISIBLE_DEVICES"] = _cuda_device(worker.device)
-    device = measured or (known_device(worker.device_kind) if worker.device_kind else None)
+    device = measured or (find_device(worker.device_kind) if worker.device_kind else None)
     if device is not None:
         # in the environment, so that a worker that its nanny starts again has it too
         arguments = ["--device", json.dumps(asdict(device))]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import collect_waits
-from storage.files import FileRef, fenced
+from storage.files import FileRef, fence
 from storage.manifests import Manifest
 
 
@@ -63,5 +63,5 @@ def commit(
         outputs=outcome.outputs,
         data=outcome.data | times,
     )
-    with fenced(check):
+    with fence(check):
         return run.directory.commit_manifest(manifest)

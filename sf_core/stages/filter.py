@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from sf_core.recipes.samples import Samples, Values
 from sf_core.recipes.selections import AnySelection
 from sf_core.recipes.tables import samples_of
-from sf_core.recipes.weights import taught
+from sf_core.recipes.weights import weigh
 from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
 from storage.batches import TRAIN, write_batch
@@ -39,7 +39,7 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
     if not settings.needs:
         # made of what trains alone, so that what does not has no part in any mean or deviation
         samples = sampled if trains.all() else samples_of(kept, iteration)
-        made = taught(samples, settings.advantage, settings.weights)
+        made = weigh(samples, settings.advantage, settings.weights)
         teaching = [bool(np.any(row)) for row in made[0]]
         of_sessions = np.bincount(samples.sessions, weights=teaching) > 0
         figures["zero_advantage_share"] = float(np.mean(~of_sessions))

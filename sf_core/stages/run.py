@@ -91,7 +91,7 @@ class OpenRun:
 
     def resume_point(self) -> ResumePoint:
         """Where to resume, by the manifests."""
-        rollouts = [manifest.data for manifest in RunView(self.directory).committed("rollout")]
+        rollouts = [manifest.data for manifest in RunView(self.directory).read_committed("rollout")]
         done = {int(group) for data in rollouts for group in (*data["groups"], *data["rejected"])}
         version = next(v for v in range(len(rollouts), -1, -1) if self._is_published(v))
         return ResumePoint(version=version, next_batch=len(rollouts), done_groups=sorted(done))
@@ -99,7 +99,7 @@ class OpenRun:
     def iterations_left(self) -> range:
         """Iterations that still have a stage to do."""
         view = RunView(self.directory)
-        first = min(len(view.committed(stage)) for stage in STAGES)
+        first = min(len(view.read_committed(stage)) for stage in STAGES)
         return range(first, self.config.train.iterations)
 
     def evaluation_due(self, version: int) -> bool:

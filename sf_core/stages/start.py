@@ -48,7 +48,7 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
         copies, source, copied_s = prepare_start(run.start_dir, run.config, warmed=warmed)
         parameters = count_parameters(run.start_dir)
         derived = values_of(derive(run.config, parameters, run.start_dir, prompts))
-        dtype = run.config.filled(derived).policy.dtype_name
+        dtype = run.config.fill(derived).policy.dtype_name
         named = {file.uri: file for file in (name_dtype(run.start_dir, dtype), *name_stops(run.start_dir))}
         data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
         data["origin"] = ref.nonce

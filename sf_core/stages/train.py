@@ -23,7 +23,7 @@ from sf_core.training.protocol import Trainer
 from sf_core.training.registry import trainer_backend
 from sf_core.training.stored_steps import read_stored_batch
 from sf_core.waits import waiting_for
-from storage.files import FileRef, fenced
+from storage.files import FileRef, fence
 from storage.gangs import GangFiles
 from storage.metrics import write_metrics
 
@@ -82,7 +82,7 @@ def _step(
         check_engines(run.config, iteration, metrics)
         has_checkpoint = _is_due(run.config.train, trainer.version)
         # other tries write the same files, and may have committed them by now
-        with timeline.doing("moving", "save", iteration), fenced(partial(check_counts, gang)):
+        with timeline.doing("moving", "save", iteration), fence(partial(check_counts, gang)):
             outputs = _write(run, iteration, trainer, metrics)
             if has_checkpoint:
                 _complete(run, trainer, seat, iteration)
@@ -99,7 +99,7 @@ def _step(
             },
         )
         if has_checkpoint:
-            with timeline.doing("moving", "save", iteration), fenced(partial(check_goes_on, gang)):
+            with timeline.doing("moving", "save", iteration), fence(partial(check_goes_on, gang)):
                 trainer.save_checkpoint(run.directory.checkpoint_dir(trainer.version))
                 if trainer.version == run.config.train.iterations:
                     _complete(run, trainer, seat, trainer.version)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.models.gguf_file import is_gguf
-from sf_core.models.published import PUBLISHED, named_folder
+from sf_core.models.published import PUBLISHED, folder_of
 from storage.files import join, list_files, read_bytes
 from storage.tensors.weights import open_weights
 
@@ -31,7 +31,7 @@ SAMPLING = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneratio
 
 def policy_folder(model: str) -> str:
     """The folder that `policy.model` names: a folder by its path, or one that `sf model NAME` has made."""
-    named = named_folder(model)
+    named = folder_of(model)
     return str(named) if not Path(model).exists() and "/" not in model and named.is_dir() else model
 
 

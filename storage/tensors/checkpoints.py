@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from storage import files
 from storage.files import FileRef
 from storage.json_files import first_fault
-from storage.tensors.shards import Place, Slices, read_shards, write_shard
+from storage.tensors.shards import Slice, Slices, read_shards, write_shard
 
 if TYPE_CHECKING:
     import torch
@@ -30,30 +30,30 @@ _LOOK_S = (0.02, 1.0)
 """First and longest time between looks for the shards of others."""
 
 
-class Written(BaseModel):
+class CheckpointFile(BaseModel):
     """A file of a checkpoint."""
 
     bytes: int
     sha256: str
 
 
-class Progress(BaseModel):
+class TrainerProgress(BaseModel):
     """State of a trainer beside its tensors."""
 
     version: int = Field(ge=0)
     optimizer_steps: int = Field(ge=0)
 
 
-class _State(Progress):
+class _State(TrainerProgress):
     """Content of state.json."""
 
-    shards: dict[Annotated[str, Field(pattern=r"^shard-\d+-of-\d+\.safetensors$")], Written] = Field(
+    shards: dict[Annotated[str, Field(pattern=r"^shard-\d+-of-\d+\.safetensors$")], CheckpointFile] = Field(
         min_length=1
     )
 
 
 def save_shard(
-    folder: str, slices: Slices, rank: int, ranks: int, progress: Progress, patience_s: float
+    folder: str, slices: Slices, rank: int, ranks: int, progress: TrainerProgress, patience_s: float
 ) -> None:
     """Store the slices of one rank, by PART/NAME. Rank 0 then waits for those of the others, for at most
     `patience_s`, and completes the checkpoint.
@@ -61,7 +61,7 @@ def save_shard(
     No rank may call it before an earlier try to store this checkpoint is over on all ranks. Raises
     TimeoutError, which names a shard that did not come."""
     shard = write_shard(files.join(folder, _shard(rank, ranks)), slices)
-    written = Written(bytes=shard.bytes, sha256=shard.sha256)
+    written = CheckpointFile(bytes=shard.bytes, sha256=shard.sha256)
     if rank:
         files.write_atomic(files.join(folder, _note(rank, ranks)), written.model_dump_json().encode())
         return
@@ -69,7 +69,7 @@ def save_shard(
     deadline = time.monotonic() + patience_s
     for other in range(1, ranks):
         note = files.join(folder, _note(other, ranks))
-        shards[_shard(other, ranks)] = Written.model_validate_json(_await(note, deadline))
+        shards[_shard(other, ranks)] = CheckpointFile.model_validate_json(_await(note, deadline))
     state = _State(**progress.model_dump(), shards=shards)
     files.write_atomic(files.join(folder, STATE), state.model_dump_json(indent=2).encode())
 
@@ -106,7 +106,7 @@ def remove_checkpoint(uri: str) -> None:
     files.remove_folder(uri)
 
 
-def load_checkpoint(uri: str, wanted: Mapping[str, Place]) -> tuple[dict[str, torch.Tensor], Progress]:
+def load_checkpoint(uri: str, wanted: Mapping[str, Slice]) -> tuple[dict[str, torch.Tensor], TrainerProgress]:
     """Slices of the parameters with these names, each in its PARTS, by PART/NAME, and the rest of the state.
 
     Raises ValueError with one sentence if the checkpoint is missing, incomplete or corrupt."""
@@ -121,4 +121,4 @@ def load_checkpoint(uri: str, wanted: Mapping[str, Place]) -> tuple[dict[str, to
         raise ValueError(f"{state_uri}: no state of a checkpoint: {first_fault(error)}") from None
     shards = [FileRef(files.join(uri, name), one.bytes, one.sha256) for name, one in state.shards.items()]
     places = {f"{part}/{name}": place for part in PARTS for name, place in wanted.items()}
-    return read_shards(uri, shards, places), Progress(**state.model_dump(exclude={"shards"}))
+    return read_shards(uri, shards, places), TrainerProgress(**state.model_dump(exclude={"shards"}))

@@ -31,7 +31,7 @@ PLACES = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Slice:
     """Where a slice lies in its tensor."""
 
     shape: tuple[int, ...]
@@ -41,11 +41,11 @@ class Place:
     """Shape of the slice."""
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Place:
+    def whole(cls, shape: tuple[int, ...]) -> Slice:
         return cls(shape, (0,) * len(shape), shape)
 
     @classmethod
-    def rows(cls, shape: tuple[int, ...], part: int, parts: int) -> Place:
+    def rows(cls, shape: tuple[int, ...], part: int, parts: int) -> Slice:
         """One of several parts of the first dimension, the last of which may be smaller or empty. A scalar is
         not cut."""
         if not shape:
@@ -59,7 +59,7 @@ class Place:
         """Index of the slice in its tensor."""
         return tuple(slice(begin, begin + n) for begin, n in zip(self.offset, self.size, strict=True))
 
-    def shared_with(self, other: Place) -> tuple[slice, ...] | None:
+    def intersect(self, other: Slice) -> tuple[slice, ...] | None:
         """Index, in this slice, of what it has in common with another of the same tensor; None if nothing."""
         dimensions = zip(self.offset, self.size, other.offset, other.size, strict=True)
         ranges = [(max(a, b) - a, min(a + n, b + m) - a) for a, n, b, m in dimensions]
@@ -68,7 +68,7 @@ class Place:
         return tuple(slice(begin, end) for begin, end in ranges)
 
 
-Slices = Mapping[str, tuple[Place, "torch.Tensor"]]
+Slices = Mapping[str, tuple[Slice, "torch.Tensor"]]
 """Slices by the names of their tensors."""
 
 
@@ -92,14 +92,14 @@ def write_shard(uri: str, slices: Slices) -> FileRef:
     places = {name: {"saved_offsets": p.offset, "shape": p.shape} for name, (p, _) in slices.items()}
     header = Header({"format": "pt", PLACES: json.dumps(places)}, entries)
     with files.writer(uri) as file:
-        file.write(header.encoded())
+        file.write(header.encode())
         for _, tensor in slices.values():
             file.write(bytes_of(tensor).data)
     return file.ref(uri)
 
 
 def read_shards(
-    folder: str, shards: Iterable[FileRef], wanted: Mapping[str, Place]
+    folder: str, shards: Iterable[FileRef], wanted: Mapping[str, Slice]
 ) -> dict[str, torch.Tensor]:
     """The wanted slices, from those shards of the folder that have a part of them. Each of these is read
     once, and what it holds is used only if it is what was written.
@@ -143,7 +143,7 @@ class _Hashed:
         return data
 
 
-def _read_shard(shard: FileRef, wanted: Mapping[str, Place], found: dict[str, _Filled]) -> None:
+def _read_shard(shard: FileRef, wanted: Mapping[str, Slice], found: dict[str, _Filled]) -> None:
     try:
         with files.open_read(shard.uri) as opened:
             if (size := opened.seek(0, SEEK_END)) != shard.bytes:
@@ -169,12 +169,12 @@ def _read_shard(shard: FileRef, wanted: Mapping[str, Place], found: dict[str, _F
         raise ValueError(f"{shard.uri}: its content differs from what was written")
 
 
-def _places(uri: str, header: Header) -> dict[str, Place]:
+def _places(uri: str, header: Header) -> dict[str, Slice]:
     """Offsets of every slice in the file. Raises ValueError if an offset is missing."""
     try:
         described = _PLACES.validate_json(header.metadata.get(PLACES, ""))
         places = {
-            name: Place(described[name].shape, described[name].saved_offsets, entry.shape)
+            name: Slice(described[name].shape, described[name].saved_offsets, entry.shape)
             for name, entry in header.entries.items()
         }
     except (ValidationError, KeyError):
@@ -188,16 +188,16 @@ def _places(uri: str, header: Header) -> dict[str, Place]:
     return places
 
 
-def _has_part(uri: str, name: str, place: Place, target: Place) -> bool:
+def _has_part(uri: str, name: str, place: Slice, target: Slice) -> bool:
     if place.shape != target.shape:
         raise ValueError(
             f"{uri}: {name!r} is of a tensor of shape {[*place.shape]}; expected {[*target.shape]}"
         )
-    return place.shared_with(target) is not None
+    return place.intersect(target) is not None
 
 
 def _fill(
-    uri: str, name: str, entry: Entry, place: Place, target: Place, data: bytes, found: dict[str, _Filled]
+    uri: str, name: str, entry: Entry, place: Slice, target: Slice, data: bytes, found: dict[str, _Filled]
 ) -> None:
     """Copy what a slice in a file shares with the wanted one."""
     width, rest = divmod(len(data), max(1, math.prod(place.size)))
@@ -207,7 +207,7 @@ def _fill(
     filled = found[name]
     if rest or entry.dtype != filled.dtype or (data and width != filled.data.shape[-1]):
         raise ValueError(f"{uri}: {name!r} has another dtype than the rest of its tensor")
-    source, there = place.shared_with(target), target.shared_with(place)
+    source, there = place.intersect(target), target.intersect(place)
     if source is not None and there is not None:
         stored = np.frombuffer(data, np.uint8).reshape(*place.size, width)
         filled.data[there] = stored[source]

@@ -30,7 +30,7 @@ def room_for(name: str, num_bytes: int, root: str) -> tempfile.TemporaryDirector
     return place
 
 
-def shared(tensors: TensorBytes, digest: str) -> TensorBytes:
+def share(tensors: TensorBytes, digest: str) -> TensorBytes:
     """These tensors in shared memory, where they are found by their digest for as long as the result is used.
     If that has no room for them, they stay where they are."""
     try:

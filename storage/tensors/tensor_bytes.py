@@ -47,7 +47,7 @@ class Header:
     def data_bytes(self) -> int:
         return max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The header as it stands in a file. Equal headers give equal bytes."""
         content = {METADATA: dict(sorted(self.metadata.items()))}
         content |= {name: asdict(entry) for name, entry in self.entries.items()}
@@ -129,7 +129,7 @@ def as_words(entry: Entry, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     return data.view(f"<u{width}" if not rest and width in (2, 4, 8) else "u1")
 
 
-def packed(tensors: Tensors) -> TensorBytes:
+def pack(tensors: Tensors) -> TensorBytes:
     """A copy of the tensors, each read once, as the bytes of one file."""
     copy = TensorBytes("tensors", tensors.header, memoryview(bytearray(tensors.header.data_bytes)))
     for name in tensors.header.entries:

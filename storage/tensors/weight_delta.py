@@ -70,7 +70,7 @@ def load_delta(folder: str) -> Delta | None:
         return None
 
 
-def stored_base(folder: str, new: TensorBytes) -> TensorBytes | None:
+def open_base(folder: str, new: TensorBytes) -> TensorBytes | None:
     """The stored tensors of a version, if they are there and a delta from them to `new` is possible."""
     try:
         header, pieces = open_weights(folder)
@@ -95,7 +95,7 @@ def encode(base: TensorBytes, new: TensorBytes, version: int) -> TensorBytes | N
         before, after = base.words(name), new.words(name)
         changed = np.flatnonzero(before != after)
         if changed.size:
-            parts[name] = _packed(changed, after[changed])
+            parts[name] = _pack(changed, after[changed])
             room -= len(parts[name])
         if room < 0:
             return None
@@ -152,7 +152,7 @@ def _layout(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (entry.dtype, entry.shape) for name, entry in header.entries.items()}
 
 
-def _packed(positions: npt.NDArray[np.int64], values: Words) -> bytes:
+def _pack(positions: npt.NDArray[np.int64], values: Words) -> bytes:
     """The byte string of one tensor."""
     gaps = np.diff(positions, prepend=-1) - 1
     last = np.cumsum(gaps // 255 + 1) - 1
@@ -186,10 +186,10 @@ def _scatter(packed: Words, target: Words) -> None:
 
 
 def _checksum(delta: TensorBytes) -> str:
-    content = hashlib.sha256(delta.header.encoded())
+    content = hashlib.sha256(delta.header.encode())
     content.update(delta.data)
     return content.hexdigest()
 
 
 def _length(delta: TensorBytes) -> int:
-    return len(delta.header.encoded()) + len(delta.data)
+    return len(delta.header.encode()) + len(delta.data)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from storage import files
 from storage.files import FileRef
 from storage.json_files import first_fault
-from storage.tensors.tensor_bytes import Entry, Header, TensorBytes, Tensors, packed, parse, read_header
+from storage.tensors.tensor_bytes import Entry, Header, TensorBytes, Tensors, pack, parse, read_header
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +70,7 @@ def pack_weights(tensors: Mapping[str, torch.Tensor], version: int, dtype: str |
     """A copy of the weights as `save_weights` stores them."""
     from storage.tensors.torch_bytes import TorchTensors
 
-    return _as_version(packed(TorchTensors(tensors, {"format": "pt"}, dtype)), version)
+    return _as_version(pack(TorchTensors(tensors, {"format": "pt"}, dtype)), version)
 
 
 AnyTensors = TypeVar("AnyTensors", bound=Tensors)
@@ -138,7 +138,7 @@ def _files(tensors: Tensors) -> tuple[dict[str, Header], bytes]:
 
 
 def _pieces(header: Header, tensors: Tensors) -> Iterator[bytes | memoryview]:
-    yield header.encoded()
+    yield header.encode()
     for name in header.entries:
         yield tensors.words(name).view("u1").data
 
@@ -146,7 +146,7 @@ def _pieces(header: Header, tensors: Tensors) -> Iterator[bytes | memoryview]:
 def save_packed(uri: str, tensors: TensorBytes) -> FileRef:
     """Write a safetensors file, atomically."""
     with files.writer(uri) as file:
-        file.write(tensors.header.encoded())
+        file.write(tensors.header.encode())
         file.write(tensors.data)
     return file.ref(uri)
 
@@ -161,14 +161,14 @@ def save_arrays(uri: str, arrays: Mapping[str, np.ndarray], version: int) -> Fil
 
 def load_weights(folder: str) -> dict[str, torch.Tensor]:
     """Tensors of the folder on the CPU. Raises ValueError, one sentence, if they are missing or corrupt."""
-    uris = _stored_files(folder)[0]
+    uris = _find_files(folder)[0]
     return {key: tensor for uri in uris for key, tensor in read_tensors(uri).items()}
 
 
 def open_weights(folder: str) -> tuple[Header, Iterator[bytes]]:
     """The tensors of the folder as one file would have them: its header, and the data behind it, read piece
     by piece. Raises ValueError, one sentence, if files are missing or cut off."""
-    uris, metadata = _stored_files(folder)
+    uris, metadata = _find_files(folder)
     whole = Header({}, {})
     for uri in uris:
         try:
@@ -194,7 +194,7 @@ def _data(uris: Iterable[str]) -> Iterator[bytes]:
             yield from files.pieces(file)
 
 
-def _stored_files(folder: str) -> tuple[list[str], dict[str, str]]:
+def _find_files(folder: str) -> tuple[list[str], dict[str, str]]:
     """The files with the weights of a folder, and metadata of all of them."""
     uri = files.join(folder, INDEX_NAME)
     try:

@@ -18,8 +18,8 @@ from storage import parquet
 from storage.batches import read_batch
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import SCHEMA
-from storage.tensors.checkpoints import PARTS, Progress, load_checkpoint, save_shard
-from storage.tensors.shards import Place
+from storage.tensors.checkpoints import PARTS, TrainerProgress, load_checkpoint, save_shard
+from storage.tensors.shards import Slice
 from storage.tensors.weights import load_weights, save_weights
 from storage.trajectories import read_trajectories, to_table, write_trajectories
 from tests.bad_input.commands import check_refused
@@ -30,7 +30,7 @@ ROLLOUT = "trajectories/iteration=0/rollout-1.parquet"
 WEIGHTS = "weights/v00001/model.safetensors"
 CHECKPOINT = "checkpoints/00001"
 SHARD = f"{CHECKPOINT}/shard-1-of-1.safetensors"
-PLACE = Place.whole((8,))
+PLACE = Slice.whole((8,))
 TIMELINE = "timeline/train-0.1.1000000.json"
 SPAN = {"worker": "t0", "tag": "train", "start": 0.0, "end": 1.0}
 
@@ -48,7 +48,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commit(run, 0, "rollout", outputs=[rows], data=sampled | times)
     [weights] = save_weights(run.weights_dir(1), {"w": torch.arange(64.0)}, 1)
     state = {f"{part}/w": (PLACE, torch.arange(8.0)) for part in PARTS}
-    progress = Progress(version=1, optimizer_steps=1)
+    progress = TrainerProgress(version=1, optimizer_steps=1)
     save_shard(run.checkpoint_dir(1), state, 0, 1, progress, patience_s=0.0)
     for stage in STAGES[1:]:
         commit(run, 0, stage, outputs=[weights] if stage == "train" else [], data=times)

@@ -65,7 +65,7 @@ def test_what_a_fence_refuses_does_not_appear(run: RunDirectory) -> None:
     def refuse() -> None:
         raise RuntimeError("too late")
 
-    with files.fenced(refuse):
+    with files.fence(refuse):
         with pytest.raises(RuntimeError, match="too late"):
             files.write_atomic(run.path("x"), b"late")
         with pytest.raises(RuntimeError, match="too late"), files.writer(run.path("x")) as file:

@@ -54,7 +54,7 @@ class ControlGroup:
             with suppress(FileNotFoundError):
                 (self._folder / name).write_text(f"{most}")
 
-    def joined(self, words: list[str]) -> list[str]:
+    def join(self, words: list[str]) -> list[str]:
         """A command line that runs these words in the group."""
         return ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(self._folder), *words]
 

@@ -24,7 +24,7 @@ REFUSED = b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\nconnection: close\r\n
 
 
 @asynccontextmanager
-async def forwarded(endpoint: Endpoint, listener: socket.socket) -> AsyncIterator[Endpoint]:
+async def forward(endpoint: Endpoint, listener: socket.socket) -> AsyncIterator[Endpoint]:
     """The endpoint as it is reached where the listener is. Requests go through whose path begins as that of
     the endpoint: rewards and other runs are not for what runs inside."""
     accepting = asyncio.create_task(_accept(listener, urlsplit(endpoint.base_url)))

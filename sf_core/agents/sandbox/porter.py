@@ -66,7 +66,7 @@ class Porter:
     def serve(self) -> None:
         """Do what is asked for until the worker is gone."""
         while True:
-            word, files = self._asked()
+            word, files = self._read_request()
             try:
                 if word in RUNS:
                     self._answer(self._run(files, RUNS[word]))
@@ -86,8 +86,8 @@ class Porter:
             socket.send_fds(self._channel, [b"ready"], [files[0], listener.fileno(), files[1]])
         close(files)
 
-    def _asked(self) -> tuple[str, list[int]]:
-        message, files = received(self._channel, 64, 4)
+    def _read_request(self) -> tuple[str, list[int]]:
+        message, files = receive(self._channel, 64, 4)
         if not message:
             os._exit(0)
         return message.decode(), files
@@ -104,10 +104,10 @@ class Porter:
         close(files)
         ended_by, status, killed = "exit", None, num_killed()
         while status is None:
-            status = self._reaped(pid)
+            status = self._reap(pid)
             if status is None:
                 if self._doze():
-                    word, files = self._asked()
+                    word, files = self._read_request()
                     close(files)
                     if word == "kill":
                         kill_all()
@@ -122,7 +122,7 @@ class Porter:
             ended_by = "memory"
         return f"ended {status} {ended_by}"
 
-    def _reaped(self, command: int) -> int | None:
+    def _reap(self, command: int) -> int | None:
         """Take note of the children that have ended; returns the exit status of the command if it has."""
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -178,7 +178,7 @@ def put(path: str, content: str) -> None:
         file.write(content)
 
 
-def received(channel: socket.socket, most_bytes: int, most_files: int) -> tuple[bytes, list[int]]:
+def receive(channel: socket.socket, most_bytes: int, most_files: int) -> tuple[bytes, list[int]]:
     """A message and the open files that came with it, which no program started here inherits."""
     files = array.array("i")
     room = socket.CMSG_LEN(most_files * files.itemsize)

@@ -20,9 +20,9 @@ from functools import cache
 
 from sf_core.agents.sandbox import bubblewrap, podman
 from sf_core.agents.sandbox.cgroups import ControlGroup, parent_group
-from sf_core.agents.sandbox.porter import received
+from sf_core.agents.sandbox.porter import receive
 from sf_core.config.programs import SandboxLimits
-from sf_core.surroundings import inherited_variables
+from sf_core.surroundings import select_inherited
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class SandboxProcess:
 
     async def begin(self) -> socket.socket:
         """Returns a listening socket of its network."""
-        message, files = await self._told(START_S, max_files=3)
+        message, files = await self._read_answer(START_S, max_files=3)
         if message != "ready" or len(files) != 3:
             _close(files)
             raise SandboxError(f"the sandbox began with nonsense: {message!r:.100}")
@@ -102,7 +102,7 @@ class SandboxProcess:
     async def ask(self, word: str, files: Sequence[int], timeout_s: float | None = None) -> str:
         """Have the porter do something with these files, which are closed here; returns what it answers."""
         self.tell(word, files)
-        message, _ = await self._told(timeout_s, max_files=0)
+        message, _ = await self._read_answer(timeout_s, max_files=0)
         if message.startswith("error "):
             raise SandboxError(f"in the sandbox, {message.removeprefix('error ')}")
         return message
@@ -156,14 +156,14 @@ class SandboxProcess:
             os.close(number)
         return True
 
-    async def _told(self, timeout_s: float | None, max_files: int) -> tuple[str, list[int]]:
+    async def _read_answer(self, timeout_s: float | None, max_files: int) -> tuple[str, list[int]]:
         try:
             async with asyncio.timeout(timeout_s):
                 await _readable(self._channel.fileno())
         except TimeoutError:
             raise SandboxError(f"the sandbox gave no answer for {timeout_s:g} s") from None
         try:
-            message, files = received(self._channel, MAX_ANSWER, max_files)
+            message, files = receive(self._channel, MAX_ANSWER, max_files)
         except OSError:
             raise self._over() from None
         if not message:
@@ -195,16 +195,16 @@ def _starting(
     with closing(theirs):
         command = maker.command_line(limits, words, programs)
         return subprocess.Popen(
-            command if group is None else group.joined(command),
+            command if group is None else group.join(command),
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env=inherited_variables(),
+            env=select_inherited(),
             start_new_session=True,
         )
 
 
-def sealed(content: bytes) -> int:
+def seal(content: bytes) -> int:
     """An open file with this content, which nobody can change."""
     number = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(number, "wb", closefd=False) as file:

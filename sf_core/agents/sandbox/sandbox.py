@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, cast, get_args
 
-from sf_core.agents.command_output import Ear, Written
+from sf_core.agents.command_output import CommandOutput, Ear
 from sf_core.agents.folders import TooManyFilesError, files_below, is_name_below
 from sf_core.agents.sandbox import bubblewrap, podman, porter
-from sf_core.agents.sandbox.forward import forwarded
-from sf_core.agents.sandbox.process import SandboxError, SandboxProcess, sealed, why_no_sandbox
+from sf_core.agents.sandbox.forward import forward
+from sf_core.agents.sandbox.process import SandboxError, SandboxProcess, seal, why_no_sandbox
 from sf_core.config.programs import SandboxLimits
 from sf_core.types import Endpoint
 
@@ -62,7 +62,7 @@ async def open_sandbox(
         if endpoint is None:
             listener.close()
         else:
-            endpoint = await stack.enter_async_context(forwarded(endpoint, listener))
+            endpoint = await stack.enter_async_context(forward(endpoint, listener))
         box = Sandbox(process, limits, endpoint)
         if files:
             await box.write(files)
@@ -94,7 +94,7 @@ class Sandbox:
         stdin: str | bytes = "",
         timeout_s: float,
         env: Mapping[str, str] | None = None,
-        written: Written | None = None,
+        written: CommandOutput | None = None,
     ) -> Ended:
         """Run a command in the work folder; none of its processes is left. Commands run one after the other.
         `written` hears standard output and standard error apart. Raises SandboxError if it cannot be started,
@@ -113,7 +113,7 @@ class Sandbox:
         stdin: str | bytes,
         timeout_s: float,
         env: Mapping[str, str] | None = None,
-        written: Written | None = None,
+        written: CommandOutput | None = None,
     ) -> Ended:
         async with self._turn:
             command = _Command(self._process, self._limits, written)
@@ -136,7 +136,7 @@ class Sandbox:
                 raise ValueError(f"expected the name of a file in the work folder, got {name!r:.100}")
             parts += [f"{len(content)} {os.fsencode(name).hex()}\n".encode(), content]
         async with self._turn:
-            await self._process.ask("write", [sealed(b"".join(parts))], WRITE_S)
+            await self._process.ask("write", [seal(b"".join(parts))], WRITE_S)
 
     async def files(self) -> dict[str, bytes]:
         """The files in the work folder by their names. Links, pipes and devices are none."""
@@ -151,9 +151,9 @@ def _tell(limits_by: str) -> None:
 class _Command:
     """One command in a sandbox."""
 
-    def __init__(self, process: SandboxProcess, limits: SandboxLimits, written: Written | None) -> None:
+    def __init__(self, process: SandboxProcess, limits: SandboxLimits, written: CommandOutput | None) -> None:
         self._process, self._limits, self._left = process, limits, limits.output_mb * 2**20
-        self.written = written or Written()
+        self.written = written or CommandOutput()
         takers = [self.written.on_output] if written is None else [written.on_output, written.on_error]
         self._ears = [Ear(partial(self._hear, take)) for take in takers]
         self._ended_by: EndedBy | None = None
@@ -167,7 +167,7 @@ class _Command:
             for name, value in ((podman if self._limits.image else bubblewrap).variables() | env).items()
         ]
         facts = b"".join(os.fsencode(word) + b"\0" for word in (str(len(words)), *words, *settings))
-        files = [sealed(facts), sealed(stdin), *[await _pipe_to(ear) for ear in self._ears]]
+        files = [seal(facts), seal(stdin), *[await _pipe_to(ear) for ear in self._ears]]
         if len(self._ears) == 1:
             files.append(os.dup(files[-1]))
         self._after(timeout_s, self._stop, "time")

@@ -38,17 +38,17 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a run's policy in the foreground, by all APIs of the gateway, until Ctrl-C. Trains nothing."""
-    from sf_core.cli.serving.serve import check_record, choose_key, find_policy, told
+    from sf_core.cli.serving.serve import check_record, choose_key, describe, find_policy
     from sf_core.cli.serving.serve import serve as serve_policy
 
     signal.signal(signal.SIGTERM, interrupt)
     tell = partial(console.print, highlight=False, soft_wrap=True)
     try:
-        chosen = choose_key(host, key)
+        used = choose_key(host, key)
         check_record(record)
         policy = find_policy(run, engine)
         tell(f"loading {policy.about}")
-        serve_policy(policy, host, port, chosen, record, lambda url: tell(told(policy, url, chosen, record)))
+        serve_policy(policy, host, port, used, record, lambda url: tell(describe(policy, url, used, record)))
     except (ValueError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:

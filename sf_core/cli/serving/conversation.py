@@ -51,12 +51,12 @@ class SessionPrinter:
             turns = self._session.turns[self._num_turns :]
             for prompt in self._session.prompts[self._num_prompts :]:
                 while prompt.continues is not None and prompt.continues in turns:
-                    self._answered(turns.pop(0))
-                self._asked(prompt)
+                    self._show_turn(turns.pop(0))
+                self._show_prompt(prompt)
             for turn in turns:
-                self._answered(turn)
+                self._show_turn(turn)
 
-    def _asked(self, prompt: Prompt) -> None:
+    def _show_prompt(self, prompt: Prompt) -> None:
         self._num_prompts += 1
         for message in prompt.messages:
             self._printer.message(message)
@@ -64,7 +64,7 @@ class SessionPrinter:
         tokens = f"{prompt.end} tokens{new}"
         self._printer.say(f"prompt, {tokens}", self._renderer.shown(prompt.ids.tolist()), "dim")
 
-    def _answered(self, turn: Turn) -> None:
+    def _show_turn(self, turn: Turn) -> None:
         self._num_turns += 1
         cut = ", cut off there: rollout.max_tokens or engine.context_length"
         ended = cut if turn.finish_reason == FinishReason.LENGTH else ""
@@ -73,7 +73,7 @@ class SessionPrinter:
 
 
 @contextmanager
-def watched(look: Callable[[], None]) -> Iterator[None]:
+def keep_looking(look: Callable[[], None]) -> Iterator[None]:
     """Look again and again while the block runs, and once at its end."""
     is_over = threading.Event()
 

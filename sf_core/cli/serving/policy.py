@@ -28,7 +28,7 @@ class Policy:
     """Run that made it."""
 
 
-def stored_policy(uri: str, version: int | None, engine: str | None = None) -> Policy:
+def open_stored(uri: str, version: int | None, engine: str | None = None) -> Policy:
     """A version of the policy of a run, by default the newest published one. Raises ValueError with one
     sentence if there is no such run or version; it names the versions that are kept."""
     view = open_run(uri)
@@ -47,7 +47,7 @@ def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
     """The newest policy of the run that the configuration names, else the one that a run would start from,
     in a folder below `scratch`, with settings for this process. Raises ValueError if there is none."""
     if config.run_id is not None and RunView(RunDirectory(config.run_dir)).progress().published:
-        policy = stored_policy(config.run_dir, None)
+        policy = open_stored(config.run_dir, None)
     else:
         policy = _policy_to_start_from(config, scratch)
     return replace(policy, config=in_this_process(policy.config))
@@ -56,7 +56,7 @@ def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
 def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
     start, about = _start_of(config, scratch)
     sizes = PolicySizes.of(config)
-    config = config.filled(values_of(derive(config))) if sizes is None else sizes.config
+    config = config.fill(values_of(derive(config))) if sizes is None else sizes.config
     if sizes is not None:
         name_dtype(str(start), config.policy.dtype_name)
     return Policy(config, str(start), WeightsRef(0, str(start)), about)

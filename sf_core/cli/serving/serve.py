@@ -11,9 +11,9 @@ from pathlib import Path
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sf_core.cli.runs import named_run
+from sf_core.cli.runs import find_run
 from sf_core.cli.serving.local_plane import local_plane
-from sf_core.cli.serving.policy import Policy, stored_policy
+from sf_core.cli.serving.policy import Policy, open_stored
 from sf_core.config import RolloutConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.errors import ApiError
@@ -33,7 +33,7 @@ def find_policy(place: str, engine: str) -> Policy:
     if uri and not version.isdecimal():
         uri = ""  # the @ is part of the name
     kind = "torch" if engine == "builtin" else engine
-    return stored_policy(named_run(uri or place), int(version) if uri else None, kind)
+    return open_stored(find_run(uri or place), int(version) if uri else None, kind)
 
 
 def choose_key(host: str, key: str | None) -> str:
@@ -51,7 +51,7 @@ def check_record(record: Path | None) -> None:
         raise ValueError(f"--record {record} is a run's own directory: name another one")
 
 
-def told(policy: Policy, url: str, key: str, record: Path | None) -> str:
+def describe(policy: Policy, url: str, key: str, record: Path | None) -> str:
     """What a client must know."""
     sessions = f'\n  POST {url}/sessions {{"run_id": "{_name(policy, record)}"}} begins one that is recorded'
     return (

@@ -18,7 +18,7 @@ from rich.console import Console
 from sf_core.agents.phases import LateError, Phases, Work
 from sf_core.agents.runner import as_json
 from sf_core.cli.serving.blocking import BlockedError, not_blocking
-from sf_core.cli.serving.conversation import Printer, SessionPrinter, watched
+from sf_core.cli.serving.conversation import Printer, SessionPrinter, keep_looking
 from sf_core.cli.serving.forward import Forward
 from sf_core.cli.serving.local_plane import LocalPlane, listening, local_plane
 from sf_core.cli.serving.mistakes import PhaseError
@@ -104,7 +104,7 @@ async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer)
             printer.say("the agent answered", answer if isinstance(answer, str) else repr(answer))
             work.phase = "agent"
             if not served.num_answers():
-                raise NothingAskedError(_asked_nothing(served))
+                raise NothingAskedError(_explain_silence(served))
             if any("reward" in worker.tags for worker in config.cluster.workers.values()):
                 answer = orjson.loads(as_json(answer))
             scored = await phases.score(work, task, answer)
@@ -119,7 +119,7 @@ async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer)
             failure = PhaseError(_PHASES[work.phase], error, function)
             is_told = isinstance(error, NothingAskedError) or failure.is_of_code or work.phase != "agent"
             if not (is_told or served.has_asked()):
-                printer.say("note", _asked_nothing(served), "bold yellow")
+                printer.say("note", _explain_silence(served), "bold yellow")
             raise failure from error
     return scored
 
@@ -129,7 +129,7 @@ def _say_output(printer: Printer, work: Work) -> None:
         printer.say("output of the command", output)
 
 
-def _asked_nothing(served: _Served) -> str:
+def _explain_silence(served: _Served) -> str:
     return (
         "the agent got no answer from the policy, and a session without one cannot train: its client must "
         f"use endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and endpoint.model"
@@ -213,7 +213,7 @@ def _session(plane: LocalPlane, task: Task, printer: Printer) -> Iterator[_Serve
                 raise ValueError(refusal_of(response))
 
         endpoint = Endpoint(f"{plane.url}/sessions/{session.session_id}/v1", "try-alone", "policy")
-        with watched(shown.look):
+        with keep_looking(shown.look):
             yield _Served(
                 endpoint,
                 shown.look,

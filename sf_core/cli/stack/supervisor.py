@@ -228,14 +228,14 @@ class Process:
 
 def configuration(folder: Path, logs: Path, programs: Iterable[Part], stop_s: float) -> str:
     """Content of supervisord.conf for a stack."""
-    places = {"folder": _escaped(str(folder)), "logs": _escaped(str(logs))}
+    places = {"folder": _escape(str(folder)), "logs": _escape(str(logs))}
     sections = [HEAD.format(**places)]
     for part in programs:
         # `env`, because supervisord's own `environment` cannot hold all values
         command = ["env", *(f"{key}={value}" for key, value in part.env.items()), *part.command]
         if part.gives_way:
             command = ["nice", "-n", "10", *command]
-        line = _escaped(shlex.join(command))
+        line = _escape(shlex.join(command))
         sections.append(PROGRAM.format(name=part.name, command=line, stop_s=stop_s, **places))
         sections.append(ONCE if part.once else KEPT)
     return "".join(sections)
@@ -304,7 +304,7 @@ def _why(said: bytes, logs: Path) -> str:
     return lines[0] if lines else f"see {log}" if log.exists() else "it says nothing"
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     """The value with % doubled, because supervisord expands %(name)s."""
     return value.replace("%", "%%")
 

@@ -99,7 +99,7 @@ class PolicyFolder:
         begin, end = entries[name].data_offsets
         file.seek(begin, SEEK_CUR)
         head = Header({}, {_HEAD: replace(entries[name], data_offsets=(0, end - begin))})
-        Path(self.path, _HEAD_FILE).write_bytes(head.encoded() + file.read(end - begin))
+        Path(self.path, _HEAD_FILE).write_bytes(head.encode() + file.read(end - begin))
         files = dict.fromkeys(entries, FILE_NAME) | {_HEAD: _HEAD_FILE}
         Path(self.path, INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 

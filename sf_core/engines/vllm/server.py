@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sf_core
 from sf_core.child_processes import await_keeper, start_kept
-from sf_core.surroundings import inherited_variables, vllm_python
+from sf_core.surroundings import select_inherited, vllm_python
 from storage.scratch import scratch_folder
 
 _LOG_LINES = 15
@@ -126,5 +126,5 @@ def _short_folder() -> str:
 
 
 def _environment(folder: str, on_cpu: bool) -> dict[str, str]:
-    own = inherited_variables() | _ENVIRONMENT | {"TMPDIR": folder}
+    own = select_inherited() | _ENVIRONMENT | {"TMPDIR": folder}
     return own | (_ENVIRONMENT_ON_CPU if on_cpu else {})

@@ -51,7 +51,7 @@ class HiddenTests(msgspec.Struct, frozen=True):
         return msgspec.json.decode(text, type=cls)
 
     @classmethod
-    def made(
+    def make(
         cls, function: str, solution: str, does: Callable[..., Any], calls: list[list[Any]]
     ) -> HiddenTests:
         """Tests that a solution passes which does this."""

@@ -40,16 +40,16 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"[a-z0-9]+(?:'[a-z]+)?", text.lower())
 
 
-def _quoted(words: list[str]) -> str:
+def _quote(words: list[str]) -> str:
     return " and ".join(f'"{word}"' for word in words)
 
 
-def _fixed(text: str, holds: Callable[[str], bool]) -> Kind:
+def _make_fixed(text: str, holds: Callable[[str], bool]) -> Kind:
     """A constraint without parameters."""
     return Kind(lambda random, split: {}, lambda _: text, lambda answer, _: float(holds(answer)))
 
 
-def _counted(low: int, high: int, text: str, count: Callable[[str], int]) -> Kind:
+def _make_counted(low: int, high: int, text: str, count: Callable[[str], int]) -> Kind:
     """At least `n` of something, with n from low to high. Fewer are worth their share."""
     return Kind(
         lambda random, split: {"n": random.randint(low, high)},
@@ -90,12 +90,12 @@ def _plain(text: str) -> str:
 _KINDS: dict[str, Kind] = {
     "keywords": Kind(
         _draw_words(2),
-        lambda its: f"Use the words {_quoted(its['words'])}.",
+        lambda its: f"Use the words {_quote(its['words'])}.",
         lambda answer, its: _share(its["words"], lambda word: word in words_of(answer)),
     ),
     "forbidden_words": Kind(
         lambda random, split: {"words": [random.choice(("the", "and", "is", "are", "of", "to", "in"))]},
-        lambda its: f"Do not use the word {_quoted(its['words'])}.",
+        lambda its: f"Do not use the word {_quote(its['words'])}.",
         lambda answer, its: _share(its["words"], lambda word: word not in words_of(answer)),
     ),
     "keyword_frequency": Kind(
@@ -113,26 +113,26 @@ _KINDS: dict[str, Kind] = {
         lambda its: f"Use at most {its['n']} words.",
         lambda answer, its: float(len(answer.split()) <= its["n"]),
     ),
-    "at_least_words": _counted(14, 22, "Use at least {n} words.", lambda answer: len(answer.split())),
-    "placeholders": _counted(
+    "at_least_words": _make_counted(14, 22, "Use at least {n} words.", lambda answer: len(answer.split())),
+    "placeholders": _make_counted(
         1,
         2,
         "Use at least {n} placeholder{s} in square brackets, such as [name].",
         lambda answer: len(re.findall(r"\[[^\[\]]+\]", answer)),
     ),
-    "highlights": _counted(
+    "highlights": _make_counted(
         1,
         2,
         "Highlight at least {n} word{s} with asterisks, such as *word*.",
         lambda answer: len(re.findall(r"\*[^\s*][^*\n]*\*", answer)),
     ),
-    "bullets": _counted(
+    "bullets": _make_counted(
         2,
         3,
         "Write {n} bullet points that begin with a hyphen.",
         lambda answer: len(re.findall(r"^\s*[-*] +\S", answer, re.MULTILINE)),
     ),
-    "capital_words": _counted(
+    "capital_words": _make_counted(
         1,
         3,
         "Write at least {n} word{s} in all capital letters.",
@@ -148,10 +148,10 @@ _KINDS: dict[str, Kind] = {
         lambda its: f'End with the words "{its["phrase"]}".',
         lambda answer, its: float(_plain(answer).endswith(_plain(its["phrase"]))),
     ),
-    "postscript": _fixed('Add a postscript that begins with "P.S."', lambda answer: "P.S." in answer),
-    "title": _fixed("Give it a title in double angle brackets, such as <<title>>.", _has_title),
-    "json": _fixed("Answer with a JSON object.", _is_json),
-    "quotation": _fixed(
+    "postscript": _make_fixed('Add a postscript that begins with "P.S."', lambda answer: "P.S." in answer),
+    "title": _make_fixed("Give it a title in double angle brackets, such as <<title>>.", _has_title),
+    "json": _make_fixed("Answer with a JSON object.", _is_json),
+    "quotation": _make_fixed(
         "Put the whole answer into double quotation marks.",
         lambda answer: (
             len(answer) > 2
@@ -159,10 +159,10 @@ _KINDS: dict[str, Kind] = {
             and answer[-1] in '"\N{RIGHT DOUBLE QUOTATION MARK}'
         ),
     ),
-    "lower_case": _fixed("Use small letters only.", lambda answer: answer == answer.lower()),
-    "upper_case": _fixed("Use capital letters only.", lambda answer: answer == answer.upper()),
-    "no_comma": _fixed("Do not use any commas.", lambda answer: "," not in answer),
-    "question": _fixed("Write it as a question.", lambda answer: answer.rstrip('"').endswith("?")),
+    "lower_case": _make_fixed("Use small letters only.", lambda answer: answer == answer.lower()),
+    "upper_case": _make_fixed("Use capital letters only.", lambda answer: answer == answer.upper()),
+    "no_comma": _make_fixed("Do not use any commas.", lambda answer: "," not in answer),
+    "question": _make_fixed("Write it as a question.", lambda answer: answer.rstrip('"').endswith("?")),
 }
 
 _USES = {

@@ -12,13 +12,13 @@ from sf_core.environments.environment import Environment
 from sf_core.environments.instructions.constraints import KINDS, draw_kinds, words_of
 from sf_core.environments.instructions.words import subjects
 from sf_core.environments.splits import Split
-from sf_core.settings import shown
+from sf_core.settings import quote
 from sf_core.types import Endpoint, Task
 
 
 def _is_kind(name: str) -> str:
     if name not in KINDS:
-        raise ValueError(f"there is no kind {shown(name)}; there are {', '.join(KINDS)}")
+        raise ValueError(f"there is no kind {quote(name)}; there are {', '.join(KINDS)}")
     return name
 
 

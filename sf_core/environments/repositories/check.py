@@ -44,14 +44,14 @@ async def _faults(environment: Repositories) -> dict[str, str]:
     """What is wrong, by the ids of the instances that are not right."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def told(instance_id: str) -> str | None:
+    async def find(instance_id: str) -> str | None:
         async with gate:
             try:
                 return await fault_of(environment, instance_id)
             except (ValueError, SandboxError) as error:
                 return f"{error}"
 
-    faults = await asyncio.gather(*map(told, environment.instances))
+    faults = await asyncio.gather(*map(find, environment.instances))
     return {name: fault for name, fault in zip(environment.instances, faults, strict=True) if fault}
 
 

@@ -98,7 +98,7 @@ class Repositories(Environment):
     async def failing(self, instance_id: str, answer: Any) -> dict[str, str]:
         """The named tests that do not pass with such an answer, and why. Raises ValueError with one sentence
         if the row is to blame."""
-        async with self._given(instance_id) as given:
+        async with self._open(instance_id) as given:
             failing = await failing_tests(*given, answer, self.timeout_s)
         if failing and (fault := await self.fault_of_row(instance_id)):
             number = list(self.instances).index(instance_id) + 1
@@ -119,11 +119,11 @@ class Repositories(Environment):
         return self._faults[instance_id]
 
     async def _ask_row(self, instance_id: str) -> str | None:
-        async with self._given(instance_id) as given:
+        async with self._open(instance_id) as given:
             return await fault_of_row(*given, self.timeout_s)
 
     @asynccontextmanager
-    async def _given(self, instance_id: str) -> AsyncIterator[tuple[Sandbox, Instance, dict[str, bytes]]]:
+    async def _open(self, instance_id: str) -> AsyncIterator[tuple[Sandbox, Instance, dict[str, bytes]]]:
         """A sandbox with the repository, the instance, and the repository's files."""
         instance = self.instances[instance_id]
         base = await asyncio.to_thread(self._base, instance)

@@ -59,16 +59,16 @@ def cut(patch: str, protected: re.Pattern[str]) -> str:
     """The patch without its parts that change files of such names; nothing if nothing is left to apply. GNU
     patch cannot leave files out, and a part that does not fit would spoil the others. A patch may be made to
     deceive this, so it protects no file."""
-    parts = [(part, _changed_by(part)) for part in _PART.split(patch)]
+    parts = [(part, _find_changed(part)) for part in _PART.split(patch)]
     kept = [(part, name) for part, name in parts if name is None or not protected.match(name)]
     is_left = len(kept) == len(parts) or any(name for _, name in kept)
     return "".join(part for part, _ in kept) if is_left else ""
 
 
-def _changed_by(part: str) -> str | None:
+def _find_changed(part: str) -> str | None:
     """The file that is changed by a part of a patch, or None if it does not say."""
     header = part.partition("\n@@ ")[0]
-    facts = {what: _unquoted(name) for what, name in _FACT.findall(header)}
+    facts = {what: _unquote(name) for what, name in _FACT.findall(header)}
     for what in ("rename to", "copy to", "+++", "---"):
         if name := facts.get(what):
             # these alone have no a/ or b/ before them
@@ -77,12 +77,12 @@ def _changed_by(part: str) -> str | None:
     if found := _HEADER.search(header):
         # the name stands there twice, and may have spaces
         half = len(found[1]) // 2
-        names = {_unquoted(name).partition("/")[2] for name in (found[1][:half], found[1][half + 1 :])}
+        names = {_unquote(name).partition("/")[2] for name in (found[1][:half], found[1][half + 1 :])}
         return normpath(names.pop()) if len(names) == 1 else None
     return None
 
 
-def _unquoted(name: str) -> str:
+def _unquote(name: str) -> str:
     """A name as git writes it, with what follows it, as dates do."""
     if quoted := _QUOTED.match(name):
         escaped = quoted[1].encode(errors="backslashreplace").decode("unicode_escape", "replace")

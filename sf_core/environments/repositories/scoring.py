@@ -12,7 +12,7 @@ from fnmatch import translate
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from sf_core.agents.command_output import NoAnswerError, Written
+from sf_core.agents.command_output import CommandOutput, NoAnswerError
 from sf_core.agents.folders import is_name_below
 from sf_core.agents.sandbox import Ended, Sandbox, SandboxError
 from sf_core.environments.repositories.dataset import Instance, paths_in
@@ -44,13 +44,13 @@ for folder, folders, files in os.walk("."):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaseOutcome:
     passed: bool
     why: str
     """What pytest tells of a test that failed."""
 
 
-NOT_RUN = Outcome(False, "it is not there, was skipped, or the tests ended before it")
+NOT_RUN = CaseOutcome(False, "it is not there, was skipped, or the tests ended before it")
 
 
 async def failing_tests(
@@ -119,11 +119,11 @@ async def run_tests(
     timeout_s: float,
     tests: Iterable[str] | None = None,
     max_failing: int = 0,
-) -> dict[str, Outcome]:
+) -> dict[str, CaseOutcome]:
     """Outcomes of these tests, or of all in the files, as far as they were run to their end. `max_failing`:
     no test is run after so many have failed; 0: all are."""
     _, _, told = await _run_pytest(box, files, timeout_s, tests, max_failing=max_failing)
-    return {facts["test"]: Outcome(facts["passed"], facts["why"]) for facts in told}
+    return {facts["test"]: CaseOutcome(facts["passed"], facts["why"]) for facts in told}
 
 
 async def _run_pytest(
@@ -133,7 +133,7 @@ async def _run_pytest(
     tests: Iterable[str] | None,
     max_failing: int = 0,
     only_collects: bool = False,
-) -> tuple[Ended, Written, list[dict[str, Any]]]:
+) -> tuple[Ended, CommandOutput, list[dict[str, Any]]]:
     """How it ended, what it wrote, and what inside.py has told."""
     word = secrets.token_hex(16)
     asked = {
@@ -143,7 +143,7 @@ async def _run_pytest(
         "max_failing": max_failing,
         "only_collects": only_collects,
     }
-    written = Written()
+    written = CommandOutput()
     words = ["python3", "-s", "-P", "-c", INSIDE]
     ended = await box.run(words, stdin=json.dumps(asked), timeout_s=timeout_s, env=VARIABLES, written=written)
     try:

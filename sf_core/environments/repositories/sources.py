@@ -41,7 +41,7 @@ def files_at(place: str, repo: str, commit: str) -> dict[str, bytes]:
     archive = _archive(place, repo, commit)
     if archive is None:
         raise ValueError(f"{place} has no longer {repo} at {commit}")
-    return _unpacked(read_bytes(archive), repo.partition("/")[2])
+    return _unpack(read_bytes(archive), repo.partition("/")[2])
 
 
 def _slug(repo: str) -> str:
@@ -86,7 +86,7 @@ def _from_git(folder: Path, commit: str) -> dict[str, bytes]:
     return files
 
 
-def _unpacked(archive: bytes, name: str) -> dict[str, bytes]:
+def _unpack(archive: bytes, name: str) -> dict[str, bytes]:
     files = {}
     with tarfile.open(fileobj=io.BytesIO(archive)) as members:
         for member in members:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from sysconfig import get_path
 
-from sf_core.agents.command_output import Transcript, Written
+from sf_core.agents.command_output import CommandOutput, Transcript
 from sf_core.agents.sandbox import Sandbox, SandboxError
 from sf_core.config.programs import SandboxLimits
 
@@ -64,7 +64,7 @@ async def run_shell(box: Sandbox, command: str, timeout_s: float) -> str:
 
 
 async def _by_git(box: Sandbox, script: str, *words: str) -> str:
-    written = Written()
+    written = CommandOutput()
     ended = await box.run(["sh", "-c", script, "sh", *words], timeout_s=GIT_S, written=written)
     if ended.status != 0:
         raise SandboxError(f"git in the sandbox ended with {ended.status}: {written.last_lines()}")

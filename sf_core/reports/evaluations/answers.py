@@ -21,7 +21,7 @@ _COLUMNS = ["task_id", "session_id", "branch_id", "messages", "reward", "status"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GivenAnswer:
     """The last answer of a session."""
 
     prompt: str
@@ -31,29 +31,29 @@ class Answer:
     """A failed session has the reward that the run gives it."""
 
 
-def read_answers(uris: list[str]) -> dict[str, list[Answer]]:
+def read_answers(uris: list[str]) -> dict[str, list[GivenAnswer]]:
     """Answers by task id, in the order of the sessions. Raises ValueError if a file is missing or broken."""
     table = pa.concat_tables([read_trajectories(uri, _COLUMNS) for uri in uris])
     sessions: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in table.to_pylist():
         sessions[row["session_id"]].append(row)
-    found: dict[str, list[Answer]] = defaultdict(list)
+    found: dict[str, list[GivenAnswer]] = defaultdict(list)
     for rows in sessions.values():
         # the last branch has the newest turn
         messages = json.loads(rows[-1]["messages"])
         prompt = next((_text(message) for message in messages if message["role"] == "user"), "")
         text = next((_text(message) for message in reversed(messages) if message["role"] == "assistant"), "")
-        found[rows[0]["task_id"]].append(Answer(prompt, text, rows[0]["reward"] or 0.0))
+        found[rows[0]["task_id"]].append(GivenAnswer(prompt, text, rows[0]["reward"] or 0.0))
     return found
 
 
-def answers_of(view: RunView, version: int) -> dict[str, list[Answer]]:
+def answers_of(view: RunView, version: int) -> dict[str, list[GivenAnswer]]:
     """Answers to the held-out tasks of a version's evaluation; nothing if it was not evaluated."""
     found = view.sampling(version, "evaluate")
     return read_answers(found.uris) if found is not None and found.uris else {}
 
 
-Pair = tuple[Answer, Answer]
+Pair = tuple[GivenAnswer, GivenAnswer]
 
 
 def compare_ends(view: RunView, versions: Collection[int]) -> tuple[int | None, int | None, list[Pair]]:

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from sf_core.config import RunConfig
-from sf_core.reports.evaluations.answers import SHOWN, Answer, answers_of
+from sf_core.reports.evaluations.answers import SHOWN, GivenAnswer, answers_of
 from sf_core.reports.view import open_run
 from storage import files
 from storage.run_directory import RunDirectory
@@ -57,11 +57,11 @@ class Comparison:
     won: int = 0
     """Tasks that earned more after than before."""
     lost: int = 0
-    examples: list[tuple[Answer | None, Answer]] = field(default_factory=list)
+    examples: list[tuple[GivenAnswer | None, GivenAnswer]] = field(default_factory=list)
     """First answers before and after to the first tasks."""
 
 
-Answers = Mapping[str, Sequence[Answer]]
+Answers = Mapping[str, Sequence[GivenAnswer]]
 
 
 def compare(after: str, before: str | None, changed: Sequence[str]) -> Comparison:
@@ -73,7 +73,7 @@ def compare(after: str, before: str | None, changed: Sequence[str]) -> Compariso
         changed=list(changed),
         tasks=new.config.evaluate.num_tasks,
         answers=new.config.evaluate.answers,
-        after=new.measured(),
+        after=new.measure(),
         examples=[(None, own[0]) for own in list(new.answers.values())[:SHOWN]],
     )
     if before is None:
@@ -88,7 +88,7 @@ def compare(after: str, before: str | None, changed: Sequence[str]) -> Compariso
     gains = np.array([new.mean(task) - old.mean(task) for task in tasks] + unknown)
     return replace(
         alone,
-        before=old.measured(),
+        before=old.measure(),
         difference=float(gains.mean()),
         interval=bootstrap(gains),
         won=int((gains > 0).sum()),
@@ -115,7 +115,7 @@ class _Side:
         rewards = self.rewards(task)
         return sum(rewards) / len(rewards)
 
-    def measured(self) -> Measured:
+    def measure(self) -> Measured:
         evaluate = self.config.evaluate
         num_unanswered = max(0, evaluate.num_tasks - len(self.answers))
         rewards = [self.rewards(task) for task in self.answers]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import UNTOLD, Conversation, Format, Row, Turn
+from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredChat, Turn
 from storage import files
 
 SOURCES = {"assistant": "agent", "user": "user"}
@@ -28,7 +28,7 @@ class Atif(Format):
 
     ending = ""
 
-    def convert(self, conversation: Conversation) -> Row | str:
+    def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.sampled is None:
             return UNTOLD
         facts = conversation.facts | {"parent_branch_id": conversation.parent_branch_id}
@@ -59,7 +59,7 @@ class Atif(Format):
             raise
 
 
-def _steps(conversation: Conversation, sampled: Sequence[Turn | None]) -> list[dict[str, Any]]:
+def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     for message, turn in zip(conversation.messages, sampled, strict=True):
         if message["role"] == "tool":
@@ -83,17 +83,17 @@ def _said(message: Message) -> dict[str, Any]:
     if thought := message.get("reasoning_content"):
         said["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
-        said["tool_calls"] = [{"tool_call_id": call["id"], **_called(call["function"])} for call in calls]
+        said["tool_calls"] = [{"tool_call_id": call["id"], **_convert(call["function"])} for call in calls]
     if unparsed := message.get("unparsed_calls"):
         said["extra"] = {"unparsed_calls": unparsed}
     return said
 
 
-def _called(function: dict[str, Any]) -> dict[str, Any]:
+def _convert(function: dict[str, Any]) -> dict[str, Any]:
     return {"function_name": function["name"], "arguments": function["arguments"]}
 
 
-def _metrics(conversation: Conversation, turn: Turn) -> dict[str, Any]:
+def _metrics(conversation: StoredChat, turn: Turn) -> dict[str, Any]:
     start, end = turn["start"], turn["end"]
     told = {name: value for name, value in turn.items() if name not in ("role", "start", "end")}
     metrics = {

@@ -34,7 +34,7 @@ _PER_TOKEN = {"token_ids": None, "logprobs": np.nan, "policy_versions": NOT_SAMP
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class StoredChat:
     messages: list[Message]
     sampled: list[Turn | None] | None
     """For each message the turn that sampled it, unless an earlier branch has it; None if that cannot be
@@ -73,7 +73,7 @@ class Format:
     def __init__(self, parts: Sequence[str]) -> None:
         """`parts` is ignored: JSON needs no schema before writing."""
 
-    def render(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: StoredChat) -> Rendered:
         """Messages and tools with all that templates read."""
         messages = [
             {name: value for name, value in message.items() if name != "unparsed_calls"}
@@ -81,7 +81,7 @@ class Format:
         ]
         return messages, json.loads(conversation.tools or "[]")
 
-    def convert(self, conversation: Conversation) -> Row | str:
+    def convert(self, conversation: StoredChat) -> Row | str:
         """A row, or the reason why the format cannot hold it."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Format:
                 file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
-def read_conversations(uri: str) -> Iterator[list[Conversation]]:
+def read_conversations(uri: str) -> Iterator[list[StoredChat]]:
     iteration = iteration_of(uri)
     # `iteration` is in the URI, not in the file
     columns = [name for name in FACTS if name != "iteration"]
@@ -108,13 +108,13 @@ def read_conversations(uri: str) -> Iterator[list[Conversation]]:
 
 def _conversation(
     row: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
-) -> Conversation:
+) -> StoredChat:
     # formats have texts; parts of one would make columns of two types
     messages = [message | {"content": text_of(message)} for message in json.loads(row["messages"])]
     turns = row["turns"]
-    return Conversation(
+    return StoredChat(
         messages,
-        _sampled(messages, turns, row["shared_prefix"]),
+        _find_sampled(messages, turns, row["shared_prefix"]),
         row["tools"],
         turns,
         token_ids,
@@ -126,7 +126,7 @@ def _conversation(
     )
 
 
-def _sampled(
+def _find_sampled(
     messages: Sequence[Message], turns: Sequence[Turn], shared_prefix: int
 ) -> list[Turn | None] | None:
     """See `Conversation.sampled`. A turn may cover several messages (tool results with one end, a prompt

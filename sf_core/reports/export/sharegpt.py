@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import Conversation, Format, Row
+from sf_core.reports.export.conversations import Format, Row, StoredChat
 
 
 class ShareGpt(Format):
@@ -14,7 +14,7 @@ class ShareGpt(Format):
     function_call, strictly alternating. Consecutive messages of one speaker are joined; text beside a call is
     left out, as there. `tools` is JSON text."""
 
-    def convert(self, conversation: Conversation) -> Row | str:
+    def convert(self, conversation: StoredChat) -> Row | str:
         messages = conversation.messages
         system = [message["content"] for message in messages if message["role"] == "system"]
         turns: list[dict[str, str]] = []

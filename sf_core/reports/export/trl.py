@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sf_core.reports.export.conversations import UNTOLD, Conversation, Format, Row
+from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredChat
 
 
 class Trl(Format):
@@ -10,7 +10,7 @@ class Trl(Format):
     huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl). Its trainers
     take `tools` as JSON text too, which `datasets` leaves as it is."""
 
-    def convert(self, conversation: Conversation) -> Row | str:
+    def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.trained is None:
             return UNTOLD
         first = conversation.trained.index(True) if True in conversation.trained else 0

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.reports.export.conversations import FACTS, MAX_ROWS, UNTOLD, Conversation, Format, Rendered, Row
+from sf_core.reports.export.conversations import FACTS, MAX_ROWS, UNTOLD, Format, Rendered, Row, StoredChat
 from storage import files
 from storage.trajectories import iter_trajectories
 
@@ -30,11 +30,11 @@ class Verl(Format):
         distinct = {text for uri in parts for text in _distinct_tools(uri)}
         self._tools, self._type = _in_parquet({text: json.loads(text) for text in sorted(distinct)})
 
-    def render(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: StoredChat) -> Rendered:
         tools = None if conversation.tools is None else self._tools.get(conversation.tools)
         return self._messages(conversation), tools or []
 
-    def convert(self, conversation: Conversation) -> Row | str:
+    def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.trained is None:
             return UNTOLD
         if True not in conversation.trained:
@@ -52,7 +52,7 @@ class Verl(Format):
             for rows in parts:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
 
-    def _messages(self, conversation: Conversation) -> list[Message]:
+    def _messages(self, conversation: StoredChat) -> list[Message]:
         trained = conversation.trained or [False] * len(conversation.messages)
         return [
             {

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sf_core.reports.html.session_list import SessionFacts, list_sessions, telling
-from sf_core.reports.view import Sampling
+from sf_core.reports.view import SessionSet
 from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory
 from storage.trajectories import to_rows
 
@@ -60,7 +60,7 @@ class Embedded:
         return sum(map(len, self.blocks))
 
 
-def embed_sessions(samplings: Sequence[Sampling], budget: int) -> Embedded:
+def embed_sessions(samplings: Sequence[SessionSet], budget: int) -> Embedded:
     """Blocks of at most `budget` characters in total. Raises ValueError if a file is missing or broken."""
     newest_first = [(sampling, list_sessions(sampling)) for sampling in reversed(samplings)]
     embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
@@ -80,7 +80,7 @@ def compress(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data)).decode()
 
 
-def _embed(embedded: Embedded, sampling: Sampling, sessions: Sequence[SessionFacts], budget: int) -> bool:
+def _embed(embedded: Embedded, sampling: SessionSet, sessions: Sequence[SessionFacts], budget: int) -> bool:
     """Add the sessions that fit; returns whether any did."""
     num_before = len(embedded.blocks)
     table = sampling.read(SCHEMA.names)

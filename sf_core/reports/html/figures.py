@@ -113,11 +113,11 @@ def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
             waiting = pa.array(["not filtered yet"] * len(table), pa.string())
             rows += _group_rows(number, table.append_column("decision", waiting))
     if "rollout" in stages:
-        rows += _rejected_rows(run, number, stages["rollout"])
+        rows += _read_rejected(run, number, stages["rollout"])
     return rows
 
 
-def _rejected_rows(run: RunDirectory, iteration: int, rollout: Manifest) -> list[list[Any]]:
+def _read_rejected(run: RunDirectory, iteration: int, rollout: Manifest) -> list[list[Any]]:
     """Task and rewards of rejected groups are in the outcomes of runs that choose, and nowhere else."""
     if not (rejected := rollout.data["rejected"]):
         return []

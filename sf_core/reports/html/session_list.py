@@ -9,7 +9,7 @@ from heapq import nlargest
 import numpy as np
 import pyarrow.compute as pc
 
-from sf_core.reports.view import Sampling
+from sf_core.reports.view import SessionSet
 from storage.schema import SCHEMA
 
 _OF_BRANCHES = {
@@ -46,7 +46,7 @@ class SessionFacts:
     interruptions: int
 
 
-def list_sessions(sampling: Sampling) -> list[SessionFacts]:
+def list_sessions(sampling: SessionSet) -> list[SessionFacts]:
     """One line per session. Raises ValueError with one sentence if a file is missing or broken."""
     table = sampling.read(["session_id", "loss_mask", *(_OF_BRANCHES.keys() & {*SCHEMA.names})])
     mask = table["loss_mask"].combine_chunks()

@@ -32,7 +32,7 @@ def inspect_tasks(uri: str) -> RenderableType:
     """Tables of sources and tasks. Raises ValueError with one sentence if there is no run or a file is
     broken."""
     view = open_run(uri)
-    rows = list(read_outcomes(view.run, before=len(view.committed("rollout"))))
+    rows = list(read_outcomes(view.run, before=len(view.read_committed("rollout"))))
     rollout = view.run.read_config(RunConfig).rollout
     if not rows:
         return Text(_absence(view.run.run_id, rollout.chooses))

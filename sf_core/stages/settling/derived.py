@@ -51,7 +51,7 @@ def derive(
     not fit into the model."""
     found = _by_settings(config)
     if parameters is not None:
-        found = _by_policy(config.filled(values_of(found)), parameters, folder, prompts) | found
+        found = _by_policy(config.fill(values_of(found)), parameters, folder, prompts) | found
     return {key: derived for key, derived in found.items() if config.leaves_open(key)}
 
 
@@ -77,7 +77,7 @@ def read_with_derived(directory: RunDirectory) -> RunConfig:
     """The stored configuration, and the values that were derived where the run began. Raises ValueError if
     there is no run."""
     config, start = directory.read_config(RunConfig), directory.read_manifest(None, "start")
-    return config if start is None else config.filled(_read_values(start.data))
+    return config if start is None else config.fill(_read_values(start.data))
 
 
 def _read_values(data: Mapping[str, Any]) -> dict[str, Any]:

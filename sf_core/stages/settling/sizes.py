@@ -10,7 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
-from sf_core.reports.cleanup import KEPT_EVERY, kept_weights
+from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of, warm_rate
 from sf_core.stages.settling.start_folder import folder_to_start_from
@@ -63,7 +63,7 @@ class PolicySizes:
         else:
             return None
         derived = derive(config, parameters, folder, first_prompts(config))
-        config = config.filled(values_of(derived))
+        config = config.fill(values_of(derived))
         policy, engine = config.policy, config.engine
         networks = 1 if config.train.critic is None else 2
         cache = None
@@ -198,7 +198,7 @@ def _gb(num_bytes: int) -> str:
 
 def _explain_kept(sizes: PolicySizes) -> str:
     """Which versions stay, in words."""
-    newest = kept_weights(sizes.config.train, sizes.weights)
+    newest = num_kept_weights(sizes.config.train, sizes.weights)
     if newest is None:
         return "which all stay"
     return f"of which the newest {newest}, every {KEPT_EVERY}th and those that are evaluated stay"
@@ -207,7 +207,7 @@ def _explain_kept(sizes: PolicySizes) -> str:
 def _disk_bytes(sizes: PolicySizes) -> int:
     """What weights and checkpoints take at the end, with the start folder and the exported policy."""
     train, last = sizes.config.train, sizes.config.train.iterations
-    keep = kept_weights(train, sizes.weights) or last
+    keep = num_kept_weights(train, sizes.weights) or last
     # one that is being published is beside the newest
     often = (KEPT_EVERY, sizes.config.evaluate.every)
     versions = sum(v >= last - keep or any(v % n == 0 for n in often) for v in range(1, last + 1))

@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import differing
 from sf_core.reports.view import RunView
-from sf_core.settings import shown
+from sf_core.settings import quote
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
 from storage.run_directory import RunDirectory
 
@@ -67,7 +67,7 @@ def settle_config(config: RunConfig, tell: Callable[[str], None] = log.warning) 
         tell(f"run {config.run_id} has no batch yet and begins anew, with {', '.join(changed)}")
     elif RunDirectory(config.run_dir).exists():
         return _merge_with_stored(config, tell, _refuse_early_end)
-    return config.filled(values_of(derive(config)))
+    return config.fill(values_of(derive(config)))
 
 
 def begins_anew(config: RunConfig) -> list[str]:
@@ -169,4 +169,4 @@ def _refuse_another_measure(run: RunDirectory, key: str, before: Any, given: Any
 
 
 def _text(value: Any) -> str:
-    return "none" if value is None else shown(value)
+    return "none" if value is None else quote(value)

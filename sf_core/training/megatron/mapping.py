@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from storage.tensors.shards import Place
+from storage.tensors.shards import Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ParameterPart:
     """What a parameter of Megatron's has of a tensor."""
 
     name: str
-    place: Place
+    place: Slice
     of: Callable[[torch.Tensor], torch.Tensor]
     """View of the piece in a tensor of the parameter's shape, or one that can be reshaped to the place."""
     replicated: bool
@@ -77,7 +77,7 @@ class ParameterParts:
             return list(self._split_gated(prefix, size))
         if own in ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"):
             whole = (size[0], size[1] * self.parts)
-            place = Place(whole, (0, self.rank * size[1]), size)
+            place = Slice(whole, (0, self.rank * size[1]), size)
             return [ParameterPart(prefix + NAMES[own], place, lambda tensor: tensor, replicated=False)]
         return [_replicate(prefix + NAMES[own], size)]
 
@@ -87,7 +87,7 @@ class ParameterParts:
         total = self.vocab_size
         own = vocabulary_rows(total, size[0], self.rank)
         num_rows = own.stop - own.start
-        place = Place((total, size[1]), (own.start, 0), (num_rows, size[1]))
+        place = Slice((total, size[1]), (own.start, 0), (num_rows, size[1]))
         return ParameterPart(name, place, lambda tensor: tensor[:num_rows], replicated=False)
 
     def _heads(self, prefix: str, kind: str, size: tuple[int, ...]) -> Iterator[ParameterPart]:
@@ -118,7 +118,7 @@ class ParameterParts:
         self, name: str, size: tuple[int, ...], of: Callable[[torch.Tensor], torch.Tensor]
     ) -> ParameterPart:
         """This rank's part of a tensor of whose rows each tensor-parallel rank has as many."""
-        place = Place((size[0] * self.parts, *size[1:]), (size[0] * self.rank, *[0] * (len(size) - 1)), size)
+        place = Slice((size[0] * self.parts, *size[1:]), (size[0] * self.rank, *[0] * (len(size) - 1)), size)
         return ParameterPart(name, place, of, replicated=False)
 
 
@@ -128,4 +128,4 @@ def vocabulary_rows(vocabulary: int, padded: int, rank: int) -> slice:
 
 
 def _replicate(name: str, size: tuple[int, ...]) -> ParameterPart:
-    return ParameterPart(name, Place.whole(size), lambda tensor: tensor, replicated=True)
+    return ParameterPart(name, Slice.whole(size), lambda tensor: tensor, replicated=True)

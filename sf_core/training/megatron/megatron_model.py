@@ -41,7 +41,7 @@ from sf_core.training.packing import Microbatch
 from sf_core.training.torch.ranks import Ranks, exchange
 from sf_core.training.torch.trained_model import AdamSettings, TokenLoss
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
-from storage.tensors.shards import Place, Slices
+from storage.tensors.shards import Slice, Slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class MegatronModel:
         return all(bool(parameter.isfinite().all()) for parameter in self._pieces)
 
     @property
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, Slice]:
         return {piece.name: piece.place for pieces in self._pieces.values() for piece in pieces}
 
     def slices(self, parts: Sequence[str]) -> Slices:
@@ -294,7 +294,7 @@ def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, _Ra
                 yield parameter, _Range(master, where["param"].start, where["param"].end)
 
 
-def _read_slices(model_dir: str, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
+def _read_slices(model_dir: str, places: Mapping[str, Slice]) -> dict[str, torch.Tensor]:
     """Slices of the tensors of a Hugging Face folder. Raises ValueError if it lacks one."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(Path(model_dir).glob("*.safetensors")):

@@ -116,7 +116,7 @@ def _policy_folder(run: TrainedRun, version: int) -> Iterator[str]:
         yield start
         return
     if version not in run.directory.list_versions("weights"):
-        kept = ", ".join(map(str, RunView(run.directory).kept_versions()))
+        kept = ", ".join(map(str, RunView(run.directory).list_kept_versions()))
         raise ValueError(
             f"{run.directory.weights_dir(version)}: is not there any more, and version {version} is the "
             f"reference of train.loss.kl in this step; these versions are kept: {kept}"

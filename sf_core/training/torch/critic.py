@@ -12,7 +12,7 @@ from sf_core.recipes.losses import Critic
 from sf_core.training.packing import Microbatch, Row
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
 from storage.tensors.checkpoints import PARTS
-from storage.tensors.shards import Place, Slices
+from storage.tensors.shards import Slice, Slices
 
 _PREFIX = "critic."
 """Before the names of its parameters in checkpoints."""
@@ -28,7 +28,7 @@ class PolicyAndCritic:
         return all(model.is_finite() for model in self._models.values())
 
     @property
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, Slice]:
         return {f"{key}{name}": p for key, model in self._models.items() for name, p in model.places.items()}
 
     def slices(self, parts: Sequence[str]) -> Slices:

@@ -8,9 +8,9 @@ import torch
 
 from sf_core.config.run_config import DtypeName
 from storage.files import FileRef, is_local
-from storage.tensors.shared_memory import shared
+from storage.tensors.shared_memory import share
 from storage.tensors.tensor_bytes import TensorBytes
-from storage.tensors.weight_delta import save_delta, stored_base
+from storage.tensors.weight_delta import open_base, save_delta
 from storage.tensors.weights import DIGEST, pack_weights, save_tensors, save_weights
 
 
@@ -31,11 +31,9 @@ class Publisher:
             return save_weights(folder, weights, version)
         packed = pack_weights(weights, version, self.dtype)
         refs = save_tensors(folder, packed)
-        delta = save_delta(
-            folder, self._find_kept(version - 1) or stored_base(before, packed), packed, version
-        )
+        delta = save_delta(folder, self._find_kept(version - 1) or open_base(before, packed), packed, version)
         self._last = None  # before another copy is made
-        self._last = version, packed if is_local(folder) else shared(packed, packed.header.metadata[DIGEST])
+        self._last = version, packed if is_local(folder) else share(packed, packed.header.metadata[DIGEST])
         return [*refs, delta] if delta else refs
 
     def _find_kept(self, version: int) -> TensorBytes | None:

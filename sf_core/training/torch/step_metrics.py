@@ -58,7 +58,7 @@ def divergence(
     `kl` is the k3 estimator of KL(behaviour || policy) (Schulman 2020): unbiased and never negative.
     `clipped` marks tokens that the loss keeps from going further."""
     ratio = replace(tokens, old=behaviour).ratio
-    low, high = policy_loss.bounded(tokens)
+    low, high = policy_loss.find_bounded(tokens)
     found = {
         "ratio": ratio,
         "ratio_square": ratio.square(),

@@ -18,7 +18,7 @@ from sf_core.recipes.advantages import Gae
 from sf_core.recipes.losses import LossConfig, PolicyLoss, mean_over
 from sf_core.recipes.samples import Samples, Score, Values
 from sf_core.recipes.tables import samples_of
-from sf_core.recipes.weights import taught
+from sf_core.recipes.weights import weigh
 from sf_core.training.packing import Microbatch, Row, share
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.trained_model import TrainedModel
@@ -86,7 +86,7 @@ def prepare_rows(
     if config.needs:
         samples = replace(samples_of(training_rows(batch), version), scores=scores)
         samples = replace(samples, rewards=samples.rewards - _penalties(samples, loss))
-        advantages, weights = taught(samples, config.advantage, config.weights)
+        advantages, weights = weigh(samples, config.advantage, config.weights)
         maps = zip(found, advantages, weights, strict=True)
         found = [replace(row, advantages=a, weights=w) for row, a, w in maps]
         if isinstance(config.advantage, Gae):
@@ -126,7 +126,7 @@ def fit_policy_loss(rows: Sequence[Row], scores: Mapping[Score, Values], loss: L
         mask, old = row.loss_mask, row.logprobs if row.old is None else row.old
         log_ratios.append((start[mask] - old[mask]).astype(np.float64))
         advantages.append(row.advantages[mask].astype(np.float64))
-    return loss.policy.fitted(np.concatenate(log_ratios), np.concatenate(advantages))
+    return loss.policy.fit(np.concatenate(log_ratios), np.concatenate(advantages))
 
 
 def weigh_rows(rows: Sequence[Row], loss: LossConfig) -> tuple[list[Row], float]:

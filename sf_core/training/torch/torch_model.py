@@ -20,7 +20,7 @@ from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, exchange
 from sf_core.training.torch.trained_model import AdamSettings, TokenLoss
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
-from storage.tensors.shards import Place, Slices
+from storage.tensors.shards import Slice, Slices
 
 
 class TorchModel:
@@ -100,9 +100,9 @@ class TorchModel:
         return all(bool(_own(p).isfinite().all()) for p in self._parameters.values())
 
     @property
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, Slice]:
         return {
-            name: Place.rows(tuple(p.shape), self.share, self.num_shares)
+            name: Slice.rows(tuple(p.shape), self.share, self.num_shares)
             for name, p in self._parameters.items()
         }
 

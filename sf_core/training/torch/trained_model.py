@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from sf_core.training.packing import Microbatch
-from storage.tensors.shards import Place, Slices
+from storage.tensors.shards import Slice, Slices
 
 TokenLoss = Callable[[Microbatch, torch.Tensor, torch.Tensor], torch.Tensor]
 """(microbatch, log-probs [M], entropies [M]) -> the loss [], whose gradient flows through both."""
@@ -56,7 +56,7 @@ class TrainedModel(Protocol):
         ...
 
     @property
-    def places(self) -> Mapping[str, Place]:
+    def places(self) -> Mapping[str, Slice]:
         """What this rank wants of each parameter of a checkpoint, by name."""
         ...
 

@@ -32,7 +32,7 @@ from sf_core.training.torch.step_metrics import (
 from sf_core.training.torch.teaching import References, fit_policy_loss, prepare_rows, scores_of, weigh_rows
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
 from storage.files import FileRef
-from storage.tensors.checkpoints import MASTER, PARTS, Progress, load_checkpoint, save_shard
+from storage.tensors.checkpoints import MASTER, PARTS, TrainerProgress, load_checkpoint, save_shard
 
 
 def _no_reference(version: int) -> AbstractContextManager[TrainedModel]:
@@ -228,7 +228,7 @@ class ModelTrainer:
         self._ranks.gather(None)
         held = self.held.slices(PARTS).items()
         slices = {name: (place, tensor.to("cpu")) for name, (place, tensor) in held}
-        progress = Progress(version=self.version, optimizer_steps=self._optimizer_steps)
+        progress = TrainerProgress(version=self.version, optimizer_steps=self._optimizer_steps)
         patience_s = self.config.gang_timeout_s
         self._background.begin(partial(save_shard, folder, slices, rank, size, progress, patience_s))
 

@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import sweep_run
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Task
-from sf_core.user_code import called
+from sf_core.user_code import name_function
 from tests.e2e.echo_package import agent as ask
 from tests.patience import patience
 from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
@@ -163,19 +163,20 @@ def scores_nothing(task: Task, answer: Any) -> None:
         (
             {"agent": silent, "reward": strip},
             "reward_error",
-            f"ValueError: the agent {called(silent)} answered None, of which the reward function "
-            f"{called(strip)} made AttributeError: 'NoneType' object has no attribute 'strip'",
+            f"ValueError: the agent {name_function(silent)} answered None, of which the reward function "
+            f"{name_function(strip)} made AttributeError: 'NoneType' object has no attribute 'strip'",
         ),
         (
             {"agent": never_awaited},
             "agent_error",
-            f"TypeError: the agent {called(never_awaited)} returned a coroutine: "
+            f"TypeError: the agent {name_function(never_awaited)} returned a coroutine: "
             "`await` it in an `async def`",
         ),
         (
             {"agent": ask, "reward": scores_nothing},
             "reward_error",
-            f"ValueError: the reward function {called(scores_nothing)} returned None, no finite number",
+            f"ValueError: the reward function {name_function(scores_nothing)} returned None, "
+            "no finite number",
         ),
     ],
 )

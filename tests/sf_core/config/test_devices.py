@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
-from sf_core.config.devices import DEVICES, Device, attainable_flops, known_device, train_priority
+from sf_core.config.devices import DEVICES, Device, attainable_flops, find_device, train_priority
 from sf_core.scheduling.plan import Worker, able_to_train, make_plan
 
 figures = st.floats(1e9, 1e16)
@@ -26,9 +26,9 @@ def test_decoding_is_bound_by_bandwidth_and_training_by_compute() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_those_that_are_known() -> None:
-    assert known_device("H100").kind == "h100"
+    assert find_device("H100").kind == "h100"
     with pytest.raises(ValueError, match="device kind 'k80' is not known; known are a100, "):
-        known_device("k80")
+        find_device("k80")
 
 
 @given(clusters, st.randoms())

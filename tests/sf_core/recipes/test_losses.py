@@ -82,7 +82,7 @@ def test_on_policy_the_loss_is_minus_the_advantage(loss: PolicyLoss) -> None:
     same = tokens(logprobs, logprobs, advantages)
     assert loss(same).tolist() == [-0.5, 1.5]
     assert gradient(loss, same).tolist() == [-0.5, 1.5]
-    assert [part.any().item() for part in loss.bounded(same)] == [False, False]
+    assert [part.any().item() for part in loss.find_bounded(same)] == [False, False]
 
 
 @pytest.mark.parametrize("loss", [SETTINGS, Clip(cap=3, beyond="dual"), SequenceClip(), Cispo(), Plain()])
@@ -97,7 +97,7 @@ def test_bounded_marks_the_tokens_without_gradient() -> None:
         torch.tensor([-2.0, -2.0, -1.0, -1.0]),
         torch.tensor([1.0, -1.0, 1.0, -1.0]),
     )
-    low, high = SETTINGS.bounded(found)
+    low, high = SETTINGS.find_bounded(found)
     assert (low.tolist(), high.tolist()) == ([False, False, False, True], [True, False, False, False])
     assert (gradient(SETTINGS, found) == 0).tolist() == (low | high).tolist()
 
@@ -115,7 +115,7 @@ def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens_and_each_has_its_
     first = math.exp(0.1)
     assert loss(found).tolist() == pytest.approx([-2 * first, -2 * first, 0.5])
     assert gradient(loss, found).tolist() == pytest.approx([-2 * first, -2 * first, 0.0])
-    low, high = loss.bounded(found)
+    low, high = loss.find_bounded(found)
     assert (low.tolist(), high.tolist()) == ([False, False, True], [False] * 3)
 
 
@@ -124,7 +124,10 @@ def test_cispo_weighs_the_gradient_of_every_token_by_its_bounded_ratio() -> None
         torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-2.0, -1.0, -1.0]), torch.tensor([1.0, -2.0, 1.0])
     )
     assert gradient(Cispo(high=0.5), found).tolist() == pytest.approx([-1.5, 2.0, -math.exp(-2)])
-    assert [part.tolist() for part in Cispo(high=0.5).bounded(found)] == [[False] * 3, [True, False, False]]
+    assert [part.tolist() for part in Cispo(high=0.5).find_bounded(found)] == [
+        [False] * 3,
+        [True, False, False],
+    ]
 
 
 def test_plain_has_no_ratio() -> None:
@@ -148,7 +151,7 @@ def test_m2po_bounds_the_second_moment_of_the_log_ratio(
     drawn: list[tuple[float, float]], budget: float
 ) -> None:
     log_ratios, advantages = [r for r, _ in drawn], [a for _, a in drawn]
-    fitted = M2po(budget=budget).fitted(np.array(log_ratios), np.array(advantages))
+    fitted = M2po(budget=budget).fit(np.array(log_ratios), np.array(advantages))
     assert isinstance(fitted, Clip)
     bound = brute_force_bound(log_ratios, advantages, budget)
     if bound is None:

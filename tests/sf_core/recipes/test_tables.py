@@ -45,7 +45,7 @@ def test_sessions_are_counted_once_and_groups_in_the_order_in_which_they_come(tm
     assert [versions.tolist() for versions in found.versions] == [[-1, 0, -1, 0]] * 4
     spread = found.spread(np.array([1.0, 2.0, 3.0]))
     assert [row.tolist() for row in spread] == [[0, v, 0, v] for v in (1, 1, 2, 3)]
-    assert found.trained(spread).tolist() == [1, 1, 1, 1, 2, 2, 3, 3]
+    assert found.select_trained(spread).tolist() == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
 def test_turns_are_those_that_were_sampled_and_rows_know_their_parents(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from sf_core.config import EmulationConfig
-from sf_core.config.devices import WorkerDevice, known_device
+from sf_core.config.devices import WorkerDevice, find_device
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.emulated import EmulatedBackend, EmulatedRanks, EmulatedTrainer
@@ -47,7 +47,7 @@ def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
     """Run a step; returns the ranks that had computed when it was over."""
     files, backend = one_try(run), EmulatedBackend(WorkerDevice())
     with join_gang(backend.meet, files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
-        model = DeviceModel(EmulationConfig(parameters=1e11), known_device(WORKERS[rank]))
+        model = DeviceModel(EmulationConfig(parameters=1e11), find_device(WORKERS[rank]))
         EmulatedTrainer(model, 0, ranks).step(make_batch([([1] * 50, [True] * 50)] * 2))
         found = [other for other in range(len(WORKERS)) if files.has_computed(other)]
         if rank == 0:
@@ -63,7 +63,7 @@ def test_what_does_not_train_takes_no_time_and_is_not_counted() -> None:
     batch = make_batch([([1] * 50, [False] + [True] * 49)] * 4)
     place = batch.schema.get_field_index("decision")
     some = batch.set_column(place, "decision", pa.array(["train", "not_extreme", "not_extreme", "train"]))
-    model = DeviceModel(EmulationConfig(parameters=1e11, time_dilation=1e9), known_device("h20"))
+    model = DeviceModel(EmulationConfig(parameters=1e11, time_dilation=1e9), find_device("h20"))
     trainer = EmulatedTrainer(model, 0, EmulatedRanks(0, 1, lambda: None))
     found, alone = trainer.step(some), trainer.step(batch.slice(0, 2))
     assert (found["tokens"], found["rows"], found["seconds"]) == (98, 2, alone["seconds"])

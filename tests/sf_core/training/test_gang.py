@@ -33,7 +33,7 @@ def test_a_try_that_is_over_replaces_no_file(tmp_path: Path, end: str) -> None:
     assert run.begin_attempt() == 1
     one_try = GangFiles(run, 4, attempt=1, epoch=0)
     uri = run.path("weights", "v00005", "model.safetensors")
-    with files.fenced(partial(check_counts, one_try)), pytest.raises(SupersededError, match="iteration 4"):
+    with files.fence(partial(check_counts, one_try)), pytest.raises(SupersededError, match="iteration 4"):
         files.write_atomic(uri, b"by this try")
         with files.writer(uri) as file:
             file.write(b"late")

@@ -10,17 +10,17 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import (
     PARTS,
-    Progress,
+    TrainerProgress,
     has_checkpoint,
     load_checkpoint,
     remove_checkpoint,
     save_shard,
 )
-from storage.tensors.shards import Place
+from storage.tensors.shards import Slice
 
 SHAPES = {"embed": (5, 3), "norm": (3,)}
-WHOLE = {name: Place.whole(shape) for name, shape in SHAPES.items()}
-PROGRESS = Progress(version=3, optimizer_steps=6)
+WHOLE = {name: Slice.whole(shape) for name, shape in SHAPES.items()}
+PROGRESS = TrainerProgress(version=3, optimizer_steps=6)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -34,7 +34,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def save_part(folder: str, rank: int, ranks: int, patience_s: float = 20.0) -> None:
     whole = tensors()
-    places = {name: Place.rows(tuple(tensor.shape), rank, ranks) for name, tensor in whole.items()}
+    places = {name: Slice.rows(tuple(tensor.shape), rank, ranks) for name, tensor in whole.items()}
     slices = {name: (place, whole[name][place.box]) for name, place in places.items()}
     save_shard(folder, slices, rank, ranks, PROGRESS, patience_s)
 

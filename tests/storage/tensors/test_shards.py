@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from storage.files import FileRef, join
 from storage.run_directory import RunDirectory
-from storage.tensors.shards import Place, read_shards, write_shard
+from storage.tensors.shards import Slice, read_shards, write_shard
 from tests.bad_input.refusals import check_sentence
 
 SHAPES = {"scalar": (), "row": (5,), "one": (1, 4), "matrix": (7, 3), "cube": (4, 2, 3)}
@@ -21,8 +21,8 @@ def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
 
 
-def share(rank: int, ranks: int) -> dict[str, Place]:
-    places = {name: Place.rows(shape, rank, ranks) for name, shape in SHAPES.items()}
+def share(rank: int, ranks: int) -> dict[str, Slice]:
+    places = {name: Slice.rows(shape, rank, ranks) for name, shape in SHAPES.items()}
     return {
         name: place for name, place in places.items() if 0 not in place.size and (place.shape or not rank)
     }
@@ -64,7 +64,7 @@ def test_boxes_are_cut_and_joined_along_every_dimension(
     whole = torch.arange(20).reshape(shape)
     row, column = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     boxes = [
-        Place(shape, (top, left), (bottom - top, right - left))
+        Slice(shape, (top, left), (bottom - top, right - left))
         for top, bottom in ((0, row), (row, 4))
         for left, right in ((0, column), (column, 5))
     ]
@@ -74,7 +74,7 @@ def test_boxes_are_cut_and_joined_along_every_dimension(
     ]
     top, left = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4))
     size = data.draw(st.integers(1, 4 - top)), data.draw(st.integers(1, 5 - left))
-    wanted = Place(shape, (top, left), size)
+    wanted = Slice(shape, (top, left), size)
     assert torch.equal(read_shards(folder, shards, {"w": wanted})["w"], whole[wanted.box])
 
 
@@ -82,23 +82,23 @@ def test_a_rank_reads_only_the_shards_that_have_a_part_of_its_own(run: RunDirect
     whole = {"w": torch.arange(12.0).reshape(6, 2)}
     shards = []
     for rank in range(3):
-        place = Place.rows((6, 2), rank, 3)
+        place = Slice.rows((6, 2), rank, 3)
         uri = run.path(f"{rank}.safetensors")
         shards.append(write_shard(uri, {"w": (place, whole["w"][place.box])}))
     # the last one holds something else than was written, and nobody looks
     shards[2] = FileRef(shards[2].uri, shards[2].bytes, "0" * 64)
-    first = Place((6, 2), (0, 0), (4, 2))
+    first = Slice((6, 2), (0, 0), (4, 2))
     assert torch.equal(read_shards(run.uri, shards, {"w": first})["w"], whole["w"][:4])
     with pytest.raises(ValueError, match=r"2\.safetensors: its content differs"):
-        read_shards(run.uri, shards, {"w": Place.whole((6, 2))})
+        read_shards(run.uri, shards, {"w": Slice.whole((6, 2))})
 
 
 def test_what_no_shard_holds_or_is_of_another_shape_is_named(run: RunDirectory) -> None:
     shards = write(run.uri, 2, tensors())
     for wanted, found, *words in (
-        ({"other": Place.whole((2,))}, shards, run.uri, "'other'"),
-        ({"matrix": Place.whole(SHAPES["matrix"])}, shards[:1], run.uri, "'matrix'"),
-        ({"matrix": Place.whole((3, 7))}, shards, "shard-1-of-2.safetensors", "[7, 3]; expected [3, 7]"),
+        ({"other": Slice.whole((2,))}, shards, run.uri, "'other'"),
+        ({"matrix": Slice.whole(SHAPES["matrix"])}, shards[:1], run.uri, "'matrix'"),
+        ({"matrix": Slice.whole((3, 7))}, shards, "shard-1-of-2.safetensors", "[7, 3]; expected [3, 7]"),
     ):
         with pytest.raises(ValueError) as refused:
             read_shards(run.uri, found, wanted)
@@ -109,7 +109,7 @@ def test_torch_reads_the_shards_too(tmp_path_factory: pytest.TempPathFactory) ->
     folder = str(tmp_path_factory.mktemp("shards"))
     whole = {"w": torch.randn(7, 3), "v": torch.randn(5)}
     for rank in range(2):
-        places = {name: Place.rows(tuple(t.shape), rank, 2) for name, t in whole.items()}
+        places = {name: Slice.rows(tuple(t.shape), rank, 2) for name, t in whole.items()}
         slices = {name: (place, whole[name][place.box]) for name, place in places.items()}
         write_shard(join(folder, f"shard-{rank + 1}-of-2.safetensors"), slices)
     found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.tensor_bytes import TensorBytes, parse
-from storage.tensors.weight_delta import Delta, encode, load_delta, save_delta, stored_base
+from storage.tensors.weight_delta import Delta, encode, load_delta, open_base, save_delta
 from storage.tensors.weights import DIGEST, pack_weights, save_weights
 from tests.bad_input.refusals import check_sentence
 
@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 
 
 def content(tensors: TensorBytes) -> bytes:
-    return tensors.header.encoded() + bytes(tensors.data)
+    return tensors.header.encode() + bytes(tensors.data)
 
 
 def digest(tensors: TensorBytes) -> str:
@@ -153,12 +153,12 @@ def test_a_version_has_the_delta_of_its_last_try_or_none(run: RunDirectory) -> N
 
 def test_a_stored_version_is_a_base_if_it_is_whole_and_of_the_same_tensors(run: RunDirectory) -> None:
     folder, (_, new) = run.weights_dir(3), pair()
-    assert stored_base(folder, new) is None
+    assert open_base(folder, new) is None
     uri = save_weights(folder, {"w": torch.zeros(5000)}, 3)[0].uri
-    assert stored_base(folder, new) is None
+    assert open_base(folder, new) is None
     shapes = {"w": (5000,), "same": (4, 5), "none": (0, 3)}
     save_weights(folder, {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}, 3)
-    base = stored_base(folder, new)
+    base = open_base(folder, new)
     assert base is not None and not base.words("w").any()
     files.write_atomic(uri, files.read_bytes(uri)[:-1])
-    assert stored_base(folder, new) is None
+    assert open_base(folder, new) is None

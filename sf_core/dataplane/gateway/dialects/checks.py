@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.turns.request import ToolChoice
-from sf_core.settings import shown
+from sf_core.settings import quote
 from sf_core.types import Sampling
 
 Body = dict[str, Any]
@@ -230,7 +230,7 @@ def answer_schema(body: Body, *names: str) -> Schema | None:
                 return {"type": "object"}
             case "json_schema":
                 return _inner_schema(given, name)
-        kind = shown(given.get("type"))
+        kind = quote(given.get("type"))
         raise ApiError(400, f"{name}.type must be text, json_object or json_schema, got {kind}", param=name)
     return None
 
@@ -262,7 +262,7 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
         return options
     if effort not in EFFORTS:
         raise ApiError(
-            400, f"The effort of reasoning must be one of {', '.join(EFFORTS)}, got {shown(effort)}"
+            400, f"The effort of reasoning must be one of {', '.join(EFFORTS)}, got {quote(effort)}"
         )
     return {"enable_thinking": effort != "none"} | options | {"reasoning_effort": effort}
 

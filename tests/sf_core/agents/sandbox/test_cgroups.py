@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.agents.command_output import Written
+from sf_core.agents.command_output import CommandOutput
 from sf_core.agents.sandbox import Ended, Sandbox, cgroups
 from sf_core.config.programs import SandboxLimits
 from tests.sf_core.agents.sandbox.inside import inside
@@ -42,7 +42,7 @@ def test_a_sandbox_begins_in_its_group(groups: Path) -> None:
         assert (group / "cgroup.procs").read_text().strip().isdigit()
         assert (await box.run(["true"], timeout_s=60)).ended_by == "exit"
 
-        class Killing(Written):
+        class Killing(CommandOutput):
             def on_output(self, data: bytes) -> None:
                 super().on_output(data)
                 (group / "memory.events").write_text("max 3\noom_kill 1\n")

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 from sf_core.agents.command import agent_of
-from sf_core.agents.command_output import Written
+from sf_core.agents.command_output import CommandOutput
 from sf_core.agents.sandbox import Ended, Sandbox, SandboxError, open_sandbox, why_no_sandbox
 from sf_core.agents.sandbox import porter as porter_module
 from sf_core.config.programs import Command, SandboxLimits
@@ -66,7 +66,7 @@ def test_a_script_may_be_executed() -> None:
 
 @pytest.mark.usefixtures("maker")
 def test_standard_output_and_errors_are_heard_apart_where_that_is_wanted() -> None:
-    written = Written()
+    written = CommandOutput()
 
     async def work(box: Sandbox) -> Ended:
         return await box.run(

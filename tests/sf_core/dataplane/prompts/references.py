@@ -14,7 +14,7 @@ from sf_core.dataplane.gateway.dialects.normalised import normalised
 from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.dataplane.turns import opening
-from sf_core.surroundings import inherited_variables, vllm_python
+from sf_core.surroundings import select_inherited, vllm_python
 from tests.sf_core.dataplane.prompts.folders import folder, renderer, transformers_tokenizer
 from tests.sf_core.dataplane.prompts.shapes import Request, Shape, chat, is_object
 
@@ -78,7 +78,7 @@ class VllmPrompts:
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
-                env=inherited_variables() | environment,
+                env=select_inherited() | environment,
             )
 
     def ask(self, kind: str, tokenizer: str, request: Request) -> tuple[int, Any]:

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from sf_core.reports.html import blocks
-from sf_core.reports.view import RunView, Sampling
+from sf_core.reports.view import RunView, SessionSet
 from storage.run_directory import RunDirectory
 from tests.sf_core.reports.html.report_runs import commit_iteration
 from tests.sf_core.reports.test_tables import trajectory
@@ -25,13 +25,13 @@ def test_once_blocks_do_not_fit_older_iterations_are_not_read(
     size = blocks.embed_sessions(everything[-1:], 10**6).num_characters
     read = []
 
-    def noted(sampling: Sampling, columns: list[str]) -> pa.Table:
+    def noted(sampling: SessionSet, columns: list[str]) -> pa.Table:
         if "token_ids" in columns:
             read.append(sampling.number)
         return original(sampling, columns)
 
-    original = Sampling.read
-    monkeypatch.setattr(Sampling, "read", noted)
+    original = SessionSet.read
+    monkeypatch.setattr(SessionSet, "read", noted)
     embedded = blocks.embed_sessions(everything, int(2.5 * size))
     assert [facts.number for facts in embedded.facts] == [11, 10]
     assert read == [11, 10, 9, 8, 7]

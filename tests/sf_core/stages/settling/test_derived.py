@@ -178,7 +178,7 @@ def few(split: str, index: int) -> Task:
 def test_fewer_prompts_than_are_wanted_are_measured_as_well(tmp_path: Path, model: str) -> None:
     config = configured(tmp_path, model, environment={"tasks": f"{__name__}:few"})
     assert first_prompts(config) == ["prompt 0", "prompt 1", "prompt 2"]
-    assert first_prompts(config.filled({"engine.context_length": 512})) == []
+    assert first_prompts(config.fill({"engine.context_length": 512})) == []
     assert first_prompts(RunConfig()) == []
 
 
@@ -212,7 +212,7 @@ def test_a_plan_says_of_a_large_built_in_policy_what_its_run_stores() -> None:
     config = RunConfig.model_validate({"policy": {"hidden_size": 1024, "num_layers": 12}})
     sizes = PolicySizes.of(config)
     assert sizes is not None and sizes.parameters > 83_000_000
-    assert sizes.config.train.interval == config.filled(values_of(derive(config))).train.interval == 1
+    assert sizes.config.train.interval == config.fill(values_of(derive(config))).train.interval == 1
     assert "a checkpoint, each iteration" in explained(config)["storage"]
 
 

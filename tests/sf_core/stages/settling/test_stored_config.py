@@ -91,7 +91,7 @@ def test_a_new_run_is_configured_as_the_caller_says(tmp_path: Path) -> None:
     config = configured(tmp_path, **STORED)
     of_built_in = {"rollout.max_tokens": 64, "engine.context_length": 512, "policy.dtype": "float32"}
     of_built_in |= {"train.checkpoint_every": 1}
-    assert said(config) == (config.filled(of_built_in), [])
+    assert said(config) == (config.fill(of_built_in), [])
 
 
 def test_resumed_as_it_was_nothing_changes_and_nothing_is_said(stored: RunConfig) -> None:

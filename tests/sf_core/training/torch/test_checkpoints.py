@@ -92,7 +92,7 @@ def save(uri: str, ranks: Ranks, *, dies: int | None = None, at: Moment = ("writ
         return write(file, data)
 
     files.HashedFile.write = counted  # type: ignore[method-assign]
-    with files.fenced(partial(count, "file")):
+    with files.fence(partial(count, "file")):
         trainer.save_checkpoint(RunDirectory(uri).checkpoint_dir(3))
     trainer.await_checkpoint()
     return arrays(trainer)
@@ -183,7 +183,7 @@ def test_the_error_of_a_save_is_raised_by_the_next_one_and_then_forgotten(run: R
         raise ValueError("superseded")
 
     trainer = rebuilt(run.uri, SingleRank())
-    with files.fenced(refuse):
+    with files.fence(refuse):
         trainer.save_checkpoint(run.checkpoint_dir(3))
     with pytest.raises(ValueError, match="superseded"):
         trainer.save_checkpoint(run.checkpoint_dir(3))

@@ -133,7 +133,7 @@ def expected_gradient(policy: str, reference: str, loss: LossConfig) -> dict[str
     behaviour = [torch.from_numpy(row.logprobs[row.loss_mask]) for row in rows]
     advantages = [torch.from_numpy(row.advantages[row.loss_mask]) for row in rows]
     log_ratios = torch.cat([new.detach() - old for (_, new, _, _), old in zip(every, behaviour, strict=True)])
-    formula = loss.policy.fitted(log_ratios.double().numpy(), torch.cat(advantages).double().numpy())
+    formula = loss.policy.fit(log_ratios.double().numpy(), torch.cat(advantages).double().numpy())
     parts: dict[str, list[tuple[torch.Tensor, float]]] = {}
     for (row, new, entropy, ref), old, advantage in zip(every, behaviour, advantages, strict=True):
         start, weights = new.detach(), torch.from_numpy(row.weights[row.loss_mask])
