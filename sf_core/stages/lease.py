@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import RunConfig
 from sf_core.dataplane.bodies import Work
-from sf_core.engines.client import serve_engine
+from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.resident import engine_of
 from sf_core.engines.wire import Hello
 from sf_core.environments.registry import (

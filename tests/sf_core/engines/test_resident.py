@@ -6,7 +6,7 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.engines.resident import engine_of
-from sf_core.engines.testing import awake
+from sf_core.engines.testing import DrivenEngine, awake
 from sf_core.types import WeightsRef
 
 
@@ -20,8 +20,9 @@ def config(max_running: int = 8) -> RunConfig:
 def test_an_engine_stays_until_a_run_with_other_settings_wants_one() -> None:
     with engine_of(config(), "start") as (first, is_new):
         assert is_new
-        awake(first, WeightsRef(3, ""))
-        first.rest()
+        leased = DrivenEngine(first)
+        awake(leased, WeightsRef(3, ""))
+        leased.rest()
     with engine_of(config(), "start") as (kept, is_new):
         assert (kept is first, is_new) == (True, False)
     slow = config(max_running=4)
