@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, StoppingCriteria, St
 from transformers.utils import logging
 
 from sf_core.config import RunConfig
-from sf_core.engines.protocol import Engine
+from sf_core.engines.protocol import StepEngine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain
+from sf_core.engines.testing import DrivenEngine, awake, drain
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 
 _SHAPE = (
@@ -149,10 +149,10 @@ def compare(
     return result
 
 
-def made(kind: str, folder: str, settings: dict[str, int], dtype: str = "float32") -> Engine:
+def made(kind: str, folder: str, settings: dict[str, int], dtype: str = "float32") -> StepEngine:
     # as the engine of a run, which samples fewer tokens than fit its context
     config = {"engine": {"kind": kind, **settings}, "policy": {"dtype": dtype}, "rollout": {"max_tokens": 1}}
-    engine = make_engine(RunConfig.model_validate(config), folder)
+    engine = DrivenEngine(make_engine(RunConfig.model_validate(config), folder))
     awake(engine, WeightsRef(0, folder))
     return engine
 
@@ -174,7 +174,7 @@ def rates(load: Load, runs: dict[str, Callable[[Load], None]], repeats: int) -> 
     return result
 
 
-def run_engine(engine: Engine, load: Load) -> None:
+def run_engine(engine: StepEngine, load: Load) -> None:
     for request in load.requests():
         engine.submit(request)
     assert sum(len(chunk.token_ids) for chunk in drain(engine)) == load.sampled
@@ -236,7 +236,7 @@ class LengthReached(StoppingCriteria):
 
 
 @torch.inference_mode()
-def differences(engine: Engine, model: Any, load: Load) -> dict[str, float]:
+def differences(engine: StepEngine, model: Any, load: Load) -> dict[str, float]:
     requests = load.requests()[:COMPARED]
     for request in requests:
         engine.submit(request)

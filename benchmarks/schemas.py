@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
 from benchmarks.engines import SIZES, Load, made
-from sf_core.engines.protocol import Engine
+from sf_core.engines.protocol import StepEngine
 from sf_core.engines.testing import drain
 
 SIDES = ("torch", "vllm")
@@ -94,7 +94,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> int:
     return int(tokenizer.get_vocab_size())
 
 
-def compare(engine: Engine, load: Load, repeats: int) -> dict[str, float]:
+def compare(engine: StepEngine, load: Load, repeats: int) -> dict[str, float]:
     grammars = {"free": "", "schema": f"start: %json {json.dumps(SCHEMA)}"}
     times: dict[str, list[float]] = {name: [] for name in grammars}
     for _ in range(1 + repeats):

@@ -28,8 +28,9 @@ from transformers.utils import logging
 
 from benchmarks.weights import batch, take
 from sf_core.config import PolicyConfig, RunConfig, TrainConfig
-from sf_core.engines.protocol import Engine
+from sf_core.engines.protocol import StepEngine
 from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import DrivenEngine
 from sf_core.models.builtin import make_policy
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
@@ -89,7 +90,7 @@ def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
         trainer.save_checkpoint(run.checkpoint_dir(version))
         trainer.await_checkpoint()
 
-    def load(engine: Engine, version: int) -> None:
+    def load(engine: StepEngine, version: int) -> None:
         take(engine, WeightsRef(version, run.weights_dir(version)))
 
     def lend(version: int) -> None:
@@ -120,9 +121,9 @@ def figures(num_bytes: int, seconds: float, cpu_seconds: float) -> dict[str, flo
     }
 
 
-def _engine(start: str) -> Engine:
+def _engine(start: str) -> StepEngine:
     settings = {"max_running": SLOTS, "context_length": CONTEXT}
-    return make_engine(RunConfig.model_validate({"engine": settings}), start)
+    return DrivenEngine(make_engine(RunConfig.model_validate({"engine": settings}), start))
 
 
 if __name__ == "__main__":

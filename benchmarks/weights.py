@@ -36,9 +36,9 @@ from transformers.utils import logging
 
 from sf_core.config import PolicyConfig, RunConfig, TrainConfig
 from sf_core.engines.host_weights import HostWeights
-from sf_core.engines.protocol import Engine
+from sf_core.engines.protocol import Engine, StepEngine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake
+from sf_core.engines.testing import DrivenEngine, awake
 from sf_core.models.builtin import make_policy
 from sf_core.models.decoder import DecoderSpec, decoder_spec, fuse
 from sf_core.models.projections import fastest
@@ -192,7 +192,8 @@ def standstill(
         "context_length": CONTEXT,
         "kv_on_update": kv_on_update,
     }
-    engine = make(RunConfig.model_validate({"policy": policy, "engine": settings}), run.start_dir)
+    config = RunConfig.model_validate({"policy": policy, "engine": settings})
+    engine = DrivenEngine(make(config, run.start_dir))
     awake(engine, WeightsRef(0, run.start_dir))
     spec_of(run.start_dir)  # the first call takes its time
     update = {"paused_full": load_between_steps, "pulled_full": take_full, "pulled_delta": take_next}[side]
@@ -207,7 +208,7 @@ def standstill(
     return statistics.median(found[1:])
 
 
-def gaps_around(engine: Engine, update: Callable[[], int]) -> list[float]:
+def gaps_around(engine: StepEngine, update: Callable[[], int]) -> list[float]:
     """Seconds between steps that sampled, around an update, which returns the version that ends it."""
     moments: list[float] = []
 
@@ -227,7 +228,7 @@ def gaps_around(engine: Engine, update: Callable[[], int]) -> list[float]:
     return np.diff(moments[1:]).tolist()
 
 
-def load_between_steps(engine: Engine, run: RunDirectory, version: int) -> int:
+def load_between_steps(engine: StepEngine, run: RunDirectory, version: int) -> int:
     """Make a decoder and use it for nothing: only its time counts."""
     with open(weights_file(run, version), "rb") as file:
         params = load(file.read())
@@ -244,7 +245,7 @@ def spec_of(start_dir: str) -> DecoderSpec:
     return spec
 
 
-def take_full(engine: Engine, run: RunDirectory, version: int) -> int:
+def take_full(engine: StepEngine, run: RunDirectory, version: int) -> int:
     """Pull a version that lies in a folder without a delta."""
     folder = Path(run.path("full", str(version)))
     folder.mkdir(parents=True, exist_ok=True)
@@ -254,12 +255,12 @@ def take_full(engine: Engine, run: RunDirectory, version: int) -> int:
     return version
 
 
-def take_next(engine: Engine, run: RunDirectory, version: int) -> int:
+def take_next(engine: StepEngine, run: RunDirectory, version: int) -> int:
     engine.take_weights(WeightsRef(version, run.weights_dir(version)))
     return version
 
 
-def begin_requests(engine: Engine, version: int) -> None:
+def begin_requests(engine: StepEngine, version: int) -> None:
     for number in range(RUNNING):
         ids = [(7 * number + i) % 100 for i in range(PROMPT)]
         greedy = Sampling(temperature=0.0, seed=number)

@@ -8,7 +8,7 @@ import sys
 import uvicorn
 from starlette.types import ASGIApp
 
-from sf_core.engines.client import HEARTBEAT_S
+from sf_core.engines.drivers.connection import HEARTBEAT_S
 
 SWITCH_S = 0.0005
 """Seconds for which the event loop keeps the GIL while another thread waits for it."""

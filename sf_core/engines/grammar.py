@@ -73,7 +73,7 @@ class Following:
             self.matcher.consume_tokens([*ids])
 
 
-def forbidden(answers: Sequence[Following], num_ids: int) -> npt.NDArray[np.bool_]:
+def find_forbidden(answers: Sequence[Following], num_ids: int) -> npt.NDArray[np.bool_]:
     """Whether each of `num_ids` tokens must not come next in each of these answers of one vocabulary,
     [len(answers), num_ids]. Those that no tokenizer knows must not."""
     num_tokens = answers[0].num_tokens

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from sf_core.engines.grammar import Following, forbidden
+from sf_core.engines.grammar import Following, find_forbidden
 
 
-def hold(logits: torch.Tensor, rows: Sequence[int], answers: Sequence[Following]) -> None:
+def mask_forbidden(logits: torch.Tensor, rows: Sequence[int], answers: Sequence[Following]) -> None:
     """Set the logits of forbidden tokens to -inf, in these rows of logits [B, V]. All answers are of one
     vocabulary."""
-    mask = torch.from_numpy(forbidden(answers, logits.shape[1])).to(logits.device)
+    mask = torch.from_numpy(find_forbidden(answers, logits.shape[1])).to(logits.device)
     if [*rows] == [*range(len(logits))]:
         logits.masked_fill_(mask, -torch.inf)
     else:

@@ -5,14 +5,13 @@ Needs no pytest. A pytest fixture of the subclass may set what `make` needs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from sf_core.engines.protocol import Engine, WeightsRefusedError
+from sf_core.engines.protocol import StepEngine, WeightsRefusedError
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, raised, sampled_by, until
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
@@ -141,7 +140,7 @@ class ModelEngineTests(EngineTests):
             engine.pause()
             engine.take_weights(self.weights(1 + i % 2))
             # so that the next ones come at any moment of taking these
-            time.sleep(0.004 * i)
+            engine.wait(0.004 * i)
             engine.take_weights(self.weights(2 - i % 2))
             engine.resume()
             chunks += engine.step()
@@ -155,12 +154,13 @@ class ModelEngineTests(EngineTests):
             engine.submit(request)
             engine.take_weights(self.weights(1 + num_steps % 2))
             chunks = [chunk for _ in range(num_steps) for chunk in engine.step()]
-            engine.take_weights(self.damaged())
+            # of a version that it does not hold yet
+            engine.take_weights(replace(self.damaged(), version=3))
             raised(lambda: until(lambda: chunks.extend(engine.step()), lambda: False), WeightsRefusedError)  # noqa: B023
             self.check_logprobs(request, chunks + drain(engine))
         engine.rest()
 
-    def check_answers(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+    def check_answers(self, engine: StepEngine, requests: Sequence[GenerationRequest]) -> None:
         """Check the log-probs of requests that are sampled together."""
         for request in requests:
             engine.submit(request)

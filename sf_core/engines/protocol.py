@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Protocol, runtime_checkable
 
 from sf_core.types import Chunk, GenerationRequest, WeightsRef
 
@@ -18,38 +19,42 @@ class WeightsRefusedError(ValueError):
 
 
 class Engine(Protocol):
-    """A synchronous engine, driven by one thread that alternates `submit` and `abort` with `step`. It is made
-    at rest, without weights and without memory on its device, and kept for several leases."""
-
-    @property
-    def version(self) -> int | None:
-        """Policy version of the weights held now; None at rest and until the first weights are there."""
-        ...
+    """What engines of both kinds have: those that step, and those that sample by themselves. An engine is
+    made at rest, without weights and without memory on its device, and kept for several leases. It is used by
+    one thread at a time, through a driver (drivers/)."""
 
     @property
     def num_requests(self) -> int:
         """Requests accepted and not finished, running or waiting for a slot."""
-        ...
 
     def take_weights(self, weights: WeightsRef) -> None:
-        """Begin to fetch weights, and at rest to start; returns at once. The version changes in a later step,
-        once they are there and verified. Weights taken before that are then forgotten. Running requests go on
-        and their later tokens carry the new version; whether their KV is recomputed is the engine's
-        setting."""
-        ...
+        """Begin to fetch weights, and at rest to start; returns at once. The engine holds them later, once
+        they are there and verified. Weights taken before that are then forgotten. Running requests go on and
+        their later tokens carry the new version; whether their KV is recomputed is the engine's setting."""
 
     def submit(self, request: GenerationRequest) -> None:
-        """Accept a request. It joins the running batch at the next step that has room. Called only while the
-        engine has a version.
+        """Accept a request. It joins the running batch as soon as that has room. Called only while the engine
+        has weights.
 
         Raises ValueError if it cannot be done here, for example if the prompt leaves no room for one token in
         the context window."""
-        ...
+
+    def close(self) -> None:
+        """End the engine and all its processes. It is not used afterwards."""
+
+
+@runtime_checkable
+class StepEngine(Engine, Protocol):
+    """An engine that samples when it is told to: its driver alternates `submit` and `abort` with `step`."""
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights held now; None at rest and until the first weights are there. It
+        changes in a step."""
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
         """End these requests (None: all). Returns one chunk each, with finish_reason ABORT and whatever
         tokens have not been reported yet. Unknown ids are ignored: they may just have finished."""
-        ...
 
     def step(self) -> list[Chunk]:
         """Sample one token for every running request; returns the chunks to report. The step in which the
@@ -58,19 +63,46 @@ class Engine(Protocol):
         Raises WeightsRefusedError once if the weights on their way are unusable but there are others,
         EngineLostError if the engine must start anew, and, if there are no weights, whatever made
         them or the engine fail."""
-        ...
 
     def pause(self) -> None:
         """Sample nothing until `resume`. Requests and their KV stay; weights are taken meanwhile."""
-        ...
 
     def resume(self) -> None: ...
 
     def rest(self) -> None:
         """Give the device's memory back, within a second even while weights are on their way. Requests that
         were not aborted are forgotten. `take_weights` ends it."""
-        ...
 
-    def close(self) -> None:
-        """End the engine and all its processes. It is not used afterwards."""
-        ...
+
+Event = Chunk | WeightsRef | Exception
+"""What an engine that samples by itself tells: tokens; weights that sample all later ones; and what `step`
+would raise."""
+
+
+class AsyncEngine(Engine, Protocol):
+    """An engine that samples by itself and tells what happens. All but `close` is called on its event loop,
+    which runs during leases only, in the thread of the lease. What `StepEngine` says holds here too."""
+
+    loop: asyncio.AbstractEventLoop
+    tell: Callable[[Event], None]
+    """Set by the driver; called on the loop. It raises nothing."""
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """Returns when the last chunk of each was told."""
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def rest(self) -> None: ...
+
+
+def check_request(request: GenerationRequest, context_length: int, vocab_size: int) -> None:
+    """Raises ValueError if no engine of this context and vocabulary can do it."""
+    ids = request.prompt_ids
+    if not 0 < len(ids) < context_length:
+        raise ValueError(f"prompt has {len(ids)} tokens; allowed are 1 to {context_length - 1}")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(f"prompt has an id outside the vocabulary of {vocab_size}")
+    if request.max_tokens < 1:
+        raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")

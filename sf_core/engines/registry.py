@@ -17,14 +17,14 @@ class EngineKind:
     make: str
     """Reference to the function (RunConfig, start folder, WorkerDevice) -> Engine, imported in the process
     that has the device."""
-    runs_policy: bool
+    runs_policy: bool = False
     """Tokens come from the policy's network, so the engine needs real weights, and sequences must fit the
     context that the policy is for."""
-    reserves_cache: bool
+    reserves_cache: bool = False
     """The engine reserves a KV cache for `max_running` sequences of `context_length` tokens."""
-    needs_torch: bool
+    needs_torch: bool = False
     """Rollout workers import torch before they are ready, so that no lease waits for it."""
-    follows_grammars: bool
+    follows_grammars: bool = False
     """Answers can be held to a grammar."""
     trainer: str = "torch"
     """The trainer backend where `train.backend` is empty."""
@@ -38,29 +38,12 @@ ENGINES = {
         needs_torch=True,
         follows_grammars=True,
     ),
+    # its cache is of the memory that it is given; requests for which there is no room wait
     "vllm": EngineKind(
-        "sf_core.engines.vllm.vllm_engine:make_engine",
-        runs_policy=True,
-        # of what it is given; requests for which there is no room wait
-        reserves_cache=False,
-        needs_torch=False,
-        follows_grammars=True,
+        "sf_core.engines.vllm.vllm_engine:make_engine", runs_policy=True, follows_grammars=True
     ),
-    "scripted": EngineKind(
-        "sf_core.engines.scripted:make_engine",
-        runs_policy=False,
-        reserves_cache=False,
-        needs_torch=False,
-        follows_grammars=False,
-    ),
-    "emulated": EngineKind(
-        "sf_core.engines.emulated.device:make_engine",
-        runs_policy=False,
-        reserves_cache=False,
-        needs_torch=False,
-        follows_grammars=False,
-        trainer="emulated",
-    ),
+    "scripted": EngineKind("sf_core.engines.scripted:make_engine"),
+    "emulated": EngineKind("sf_core.engines.emulated.device:make_engine", trainer="emulated"),
 }
 
 

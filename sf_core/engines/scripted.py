@@ -42,7 +42,7 @@ class ScriptedEngine:
         self._paused = False
         self._max_running = max_running
         self._tokens_per_step = tokens_per_step
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, _ScriptedTurn] = {}
 
     @property
     def version(self) -> int | None:
@@ -57,7 +57,7 @@ class ScriptedEngine:
             raise ValueError(f"request {request.request_id!r} is already running")
         start_ids = list(request.prompt_ids[: len(request.prompt_ids) - request.position])
         script_ids = self._script(start_ids, request.sampling.seed)
-        self._turns[request.request_id] = _Turn(request, script_ids[request.position :])
+        self._turns[request.request_id] = _ScriptedTurn(request, script_ids[request.position :])
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
         ended = [r for r in self._turns if request_ids is None or r in request_ids]
@@ -96,7 +96,7 @@ class ScriptedEngine:
         self.rest()
 
 
-class _Turn:
+class _ScriptedTurn:
     def __init__(self, request: GenerationRequest, script_ids: list[int]) -> None:
         self.request = request
         self.version = 0

@@ -122,6 +122,8 @@ def read_from_engine(frame: bytes) -> FromEngine:
         raise ValueError(f"sent what no engine may send: {error}") from None
 
 
-def read_from_data_plane(frame: bytes) -> ToEngine:
+def read_from_data_plane(frame: str | bytes) -> ToEngine:
     """Raises ValueError if the data plane may not send this."""
+    if isinstance(frame, str):
+        raise ValueError("the data plane sent a text frame; expected MessagePack")
     return _to_engine.decode(frame)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import RunConfig
 from sf_core.dataplane.bodies import Work
-from sf_core.engines.client import serve_engine
+from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.wire import Hello
 from sf_core.environments.registry import (
     agent_of,

@@ -7,13 +7,13 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain
+from sf_core.engines.testing import DrivenEngine, awake, drain
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 
 
 def test_log_probs_are_those_of_transformers_and_a_rest_gives_the_memory_back(folder: str) -> None:
     config = {"engine": {"max_running": 64, "context_length": 512}, "policy": {"dtype": "bfloat16"}}
-    engine = make_engine(RunConfig.model_validate(config), folder)
+    engine = DrivenEngine(make_engine(RunConfig.model_validate(config), folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
     before = torch.cuda.memory_allocated()
     awake(engine, WeightsRef(0, folder))

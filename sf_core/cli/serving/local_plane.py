@@ -20,7 +20,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.server import listen_at
 from sf_core.dataplane.serving import server_config
-from sf_core.engines.client import serve_engine
+from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.registry import engine_kind, follows_grammars, make_engine
 from sf_core.engines.wire import Hello
 

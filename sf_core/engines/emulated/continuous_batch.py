@@ -18,7 +18,7 @@ _EPSILON = 1e-6
 """Tolerance for rounding, in steps and in seconds."""
 
 
-class Pace(Protocol):
+class DevicePace(Protocol):
     """Seconds that a device takes."""
 
     def prefill_s(self, num_tokens: int) -> float: ...
@@ -59,7 +59,7 @@ class Slot:
 
 
 class ContinuousBatch:
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: DevicePace) -> None:
         self._pace = pace
         self._steps = 0.0
         self._prefills: deque[tuple[Slot | None, float]] = deque()

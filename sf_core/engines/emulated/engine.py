@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from sf_core.engines.emulated.continuous_batch import ConstantDelay, ContinuousBatch, Pace, Slot
+from sf_core.engines.emulated.continuous_batch import ConstantDelay, ContinuousBatch, DevicePace, Slot
 from sf_core.engines.emulated.kept_prefixes import KeptPrefixes
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
@@ -47,7 +47,7 @@ class EmulatedEngine:
 
     def __init__(
         self,
-        pace: Pace | float,
+        pace: DevicePace | float,
         *,
         report_every: int = _REPORT_EVERY,
         weight_load_s: float = 0.0,
@@ -70,7 +70,7 @@ class EmulatedEngine:
         self._max_sleep_s, self._stall_s = max_sleep_s, stall_s
         self._now, self._sleep = now, sleep
         self._kept = KeptPrefixes(kv_tokens) if kv_tokens else None
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, _EmulatedTurn] = {}
         self._unreported: list[Chunk] = []
         """Chunks that were due between steps."""
         self._last_tick = now()
@@ -94,7 +94,7 @@ class EmulatedEngine:
         slot = self._batch.join(
             request.request_id, len(request.prompt_ids), wanted, every, num_cached=self._take_kept(request)
         )
-        self._turns[request.request_id] = _Turn(request, slot)
+        self._turns[request.request_id] = _EmulatedTurn(request, slot)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
         ended = [r for r in self._turns if request_ids is None or r in request_ids]
@@ -167,7 +167,7 @@ class EmulatedEngine:
         chunks, self._unreported = self._unreported, []
         return chunks
 
-    def _report(self, turn: _Turn, finish_reason: FinishReason | None = None) -> Chunk:
+    def _report(self, turn: _EmulatedTurn, finish_reason: FinishReason | None = None) -> Chunk:
         """A chunk of all tokens sampled by now and not reported yet."""
         start, end = turn.num_reported, self._batch.num_sampled(turn.slot)
         turn.num_reported = end
@@ -186,7 +186,7 @@ class EmulatedEngine:
             finish_reason,
         )
 
-    def _keep(self, turn: _Turn) -> None:
+    def _keep(self, turn: _EmulatedTurn) -> None:
         """Keep the KV of a turn that ended; it is lost if no token was sampled."""
         if self._kept is not None and turn.num_reported:
             sampled = _cycle(_IDS, turn.request.position, turn.num_reported)
@@ -202,7 +202,7 @@ class EmulatedEngine:
         return 0 if longest is None else self._kept.take(longest)
 
 
-class _Turn:
+class _EmulatedTurn:
     def __init__(self, request: GenerationRequest, slot: Slot) -> None:
         self.request, self.slot = request, slot
         self.num_reported = 0

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from sf_core.engines.torch.kv_cache import CacheShape, KVCache, Placement
 from sf_core.engines.torch.params import CopiedParams
-from sf_core.engines.torch.transformers_model import TransformersModel, saved_params
+from sf_core.engines.torch.transformers_model import TransformersModel, unmap_params
 from sf_core.models.context import check_context
 from sf_core.models.decoder import (
     AttendIn,
@@ -76,7 +76,7 @@ def open_model(
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{weights_dir}: the weights lack {missing[0]!r} ({len(missing)} tensors missing)")
     mapped.eval().requires_grad_(False)
-    saved = saved_params(mapped)
+    saved = unmap_params(mapped)
     shapes = {name: tensor.shape for name, tensor in saved.items()}
     params = CopiedParams(shapes, saved.__getitem__, dtype, device, check)
     spec = decoder_spec(mapped.config, context_length)

@@ -71,12 +71,12 @@ class KVCache:
 
     def fit(self, length: int) -> None:
         """Make room for sequences of this length; give room back if less than half is needed."""
-        capacity = min(_whole_blocks(length), self._length) if self._is_compact else self._length
+        capacity = min(_round_up(length), self._length) if self._is_compact else self._length
         if self._capacity // 2 < capacity <= self._capacity:
             return
         if capacity > self._capacity:
             # by an eighth at least, or long sequences would be moved all the time
-            capacity = max(capacity, min(_whole_blocks(self._capacity * 9 // 8), self._length))
+            capacity = max(capacity, min(_round_up(self._capacity * 9 // 8), self._length))
         for memory in self._memory:
             self._move(memory.view(-1, self._shape.head_dim), capacity)
         self._capacity = capacity
@@ -106,7 +106,7 @@ class KVCache:
     def place(self, slots: torch.Tensor | None, starts: torch.Tensor, num_tokens: int) -> Placement:
         """Place num_tokens more in each slot, sequence i from starts[i] on; they must fit the capacity."""
         num_heads = self._shape.num_kv_heads
-        span = min(_whole_blocks(int(starts.max()) + num_tokens), self._capacity)
+        span = min(_round_up(int(starts.max()) + num_tokens), self._capacity)
         if self._is_compact and 2 * span > self._capacity:
             # reading up to twice as much without gaps is faster
             span = self._capacity
@@ -145,5 +145,5 @@ class KVCache:
                 layer[:, here + there, :, :length] = layer[:, there + here, :, :length]
 
 
-def _whole_blocks(length: int) -> int:
+def _round_up(length: int) -> int:
     return -(-length // _BLOCK) * _BLOCK

@@ -12,7 +12,7 @@ import torch
 
 from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.torch.cached_model import CachedModel, open_model
-from sf_core.engines.torch.params import CopiedParams, stored_params
+from sf_core.engines.torch.params import CopiedParams, read_params
 from sf_core.types import WeightsRef
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
@@ -100,7 +100,7 @@ class Loader:
             )
             return Arrival(weights.version, lambda: model)
         shapes, remake = like
-        params = stored_params(folder, shapes, dtype=self._dtype, device=self._device, check=check)
+        params = read_params(folder, shapes, dtype=self._dtype, device=self._device, check=check)
         num_bytes = sum(shape.numel() for shape in shapes.values()) * self._dtype.itemsize
         if free_memory(self._device) < _COPY_FACTOR * num_bytes:
             return Arrival(weights.version, lambda: remake(params))

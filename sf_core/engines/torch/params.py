@@ -43,7 +43,7 @@ class CopiedParams(Mapping[str, torch.Tensor]):
         return len(self.shapes)
 
 
-def stored_params(
+def read_params(
     folder: str,
     shapes: dict[str, torch.Size],
     *,

@@ -18,8 +18,8 @@ import torch
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Following, Vocabularies
-from sf_core.engines.masking import hold
-from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
+from sf_core.engines.masking import mask_forbidden
+from sf_core.engines.protocol import EngineLostError, WeightsRefusedError, check_request
 from sf_core.engines.torch.cached_model import CachedModel
 from sf_core.engines.torch.filling import fill, to_device
 from sf_core.engines.torch.kv_cache import KVCache
@@ -101,18 +101,12 @@ class TorchEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         assert self._held is not None, "an engine without weights was given a request"
-        ids, vocab_size = request.prompt_ids, self._held.model.vocab_size
-        if not 0 < len(ids) < self._context_length:
-            raise ValueError(f"prompt has {len(ids)} tokens; allowed are 1 to {self._context_length - 1}")
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise ValueError(f"prompt has an id outside the vocabulary of {vocab_size}")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")
+        check_request(request, self._context_length, self._held.model.vocab_size)
         if request.request_id in self._waiting or request.request_id in self._table:
             raise ValueError(f"request {request.request_id!r} is already here")
         if request.grammar:
             vocabulary = self._vocabularies.of(request.stop_token_ids)
-            sampled = ids[len(ids) - request.position :]
+            sampled = request.prompt_ids[len(request.prompt_ids) - request.position :]
             self._following[request.request_id] = Following(vocabulary, request.grammar, sampled)
         self._waiting[request.request_id] = request
 
@@ -156,7 +150,7 @@ class TorchEngine:
             logits, rows = logits[to_device(ready, self._device)], rows[ready]
         following = self._following_of(ready)
         if following:
-            hold(logits, [at for at, _ in following], [one for _, one in following])
+            mask_forbidden(logits, [at for at, _ in following], [one for _, one in following])
         draws = uniforms(rows["seed"], rows["position"])
         token_ids, logprobs = sample(logits, rows["temperature"], rows["top_p"], rows["top_k"], draws)
         for at, one in following:

@@ -100,7 +100,7 @@ class TransformersModel:
             raise ValueError(f"{kind}: this architecture gives wrong results over a KV cache of slots")
 
 
-def saved_params(
+def unmap_params(
     model: PreTrainedModel, state: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """The model's parameters, or those that are given as its state, as save_pretrained writes them: without

@@ -29,7 +29,7 @@ class RequestRefusedError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamPiece:
     """Tokens of a stream, in the order they came."""
 
     token_ids: list[int]
@@ -60,20 +60,20 @@ class VllmClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[Piece]:
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[StreamPiece]:
         """Stream the tokens of a request. Raises RequestRefusedError."""
         data, headers = orjson.dumps(body), {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S)
-        with _answered(_GENERATE):
+        with _name_loss(_GENERATE):
             async with self._session.post(
                 self._url + _GENERATE, data=data, headers=headers, timeout=timeout
             ) as response:
                 if response.status != 200:
-                    raise _failure(response.status, await response.text())
+                    raise _explain_failure(response.status, await response.text())
                 async for line in response.content:
                     # errors come in streams of status 200 too
                     if line.startswith(b"data: {"):
-                        yield _piece(orjson.loads(line[6:]))
+                        yield _read_piece(orjson.loads(line[6:]))
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests, whose streams then end. Ids that are not known to vLLM are ignored, also those
@@ -154,7 +154,7 @@ class VllmClient:
         query: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        with _answered(path):
+        with _name_loss(path):
             async with self._session.request(
                 method, self._url + path, json=body, params=query, timeout=timeout
             ) as response:
@@ -162,7 +162,7 @@ class VllmClient:
 
 
 @contextmanager
-def _answered(path: str) -> Iterator[None]:
+def _name_loss(path: str) -> Iterator[None]:
     try:
         yield
     except EngineLostError:
@@ -172,15 +172,15 @@ def _answered(path: str) -> Iterator[None]:
         raise EngineLostError(f"vLLM: {path}: {str(error) or type(error).__name__}") from error
 
 
-def _piece(message: dict[str, Any]) -> Piece:
+def _read_piece(message: dict[str, Any]) -> StreamPiece:
     if "choices" not in message:
         error = message.get("error") or message
-        raise _failure(int(error.get("code") or 500), str(error.get("message") or error))
+        raise _explain_failure(int(error.get("code") or 500), str(error.get("message") or error))
     (choice,) = message["choices"]
     token_ids = choice["token_ids"] or []
     content = (choice["logprobs"] or {}).get("content") or []
     spans = choice.get("weight_versions") or []
-    return Piece(
+    return StreamPiece(
         token_ids,
         [entry["logprob"] for entry in content],
         choice["finish_reason"],
@@ -188,7 +188,7 @@ def _piece(message: dict[str, Any]) -> Piece:
     )
 
 
-def _failure(status: int, text: str) -> Exception:
+def _explain_failure(status: int, text: str) -> Exception:
     if 400 <= status < 500:
         return RequestRefusedError(f"vLLM refused a request: {text}")
     return EngineLostError(f"vLLM: {status} {text}")

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
 from sf_core.engines.grammar import Following, Vocabularies
-from sf_core.engines.masking import hold
+from sf_core.engines.masking import mask_forbidden
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._rows, batch_update, self._answer_of_row)
+        process_dict_updates(self._rows, batch_update, self._begin_row)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         self._slots.pop(req_idx, None)
-        if (following := self._following(sampling_params)) is None:
+        if (following := self._follow(sampling_params)) is None:
             return False
         start = int(self._states.prompt_len.np[req_idx]) - sampling_params.extra_args["num_sampled"]
         self._slots[req_idx] = _Answer(following, start, [])
@@ -59,7 +59,7 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
         if ctx is None:
             for answer in self._rows.values():
                 answer.read()
-            return _held(logits, self._rows)
+            return _mask_rows(logits, self._rows)
         if self._slots.keys().isdisjoint(ctx.idx_mapping_np.tolist()):
             return logits
         slots, positions = ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()
@@ -69,19 +69,19 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
                 rows[row] = answer = self._slots[slot]
                 answer.ids += self._states.all_token_ids.gpu[slot, answer.end : position + 1].tolist()
                 answer.read()
-        return _held(logits, rows)
+        return _mask_rows(logits, rows)
 
-    def _answer_of_row(
+    def _begin_row(
         self, params: SamplingParams, prompt: list[int] | None, sampled: list[int]
     ) -> _Answer | None:
-        if (following := self._following(params)) is None:
+        if (following := self._follow(params)) is None:
             return None
         # `sampled` is vLLM's own list, which grows
         ids, num_before = prompt or [], params.extra_args["num_sampled"]
         following.take(ids[len(ids) - num_before :])
         return _Answer(following, 0, sampled)
 
-    def _following(self, params: SamplingParams) -> Following | None:
+    def _follow(self, params: SamplingParams) -> Following | None:
         if not (grammar := (params.extra_args or {}).get("grammar")):
             return None
         vocabulary = self._vocabularies.of(params.stop_token_ids or ())
@@ -111,9 +111,9 @@ class _Answer:
         self.num_read = len(self.ids)
 
 
-def _held(logits: torch.Tensor, answers: dict[int, _Answer]) -> torch.Tensor:
+def _mask_rows(logits: torch.Tensor, answers: dict[int, _Answer]) -> torch.Tensor:
     """The logits, in which these rows are held to their grammars."""
     if answers:
         rows = sorted(answers)
-        hold(logits, rows, [answers[row].following for row in rows])
+        mask_forbidden(logits, rows, [answers[row].following for row in rows])
     return logits

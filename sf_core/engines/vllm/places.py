@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import VllmServer, arguments
+from sf_core.engines.vllm.server import VllmServer, make_arguments
 from sf_core.types import WeightsRef
 from storage.files import absolute, is_local
 
@@ -21,37 +21,34 @@ _START_S = 1800.0
 _LOOK_EVERY_S = 0.1
 
 
-class Place(Protocol):
-    sleep_level: int
+class ServerOrigin:
+    sleep_level = 0
     """How the server gives its memory back, as vLLM counts; 0: it keeps it."""
 
     def take(self, weights: WeightsRef, folder: str) -> str:
         """The folder that the server is to read, for weights that are in `folder`. Raises ValueError."""
-        ...
+        raise NotImplementedError
 
     async def connect(self) -> tuple[VllmClient, bool]:
         """A client of the server, which is started if need be, and whether it holds the weights taken last.
         Can be cancelled; the start may then go on. Raises EngineLostError."""
-        ...
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raises EngineLostError if the server has lost its keeper, whatever it answers."""
-        ...
 
     def leave(self) -> None:
         """End the server, or its start, if it is ours."""
-        ...
 
     def leave_start(self) -> None:
         """A start is not awaited any more: end it if it takes memory of a device."""
-        ...
 
     def last_lines(self) -> str:
         """The end of the server's log, if it is known here."""
-        ...
+        return ""
 
 
-class OwnServer:
+class OwnServer(ServerOrigin):
     """A server that is started here."""
 
     def __init__(
@@ -81,7 +78,7 @@ class OwnServer:
             self._server = self._start()
         client = VllmClient(socket=self._server.socket)
         try:
-            await self._healthy(client, self._server)
+            await self._await_health(client, self._server)
         except BaseException:
             await client.close()
             raise
@@ -105,7 +102,7 @@ class OwnServer:
 
     def _start(self) -> VllmServer:
         on_cpu = self.sleep_level == 0
-        own = arguments(
+        own = make_arguments(
             dtype=self._dtype,
             context_length=self._context_length,
             max_running=self._max_running,
@@ -115,7 +112,7 @@ class OwnServer:
         )
         return VllmServer(self._policy.path, own, on_cpu=on_cpu)
 
-    async def _healthy(self, client: VllmClient, server: VllmServer) -> None:
+    async def _await_health(self, client: VllmClient, server: VllmServer) -> None:
         give_up_at = time.monotonic() + _START_S
         while not server.has_ended and time.monotonic() < give_up_at:
             if Path(server.socket).exists():
@@ -127,10 +124,8 @@ class OwnServer:
         raise EngineLostError("vLLM ended, or took too long, before it served")
 
 
-class AdoptedServer:
+class AdoptedServer(ServerOrigin):
     """A server that somebody else started, for one engine. It is never ended, nor put to sleep."""
-
-    sleep_level = 0
 
     def __init__(self, url: str, key: str | None, policy: PolicyFolder, context_length: int) -> None:
         self._url, self._key, self._policy = url, key, policy
@@ -148,7 +143,7 @@ class AdoptedServer:
     async def connect(self) -> tuple[VllmClient, bool]:
         client = VllmClient(self._url, key=self._key)
         try:
-            if fault := self._fault(await client.settings()):
+            if fault := self._find_fault(await client.settings()):
                 raise ValueError(f"the server at {self._url} {fault}")
         except ValueError as error:
             await client.close()
@@ -158,16 +153,7 @@ class AdoptedServer:
             raise
         return client, False
 
-    def check(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def leave_start(self) -> None: ...
-
-    def last_lines(self) -> str:
-        return ""
-
-    def _fault(self, settings: dict[str, Any]) -> str | None:
+    def _find_fault(self, settings: dict[str, Any]) -> str | None:
         model = settings["model_config"]
         if model["max_model_len"] < self._context_length:
             return (

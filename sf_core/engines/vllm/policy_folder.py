@@ -75,7 +75,7 @@ class PolicyFolder:
         path = join(folder, FILE_NAME)
         with open(path, "rb") as file:
             entries = read_header(path, file).entries
-            if self._entries and (fault := _difference(entries, self._entries)):
+            if self._entries and (fault := _find_difference(entries, self._entries)):
                 raise ValueError(f"{path}: {fault}")
             config = self.config
             if self._untied and _HEAD not in entries:
@@ -104,7 +104,7 @@ class PolicyFolder:
         Path(self.path, INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def _difference(got: Mapping[str, Entry], expected: Mapping[str, Entry]) -> str | None:
+def _find_difference(got: Mapping[str, Entry], expected: Mapping[str, Entry]) -> str | None:
     if missing := sorted(expected.keys() - got.keys()):
         return f"{missing[0]!r} is not there ({len(missing)} tensors missing)"
     if unknown := sorted(got.keys() - expected.keys()):

@@ -42,7 +42,7 @@ FOLLOWS_GRAMMARS = "--logits-processors=sf_core.engines.vllm.grammar_processor:G
 """The argument with which a server that does not speculate holds answers to grammars."""
 
 
-def arguments(
+def make_arguments(
     *, dtype: str, context_length: int, max_running: int, kv_bytes: int, on_cpu: bool, more: Sequence[str]
 ) -> list[str]:
     """The server's arguments, without model and socket. What `more` repeats counts as it is there."""
@@ -81,7 +81,7 @@ class VllmServer:
     """A running server, or one that is starting. It ends with this process, however that ends."""
 
     def __init__(self, model_dir: str, arguments: Sequence[str], *, on_cpu: bool) -> None:
-        self._folder = scratch_folder(_short_folder())
+        self._folder = scratch_folder(_find_short_folder())
         # this package alone: others beside it may be in vLLM's environment too, in other versions
         modules = Path(self._folder.name, "modules")
         modules.mkdir()
@@ -97,7 +97,7 @@ class VllmServer:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             cwd=self._folder.name,
-            env=_environment(self._folder.name, on_cpu) | {"PYTHONPATH": str(modules)},
+            env=_make_environment(self._folder.name, on_cpu) | {"PYTHONPATH": str(modules)},
         )
 
     @property
@@ -119,12 +119,12 @@ class VllmServer:
         self._folder.cleanup()
 
 
-def _short_folder() -> str:
+def _find_short_folder() -> str:
     """Where temporary files go, unless a socket's path there would be too long."""
     folder = tempfile.gettempdir()
     return folder if len(folder) + len("/sf-scratch-12345678/socket") < _LONGEST_SOCKET_PATH else "/tmp"
 
 
-def _environment(folder: str, on_cpu: bool) -> dict[str, str]:
+def _make_environment(folder: str, on_cpu: bool) -> dict[str, str]:
     own = select_inherited() | _ENVIRONMENT | {"TMPDIR": folder}
     return own | (_ENVIRONMENT_ON_CPU if on_cpu else {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from sf_core.engines.vllm.client import Piece
+from sf_core.engines.vllm.client import StreamPiece
 from sf_core.models.counter import bits
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
@@ -13,7 +13,7 @@ _REPORT_EVERY = 16
 """Steps of which the tokens come together, where nobody waits for the first of them."""
 
 
-class Turn:
+class VllmTurn:
     """A request, what was sampled for it, and its stream if it has one."""
 
     def __init__(self, request: GenerationRequest, salt: str) -> None:
@@ -26,6 +26,7 @@ class Turn:
         self.stream: asyncio.Task[None] | None = None
         self.has_answered = False
         """Whether the stream has brought tokens. If not, vLLM may not know it yet."""
+        self.has_ended = False
 
     def body(self, wire_id: str) -> dict[str, Any]:
         """The request for what is left of it."""
@@ -58,15 +59,17 @@ class Turn:
             },
         }
 
-    def take(self, piece: Piece) -> FinishReason | None:
+    def take(self, piece: StreamPiece) -> FinishReason | None:
         """Add what the stream brought; returns why the request has ended, None if it has not."""
         self.has_answered = True
         self.sampled += piece.token_ids
-        if piece.finish_reason in ("stop", "length"):
-            return FinishReason(piece.finish_reason)
-        return FinishReason.LENGTH if len(self.sampled) >= self.request.max_tokens else None
+        reason = piece.finish_reason if piece.finish_reason in ("stop", "length") else None
+        if len(self.sampled) >= self.request.max_tokens:
+            reason = reason or "length"
+        self.has_ended = reason is not None
+        return FinishReason(reason) if reason else None
 
-    def chunks(self, piece: Piece, version: int, finish: FinishReason | None) -> list[Chunk]:
+    def chunks(self, piece: StreamPiece, version: int, finish: FinishReason | None) -> list[Chunk]:
         """The piece as it is reported. vLLM joins tokens that its stream could not take in time; where
         somebody waits for each, each is reported."""
         name, ids, logprobs = self.request.request_id, piece.token_ids, piece.logprobs

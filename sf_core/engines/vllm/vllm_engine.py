@@ -1,30 +1,46 @@
-"""vLLM behind the Engine protocol. vLLM samples by itself, in processes of its own; a step reports what has
-arrived. The event loop that talks to it runs in a thread of this object."""
+"""vLLM as an engine that samples by itself, in processes of its own. Here is what runs on its event loop:
+streams, weights on their way, the server's life.
+
+Every request to vLLM is sampled by one version: an update ends all streams, reloads, and sends what is left
+of each request again. vLLM's own name of the weights must agree at the end of each.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Collection, Coroutine
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import Any, Literal
-
-import msgspec
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Vocabularies
-from sf_core.engines.protocol import WeightsRefusedError
-from sf_core.engines.vllm.places import AdoptedServer, OwnServer, Place
+from sf_core.engines.host_weights import HostWeights
+from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
+from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
+from sf_core.engines.vllm.places import AdoptedServer, OwnServer, ServerOrigin
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, check_cpu_build
-from sf_core.engines.vllm.serving import Event, Serving
+from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.surroundings import has_gpu, vllm_key, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
-_STEP_S = 0.005
-"""Longest wait of a step for tokens."""
+log = logging.getLogger(__name__)
+
+_ENDS_S = 10.0
+"""Longest wait for the end of a stream that vLLM was told to end."""
+
+_UNANSWERED_S = 0.1
+"""The same if it has brought nothing: vLLM may have been told before it knew the request."""
+
+_HEALTH_EVERY_S = 2.0
+
+_MOST_FAILED_STARTS = 3
+"""After so many in a row the engine fails."""
 
 
 def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> VllmEngine:
@@ -34,7 +50,7 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     if on_cpu:
         check_cpu_build(vllm_python())
     policy = PolicyFolder(start_dir, untied=on_cpu)
-    place: Place
+    place: ServerOrigin
     if settings.url is not None:
         place = AdoptedServer(settings.url, vllm_key(), policy, engine.context)
     else:
@@ -46,158 +62,303 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
             sleep_level=0 if on_cpu else settings.sleep_level,
             more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
         )
-    return VllmEngine(
-        place,
-        vocab_size=policy.vocab_size,
-        context_length=engine.context,
-        kv_on_update=engine.kv_on_update,
-        vocabularies=Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None,
-    )
+    vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
+    return VllmEngine(place, policy.vocab_size, engine.context, engine.kv_on_update == "keep", vocabularies)
 
 
 class VllmEngine:
-    """An engine of the server at a place. On the CPU its memory stays taken at rest."""
+    """An engine of the server at a place. On the CPU its memory stays taken at rest. What happens is told and
+    not raised, also by its methods."""
 
     def __init__(
         self,
-        place: Place,
-        *,
+        place: ServerOrigin,
         vocab_size: int,
         context_length: int,
-        kv_on_update: Literal["recompute", "keep"] = "recompute",
-        vocabularies: Vocabularies | None = None,
+        keep_kv: bool,
+        vocabularies: Vocabularies | None,
     ) -> None:
         """`vocabularies` are what answers with grammars are made of; None: the server follows no grammars."""
-        self._vocabularies = vocabularies
+        self.loop = asyncio.new_event_loop()
+        self.tell: Callable[[Event], None] = lambda event: None
+        self._place, self._keep_kv = place, keep_kv
         self._vocab_size, self._context_length = vocab_size, context_length
-        self._version: int | None = None
-        self._names: set[str] = set()
-        """Requests whose end was not reported."""
-        self._paused = False
-        self._inbox: SimpleQueue[Event] = SimpleQueue()
-        self._due: list[Event] = []
-        """Events that no step has reported yet."""
-        self._serving = Serving(place, keep_kv=kv_on_update == "keep", tell=self._inbox.put)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._thread.start()
-
-    @property
-    def version(self) -> int | None:
-        return self._version
+        self._vocabularies = vocabularies
+        self._weights = HostWeights()
+        # one thread: the copy of the weights is used by one at a time
+        self._fetching = ThreadPoolExecutor(1, "fetch-weights")
+        self._client: VllmClient | None = None
+        self._turns: dict[str, VllmTurn] = {}
+        self._streaming: set[VllmTurn] = set()
+        """Turns that have a stream, also those that are being aborted."""
+        self._name = uuid.uuid4().hex[:12]
+        """Part of the names of our requests and weights, so that nobody else's are taken for them."""
+        self._numbers = itertools.count()
+        self._label = ""
+        """Name of the weights that sample now."""
+        self._wanted: WeightsRef | None = None
+        self._held: WeightsRef | None = None
+        """Weights that were told of; None at rest."""
+        self._loaded: WeightsRef | None = None
+        """Weights in the server's memory, also at rest."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """All that go on between commands."""
+        self._mover: asyncio.Task[None] | None = None
+        self._switching = asyncio.Lock()
+        """Held while the server is paused, resumed or given weights."""
+        self._paused = self._asleep = self._flows = False
+        self._is_between = False
+        """Whether the server was stopped for weights that it was not given, because newer ones came."""
+        self._failed_starts = 0
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def num_requests(self) -> int:
-        return len(self._names)
+        return len(self._turns)
 
     def take_weights(self, weights: WeightsRef) -> None:
-        self._loop.call_soon_threadsafe(self._serving.want, weights)
+        self._wanted = weights
+        if self._mover is None or self._mover.done():
+            self._mover = self._start(self._move())
 
     def submit(self, request: GenerationRequest) -> None:
         # here, because vLLM would say it in the middle of a stream
-        ids = request.prompt_ids
-        if not 0 < len(ids) < self._context_length:
-            raise ValueError(f"prompt has {len(ids)} tokens; allowed are 1 to {self._context_length - 1}")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            raise ValueError(f"prompt has an id outside the vocabulary of {self._vocab_size}")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")
-        if request.request_id in self._names:
+        check_request(request, self._context_length, self._vocab_size)
+        if request.request_id in self._turns:
             raise ValueError(f"request {request.request_id!r} is already here")
         if request.grammar:
-            self._check_grammar(request)
-        self._names.add(request.request_id)
-        self._loop.call_soon_threadsafe(self._serving.begin, request)
+            # it would end the server
+            if self._vocabularies is None:
+                raise ValueError("a grammar was given, and this server follows none")
+            self._vocabularies.of(request.stop_token_ids).begin(request.grammar)
+        turn = self._turns[request.request_id] = VllmTurn(request, self._label)
+        if self._flows:
+            self._open_stream(turn)
 
-    def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
-        names = set(self._names if request_ids is None else self._names.intersection(request_ids))
-        if not names:
-            return []
-        self._wait_for(self._serving.abort(names))
-        self._collect()
-        own: dict[str, list[Chunk]] = {name: [] for name in names}
-        others: list[Event] = []
-        for event in self._due:
-            if isinstance(event, Chunk) and event.request_id in names:
-                own[event.request_id].append(event)
-            else:
-                others.append(event)
-        self._due = others
-        self._names -= names
-        return [chunk for name, chunks in own.items() for chunk in _ended(name, chunks, self._version or 0)]
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        names = [*self._turns] if request_ids is None else self._turns.keys() & request_ids
+        turns = [self._turns.pop(name) for name in names]
+        ids = [turn.wire_id for turn in turns if turn.stream]
+        if self._client is not None and ids:
+            try:
+                await self._end_streams(turns, self._client.abort(ids))
+            except EngineLostError as error:
+                return self._lose(error)
+        version = 0 if self._held is None else self._held.version
+        for turn in turns:
+            if not turn.has_ended:
+                self.tell(Chunk(turn.request.request_id, [], [], version, FinishReason.ABORT))
 
-    def step(self) -> list[Chunk]:
-        self._collect(0 if self._paused or self._due else _STEP_S)
-        chunks: list[Chunk] = []
-        for event in [] if self._paused else self._due:
-            if not isinstance(event, Chunk):
-                break
-            chunks.append(event)
-        if chunks:
-            del self._due[: len(chunks)]
-            self._names.difference_update(c.request_id for c in chunks if c.finish_reason is not None)
-            return chunks
-        news = next((event for event in self._due if not isinstance(event, Chunk)), None)
-        if news is None:
-            return []
-        self._due.remove(news)
-        if isinstance(news, WeightsRef):
-            self._version = news.version
-            return []
-        if not isinstance(news, WeightsRefusedError):
-            self._forget()
-        raise news
-
-    def pause(self) -> None:
+    async def pause(self) -> None:
         self._paused = True
-        self._wait_for(self._serving.pause())
+        async with self._alone():
+            if self._client is not None and self._flows:
+                self._flows = False
+                await self._client.pause("keep")
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         self._paused = False
-        self._wait_for(self._serving.resume())
+        async with self._alone():
+            is_given = self._held is not None and not self._is_between
+            if self._client is not None and is_given and not self._flows:
+                await self._flow(self._client)
 
-    def rest(self) -> None:
-        self._wait_for(self._serving.rest())
-        self._forget()
+    async def rest(self) -> None:
+        self._wanted = None
+        if self._mover is not None:
+            self._mover.cancel()
+            self._mover = None
+        async with self._alone():
+            self._turns.clear()
+            self._held, self._flows = None, False
+            if self._client is None:
+                return self._place.leave_start()
+            await self._end_streams(self._streaming, self._client.pause("abort"))
+            if self._place.sleep_level and not self._asleep:
+                await self._client.sleep(self._place.sleep_level)
+                self._asleep = True
+                if self._place.sleep_level == 2:
+                    self._loaded = None
 
     def close(self) -> None:
-        self._wait_for(self._serving.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._forget()
+        self.loop.run_until_complete(self._end_tasks())
+        self._fetching.shutdown(cancel_futures=True)
+        self.loop.close()
+        self._weights.close()
 
-    def _check_grammar(self, request: GenerationRequest) -> None:
-        """Raises ValueError for what would end the server."""
-        if self._vocabularies is None:
-            raise ValueError("a grammar was given, and this server follows none")
-        self._vocabularies.of(request.stop_token_ids).begin(request.grammar)
+    async def _move(self) -> None:
+        """Have the wanted weights fetched and given to the server."""
+        while (weights := self._wanted) is not None and (weights != self._held or self._is_between):
+            try:
+                folder = await asyncio.get_running_loop().run_in_executor(
+                    self._fetching, self._weights.fetch, weights
+                )
+                if weights != self._wanted:
+                    continue
+                source = self._place.take(weights, folder)
+                if self._client is None:
+                    await self._connect(weights)
+            except EngineLostError as error:
+                return self._lose(error)
+            except (ValueError, OSError) as error:
+                if weights != self._wanted:
+                    continue
+                self.tell(error if self._held is None else WeightsRefusedError(str(error)))
+                self._wanted = None
+                if self._held is None or self._loaded is None or not self._is_between:
+                    return
+                # fall back to the previous weights
+                self._wanted = weights = self._loaded
+                source = ""
+            # by a task of its own, so that rest, which cancels this one, never leaves the server half-way
+            giving = self._start(self._give(weights, source))
+            await asyncio.wait([giving])
+            if giving.exception():
+                return
 
-    def _collect(self, wait_s: float = 0) -> None:
-        with suppress(Empty):
-            if wait_s:
-                self._due.append(self._inbox.get(timeout=wait_s))
-            while True:
-                self._due.append(self._inbox.get_nowait())
+    async def _connect(self, weights: WeightsRef) -> None:
+        self._client, holds_them = await self._place.connect()
+        self._loaded = weights if holds_them else None
+        self._start(self._watch(self._client))
 
-    def _wait_for(self, command: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(command, self._loop).result()
+    async def _give(self, weights: WeightsRef, source: str) -> None:
+        async with self._alone():
+            client = self._client
+            if client is None or weights != self._wanted:
+                return
+            self._flows, self._is_between = False, True
+            await self._end_streams(self._streaming, client.pause("abort"))
+            if self._asleep:
+                await client.wake("weights")
+            if self._loaded != weights:
+                self._loaded = None
+                await client.reload(source)
+                self._loaded = weights
+            if self._asleep:
+                await client.wake("kv_cache")
+                await client.drop_prefixes()
+                self._asleep = False
+            if weights != self._wanted:
+                # superseded by newer weights, or the engine was put to rest
+                return
+            self._label = f"{self._name}.{weights.version}"
+            await client.name_weights(self._label)
+            self._held, self._is_between, self._failed_starts = weights, False, 0
+            self.tell(weights)
+            if not self._paused:
+                await self._flow(client)
 
-    def _forget(self) -> None:
-        self._collect()
-        self._due.clear()
-        self._names.clear()
-        self._version = None
+    async def _flow(self, client: VllmClient) -> None:
+        await client.resume()
+        self._flows = True
+        for turn in self._turns.values():
+            if turn.stream is None:
+                if not self._keep_kv:
+                    turn.salt = self._label
+                self._open_stream(turn)
 
+    def _open_stream(self, turn: VllmTurn) -> None:
+        assert self._client is not None and self._held is not None
+        body = turn.body(f"{self._name}.{next(self._numbers)}")
+        turn.stream = self._start(self._sample(turn, body, self._client, self._held.version))
+        self._streaming.add(turn)
 
-def _ended(name: str, chunks: list[Chunk], version: int) -> list[Chunk]:
-    """What was not reported, as one chunk, or one for each version that sampled some; the last one ends the
-    request."""
-    merged = [Chunk(name, [], [], chunks[0].version if chunks else version)]
-    for chunk in chunks:
-        if chunk.version != merged[-1].version:
-            merged.append(Chunk(name, [], [], chunk.version))
-        merged[-1].token_ids.extend(chunk.token_ids)
-        merged[-1].logprobs.extend(chunk.logprobs)
-    reason = chunks[-1].finish_reason if chunks else None
-    return [*merged[:-1], msgspec.structs.replace(merged[-1], finish_reason=reason or FinishReason.ABORT)]
+    async def _sample(self, turn: VllmTurn, body: dict[str, Any], client: VllmClient, version: int) -> None:
+        name, label, reason = turn.request.request_id, self._label, None
+        try:
+            async for piece in client.generate(body):
+                if piece.labels - {label}:
+                    raise EngineLostError(f"weights that vLLM names {set(piece.labels)} sampled for {label}")
+                finish, reason = turn.take(piece), piece.finish_reason
+                if turn.has_ended:
+                    self._turns.pop(name, None)
+                for chunk in turn.chunks(piece, version, finish):
+                    self.tell(chunk)
+            if reason is None or (reason == "abort" and self._flows and name in self._turns):
+                raise EngineLostError("vLLM ended a request that nobody ended")
+        except RequestRefusedError as error:
+            log.error("%s", error)
+            turn.has_ended = True
+            self._turns.pop(name, None)
+            self.tell(Chunk(name, [], [], version, FinishReason.LENGTH))
+        except EngineLostError as error:
+            self._lose(error)
+        finally:
+            turn.stream = None
+            self._streaming.discard(turn)
+
+    async def _end_streams(self, turns: Collection[VllmTurn], command: Awaitable[None]) -> None:
+        """Give the command that ends these streams, and wait until they have."""
+        turns = list(turns)
+        fresh = [turn.stream for turn in turns if turn.stream and not turn.has_answered]
+        await command
+        if not (streams := [turn.stream for turn in turns if turn.stream]):
+            return
+        await asyncio.wait(streams, timeout=_UNANSWERED_S)
+        for stream in fresh:
+            stream.cancel()
+        _, late = await asyncio.wait(streams, timeout=_ENDS_S)
+        if late:
+            raise EngineLostError(f"vLLM did not end {len(late)} requests within {_ENDS_S:.0f} s")
+
+    async def _watch(self, client: VllmClient) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_EVERY_S)
+            try:
+                self._place.check()
+                await client.check_health()
+            except EngineLostError as error:
+                return self._lose(error)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        async with self._switching:
+            try:
+                yield
+            except EngineLostError as error:
+                self._lose(error)
+
+    def _lose(self, error: EngineLostError) -> None:
+        """Forget the server and all requests. Called again for the same loss it does nothing."""
+        is_used = self._wanted is not None or self._held is not None
+        told: Exception = error
+        if is_used and self._held is None:
+            self._failed_starts += 1
+            if self._failed_starts >= _MOST_FAILED_STARTS:
+                told = RuntimeError(
+                    f"vLLM could not be made to serve, {self._failed_starts} times in a row: {error}\n"
+                    f"{self._place.last_lines()}"
+                )
+        if is_used:
+            log.warning("vLLM is lost: %s\n%s", error, self._place.last_lines())
+        self._reset()
+        if is_used:
+            self.tell(told)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.tell(error)
+
+    async def _end_tasks(self) -> None:
+        self._reset()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+
+    def _reset(self) -> None:
+        # also streams whose request has ended: one whose connection is closed here waits for ever
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
+        self._turns.clear()
+        self._streaming.clear()
+        self._mover = self._wanted = self._held = self._loaded = None
+        self._asleep = self._flows = self._is_between = False
+        if self._client is not None:
+            self._closing = asyncio.create_task(self._client.close())
+            self._client = None
+        self._place.leave()

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sf_core.config.run_config import DtypeName
-from sf_core.engines.torch.transformers_model import saved_params
+from sf_core.engines.torch.transformers_model import unmap_params
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, exchange
@@ -144,7 +144,7 @@ class TorchModel:
         state = {
             name: buffers[name] if own is None else weights[own] for name, own in self._stored_names.items()
         }
-        return saved_params(self._model, state)
+        return unmap_params(self._model, state)
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
-"""A router with engines on one event loop: real frames, the real engine client, no sockets. The test decides
-when each frame is delivered."""
+"""A router with engines on one event loop: real frames, the real driver of engines that step, no sockets. The
+test decides when each frame is delivered."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sf_core.dataplane.routing.generation import CacheHint, Generation
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.engines import wire
-from sf_core.engines.client import EngineClient
-from sf_core.engines.protocol import Engine
+from sf_core.engines.drivers.step_driver import StepDriver
+from sf_core.engines.protocol import StepEngine
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 
@@ -26,7 +26,7 @@ LIMITS = Limits(max_waiting=1000, patience_s=1000.0, engine_silence_s=1000.0)
 
 STOP = 1
 
-MakeEngine = Callable[[], Engine]
+MakeEngine = Callable[[], StepEngine]
 
 
 def scripted(script: Callable[[list[int], int], list[int]]) -> MakeEngine:
@@ -45,8 +45,8 @@ class ClusterEngine:
         self.num_sampled = 0
         """Number of tokens that it has reported."""
         self.engine = make()
-        hello = wire.Hello("run", 1, name, 0, name, name, max_running)
-        self._client = EngineClient("", None, hello, self.engine)
+        self._driver = StepDriver(self.engine)
+        self._driver.send = self.send
         self.connection = EngineConnection(name, name, name, 1, max_running, self._deliver)
         router.add(self.connection)
 
@@ -64,14 +64,14 @@ class ClusterEngine:
 
     def abort(self, request_ids: list[str]) -> None:
         """Give requests back that the engine cannot go on with."""
-        self._client.handle(wire.Abort(request_ids), self)
+        self._driver.handle(wire.Abort(request_ids))
 
     def act(self) -> None:
         """Handle the frames received, then take one step."""
         while self.inbox and not self.is_gone:
-            self._client.handle(wire.read_from_data_plane(self.inbox.pop(0)), self)
-        if not self.is_gone and self._client.has_work:
-            self._client.step(self)
+            self._driver.handle(wire.read_from_data_plane(self.inbox.pop(0)))
+        if not self.is_gone and self._driver.has_work:
+            self._driver.step()
 
     def send(self, frame: bytes) -> None:
         """Deliver a frame of the engine to the router."""

@@ -25,7 +25,8 @@ from starlette.applications import Starlette
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.engines.client import HEARTBEAT_S, serve_engine
+from sf_core.engines.drivers.connection import HEARTBEAT_S
+from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello

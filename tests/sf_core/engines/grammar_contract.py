@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from sf_core.engines.protocol import Engine
+from sf_core.engines.protocol import StepEngine
 from sf_core.engines.testing import awake, drain, ids_of, raised
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 from tests.properties import examples
@@ -179,12 +179,12 @@ class GrammarEngineTests(FolderEngineTests):
         assert text_of(ids_of(drain(engine))) == "a<end>"
         engine.rest()
 
-    def _until(self, engine: Engine, num_tokens: int) -> list[Chunk]:
+    def _until(self, engine: StepEngine, num_tokens: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         while engine.num_requests and len(ids_of(chunks)) < num_tokens:
             chunks += engine.step()
         return chunks
 
 
-def _submitting(engine: Engine, request: GenerationRequest) -> Callable[[], None]:
+def _submitting(engine: StepEngine, request: GenerationRequest) -> Callable[[], None]:
     return lambda: engine.submit(request)

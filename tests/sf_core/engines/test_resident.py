@@ -8,7 +8,7 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.resident import ResidentEngine
 from sf_core.engines.scripted import ScriptedEngine
-from sf_core.engines.testing import awake
+from sf_core.engines.testing import DrivenEngine, awake
 from sf_core.types import WeightsRef
 
 
@@ -27,8 +27,9 @@ def resident() -> ResidentEngine:
 def test_an_engine_stays_until_a_run_with_other_settings_wants_one(resident: ResidentEngine) -> None:
     with resident.lend(config(), "start") as (first, is_new):
         assert is_new
-        awake(first, WeightsRef(3, ""))
-        first.rest()
+        leased = DrivenEngine(first)
+        awake(leased, WeightsRef(3, ""))
+        leased.rest()
     with resident.lend(config(), "start") as (kept, is_new):
         assert (kept is first, is_new) == (True, False)
     slow = config(max_running=4)

@@ -1,6 +1,7 @@
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
+from tests.sf_core.engines.self_running import SelfRunningEngine
 
 
 def script(prompt_ids: list[int], seed: int) -> list[int]:
@@ -10,6 +11,11 @@ def script(prompt_ids: list[int], seed: int) -> list[int]:
 class TestContract(EngineTests):
     def make(self) -> ScriptedEngine:
         return ScriptedEngine(script)
+
+
+class TestContractOfTheAsyncDriver(EngineTests):
+    def make(self) -> SelfRunningEngine:
+        return SelfRunningEngine(ScriptedEngine(script))
 
 
 def serving(**options: int) -> ScriptedEngine:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
-from sf_core.engines.torch.transformers_model import saved_params
+from sf_core.engines.torch.transformers_model import unmap_params
 from sf_core.settings import load_object
 from sf_core.training.packing import Row, read_rows, share
 from sf_core.training.torch.backend import TorchBackend
@@ -180,7 +180,7 @@ def expected(
     # an expert that no token came to has none
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     norm = torch.nn.utils.get_total_norm(gradients.values())
-    stored = {name: gradient.float().numpy() for name, gradient in saved_params(model, gradients).items()}
+    stored = {name: gradient.float().numpy() for name, gradient in unmap_params(model, gradients).items()}
     return Learnt(logprobs, entropies, stored, float(norm))
 
 

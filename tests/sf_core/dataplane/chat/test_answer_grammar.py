@@ -12,7 +12,7 @@ import pytest
 from sf_core.dataplane.chat.answer_grammar import MAX_SCHEMA_BYTES, answer_grammar
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.engines.grammar import Following, Vocabulary, forbidden
+from sf_core.engines.grammar import Following, Vocabulary, find_forbidden
 from tests.sf_core.dataplane.gateway.dialects.test_tool_formats import make_special
 from tests.sf_core.dataplane.stand import CALC
 
@@ -58,10 +58,10 @@ def follows(renderer: Renderer, text: str, *, schema: Any = SCHEMA, tools: Any =
     grammar = answer_grammar(schema, [*tools], renderer)
     following = Following(Vocabulary(tokenizer, renderer.stop_token_ids), grammar, ())
     for token in renderer.encode(text).tolist():
-        if forbidden([following], renderer.num_ids)[0, token]:
+        if find_forbidden([following], renderer.num_ids)[0, token]:
             return False
         following.take([token])
-    return not forbidden([following], renderer.num_ids)[0, stop]
+    return not find_forbidden([following], renderer.num_ids)[0, stop]
 
 
 def test_content_is_json_of_the_schema_on_one_line(made: Any) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,30 @@ from websockets.uri import parse_uri
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.engine_socket import Outbox
-from sf_core.engines import client, wire
-from sf_core.engines.client import _Steps, serve_engine
-from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
+from sf_core.engines import wire
+from sf_core.engines.drivers import connection
+from sf_core.engines.drivers.serve import serve_engine
+from sf_core.engines.drivers.spans import BUSY_GAP_S, MAX_SPAN_S, Spans
+from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, WeightsRef
 from tests.patience import join, patience, wait_until
 from tests.properties import examples
 from tests.proxies import SilentProxy
 from tests.sf_core.dataplane.stand import Server, running_app, say
+from tests.sf_core.engines.self_running import SelfRunningEngine
 
 HELLO = wire.Hello("run", 1, "r0", 0, "r0", "r0", 8)
 
 
 def make() -> ScriptedEngine:
     return ScriptedEngine(lambda prompt, seed: [1])
+
+
+@pytest.fixture(params=[lambda engine: engine, SelfRunningEngine], ids=["steps", "runs by itself"])
+def drive(request: pytest.FixtureRequest) -> Callable[[ScriptedEngine], Engine]:
+    """Makes of a scripted engine one for either driver."""
+    return request.param
 
 
 def refusal(server: Server, **hello: Any) -> str:
@@ -85,10 +95,12 @@ def test_what_is_stale_is_turned_away(server: Server, renderer: Renderer) -> Non
     assert refusal(server, lease_id="other", attempt=2) == "released"
 
 
-def test_no_proxy_stands_between_an_engine_and_its_data_plane(server: Server, proxy: SilentProxy) -> None:
+def test_no_proxy_stands_between_an_engine_and_its_data_plane(
+    server: Server, proxy: SilentProxy, drive: Callable[[ScriptedEngine], Engine]
+) -> None:
     server.register()
     server.post("/runs/run/release")
-    assert refusal(server) == "released"
+    assert serve_engine(server.url, None, HELLO, drive(make())) == "released"
     assert not proxy.was_asked()
 
 
@@ -129,17 +141,21 @@ def test_an_engine_waits_for_its_run_to_be_registered(server: Server, renderer: 
     assert reasons == ["released"]
 
 
-def test_an_engine_gives_up_on_a_data_plane_that_stays_away() -> None:
+def test_an_engine_gives_up_on_a_data_plane_that_stays_away(
+    drive: Callable[[ScriptedEngine], Engine],
+) -> None:
     with pytest.raises(ConnectionError, match="data plane at ws://127"):
-        serve_engine("http://127.0.0.1:9", None, HELLO, make(), patience_s=0.3)
+        serve_engine("http://127.0.0.1:9", None, HELLO, drive(make()), patience_s=0.3)
 
 
-def test_a_wrong_key_is_no_reason_to_try_again() -> None:
+def test_a_wrong_key_is_no_reason_to_try_again(drive: Callable[[ScriptedEngine], Engine]) -> None:
     with running_app(key="secret") as url, pytest.raises(InvalidStatus):
-        serve_engine(url, "wrong", HELLO, make())
+        serve_engine(url, "wrong", HELLO, drive(make()))
 
 
-def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_before() -> None:
+def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_before(
+    drive: Callable[[ScriptedEngine], Engine],
+) -> None:
     patience_s = patience(0.2)
     connections: list[ServerConnection] = []
 
@@ -155,14 +171,14 @@ def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_befor
     with serve(data_plane, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
-        assert serve_engine(url, None, HELLO, make(), patience_s=patience_s) == "found again"
+        assert serve_engine(url, None, HELLO, drive(make()), patience_s=patience_s) == "found again"
         server.shutdown()
 
 
 def test_an_engine_gives_up_on_a_data_plane_that_hangs(
     tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "HEARTBEAT_S", patience(0.3))
+    monkeypatch.setattr(connection, "HEARTBEAT_S", patience(0.3))
     failures: list[str] = []
 
     def serve_it() -> None:
@@ -274,7 +290,9 @@ def test_an_update_reaches_every_engine(server: Server, renderer: Renderer) -> N
     assert server.http.post("/runs/run/weights", json={"version": 0, "uri": "w0"}).status_code == 409
 
 
-def test_what_the_engine_raises_ends_the_lease(server: Server) -> None:
+def test_what_the_engine_raises_ends_the_lease(
+    server: Server, drive: Callable[[ScriptedEngine], Engine]
+) -> None:
     server.register()
 
     class Broken(ScriptedEngine):
@@ -282,12 +300,12 @@ def test_what_the_engine_raises_ends_the_lease(server: Server) -> None:
             raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        serve_engine(server.url, None, HELLO, Broken(lambda prompt, seed: [1]))
+        serve_engine(server.url, None, HELLO, drive(Broken(lambda prompt, seed: [1])))
     wait_until(lambda: server.get("/runs/run")["engines"] == [])
 
 
 class Recorded:
-    """Timeline that keeps the spans that an engine client records."""
+    """Timeline that keeps the spans that a driver records."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, float, float, int | None, int]] = []
@@ -304,10 +322,10 @@ class Recorded:
 
 def test_steps_close_together_are_one_span_of_work_and_the_first_ends_with_the_first_token() -> None:
     recorded = Recorded()
-    steps = _Steps(recorded)
+    spans = Spans(recorded)
     for start, tokens in ((1.0, 0), (1.01, 2), (1.04, 3), (1.06, 3), (2.0, 1)):
-        steps.add(start, start + 0.01, 0, tokens)
-    steps.end()
+        spans.add_work(start, start + 0.01, 0, tokens)
+    spans.end_work()
     assert [span[2:] for span in recorded.spans] == [
         (1.0, 1.02, 0, 2),
         (1.04, 1.07, 0, 6),
@@ -317,40 +335,42 @@ def test_steps_close_together_are_one_span_of_work_and_the_first_ends_with_the_f
 
 def test_a_span_of_work_ends_with_its_version_and_is_told_of_before_long() -> None:
     recorded = Recorded()
-    steps = _Steps(recorded)
+    spans = Spans(recorded)
     for tick in range(800):
-        steps.add(tick / 100, (tick + 1) / 100, tick // 200, 1)
-    steps.end()
+        spans.add_work(tick / 100, (tick + 1) / 100, tick // 200, 1)
+    spans.end_work()
     assert [span[4] for span in recorded.spans] == [0, 0, 1, 2, 3]
-    assert max(end - start for _, _, start, end, _, _ in recorded.spans) <= client.MAX_SPAN_S + 0.01
+    assert max(end - start for _, _, start, end, _, _ in recorded.spans) <= MAX_SPAN_S + 0.01
     assert sum(span[5] for span in recorded.spans) == 800
 
 
 def test_what_an_aborted_request_had_sampled_and_not_reported_counts_as_sampled() -> None:
     recorded = Recorded()
-    steps = _Steps(recorded)
-    steps.add(time.time(), time.time(), 3, 2)
-    steps.give_back(5, 3)
-    steps.give_back(0, 3)
-    steps.end()
+    spans = Spans(recorded)
+    spans.add_work(time.time(), time.time(), 3, 2)
+    spans.give_back(5, 3)
+    spans.give_back(0, 3)
+    spans.end_work()
     assert [(label, version, tokens) for _, label, _, _, version, tokens in recorded.spans] == [
         ("sample", 3, 2),
         ("sample", 3, 5),
     ]
 
 
-def test_loading_sampling_waiting_and_yielding_are_told_apart(server: Server, renderer: Renderer) -> None:
+def test_loading_sampling_waiting_and_yielding_are_told_apart(
+    server: Server, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
+) -> None:
     server.register()
     recorded = Recorded()
 
-    engine = ScriptedEngine(lambda prompt, seed: say(renderer, "x"))
+    engine = drive(ScriptedEngine(lambda prompt, seed: say(renderer, "x")))
     thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine, recorded))
     thread.start()
     wait_until(lambda: bool(server.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     server.post("/v1/chat/completions", body)
     server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
-    time.sleep(2 * client.BUSY_GAP_S)
+    time.sleep(2 * BUSY_GAP_S)
     server.post("/runs/run/leases/r0/revoke")
     join(thread)
     told = [(kind, label, version) for kind, label, _, _, version, _ in recorded.spans if kind != "wait"]
@@ -379,10 +399,12 @@ class Losing(ScriptedEngine):
         return chunks
 
 
-def test_a_lost_engine_is_made_again_and_its_requests_go_on(server: Server, renderer: Renderer) -> None:
+def test_a_lost_engine_is_made_again_and_its_requests_go_on(
+    server: Server, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
+) -> None:
     server.register()
     engine = Losing(lambda prompt, seed: say(renderer, "still here"))
-    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
+    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, drive(engine)))
     thread.start()
     wait_until(lambda: bool(server.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -411,10 +433,13 @@ class Picky(ScriptedEngine):
 
 
 def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
-    server: Server, renderer: Renderer, caplog: pytest.LogCaptureFixture
+    server: Server,
+    renderer: Renderer,
+    caplog: pytest.LogCaptureFixture,
+    drive: Callable[[ScriptedEngine], Engine],
 ) -> None:
     server.register()
-    engine = Picky(lambda prompt, seed: say(renderer, "x"))
+    engine = drive(Picky(lambda prompt, seed: say(renderer, "x")))
     thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
     thread.start()
     wait_until(lambda: bool(server.live_engines()))
@@ -444,12 +469,14 @@ class Fetching(ScriptedEngine):
         super().rest()
 
 
-def test_an_engine_yields_while_its_weights_are_on_their_way(server: Server) -> None:
+def test_an_engine_yields_while_its_weights_are_on_their_way(
+    server: Server, drive: Callable[[ScriptedEngine], Engine]
+) -> None:
     server.register()
     recorded, engine = Recorded(), Fetching(lambda prompt, seed: [1])
     reasons: list[str] = []
     thread = threading.Thread(
-        target=lambda: reasons.append(serve_engine(server.url, None, HELLO, engine, recorded))
+        target=lambda: reasons.append(serve_engine(server.url, None, HELLO, drive(engine), recorded))
     )
     thread.start()
     wait_until(lambda: bool(server.get("/runs/run")["engines"]))

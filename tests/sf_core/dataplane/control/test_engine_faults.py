@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -19,12 +19,14 @@ from websockets.sync.client import ClientConnection, connect
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines import wire
-from sf_core.engines.client import serve_engine
+from sf_core.engines.drivers.serve import serve_engine
+from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.control.test_engine_client import HELLO
 from tests.sf_core.dataplane.stand import Server, say
+from tests.sf_core.engines.self_running import SelfRunningEngine
 
 VERSION = 3
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
@@ -224,10 +226,11 @@ class Spoiled(ScriptedEngine):
         ]
 
 
+@pytest.mark.parametrize("drive", [lambda engine: engine, SelfRunningEngine])
 def test_the_lease_of_an_engine_that_is_dropped_ends_with_the_reason(
-    server: Server, opened: dict[str, Any]
+    server: Server, opened: dict[str, Any], drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
-    engine = Spoiled(lambda prompt, seed: [5] * 8)
+    engine = drive(Spoiled(lambda prompt, seed: [5] * 8))
     with ThreadPoolExecutor(1) as pool:
         lease = pool.submit(serve_engine, server.url, None, HELLO, engine)
         wait_until(lambda: bool(server.live_engines()))

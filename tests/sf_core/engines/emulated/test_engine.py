@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.engines.emulated.engine import BLOCK, FIRST_ID, MAX_SLEEP_S, NUM_IDS, STALL_S, EmulatedEngine
-from sf_core.engines.protocol import Engine
+from sf_core.engines.protocol import StepEngine
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
@@ -46,7 +46,7 @@ def request(
     return GenerationRequest(name, [1, 2], position, max_tokens, (), Sampling(), stream)
 
 
-def run_for(engine: Engine, clock: Clock, seconds: float) -> list[Chunk]:
+def run_for(engine: StepEngine, clock: Clock, seconds: float) -> list[Chunk]:
     chunks, end = [], clock.time + seconds
     while clock.time < end and engine.num_requests:
         chunks += engine.step()

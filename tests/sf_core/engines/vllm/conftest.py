@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from sf_core.config import RunConfig
 from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake
+from sf_core.engines.testing import DrivenEngine, awake
 from sf_core.surroundings import vllm_python
 from sf_core.types import WeightsRef
 from tests.sf_core.engines.conftest import SIZE
@@ -62,7 +62,8 @@ def refusal(
     url: str, policy: Policies, weights: WeightsRef | None = None, context_length: int = CONTEXT
 ) -> str:
     """The sentence with which the server at the URL is refused."""
-    engine = make_engine(config(vllm={"url": url}, context_length=context_length), policy.folder(0))
+    settings = config(vllm={"url": url}, context_length=context_length)
+    engine = DrivenEngine(make_engine(settings, policy.folder(0)))
     with pytest.raises(ValueError) as refused:
         awake(engine, weights or policy.ref(0))
     engine.close()

@@ -10,7 +10,7 @@ import pytest
 
 from sf_core.engines.protocol import Engine, EngineLostError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, sampled_by
+from sf_core.engines.testing import DrivenEngine, awake, drain, ids_of, sampled_by
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from storage.files import write_atomic
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config, refusal, servers, socket_of
@@ -23,13 +23,14 @@ LONG = [5 + i % 40 for i in range(140)]
 
 @pytest.fixture
 def url(engine: Engine, tied: Policies, as_tcp: Callable[[str], str]) -> Iterator[str]:
-    awake(engine, tied.ref(0))
-    engine.rest()
+    driven = DrivenEngine(engine)
+    awake(driven, tied.ref(0))
+    driven.rest()
     (socket,) = {socket_of(process) for process in servers() if "--uds" in process.cmdline()}
     yield as_tcp(socket)
     # for the tests that own the server: it has other weights than they gave it
-    awake(engine, tied.ref(99))
-    engine.rest()
+    awake(driven, tied.ref(99))
+    driven.rest()
 
 
 def difference(policy: Policies, prompt: list[int], chunks: list[Chunk]) -> float:
@@ -47,7 +48,8 @@ def test_an_adopted_server_takes_weights_and_keeps_or_recomputes_kv_and_is_not_e
     url: str, untied: Policies, kv_on_update: Literal["keep", "recompute"]
 ) -> None:
     before = servers()
-    engine = make_engine(config(vllm={"url": url}, kv_on_update=kv_on_update), untied.folder(0))
+    settings = config(vllm={"url": url}, kv_on_update=kv_on_update)
+    engine = DrivenEngine(make_engine(settings, untied.folder(0)))
     request = GenerationRequest("r", LONG, 0, CONTEXT - len(LONG), (), Sampling(seed=1), stream=True)
 
     def update() -> list[Chunk]:
@@ -86,7 +88,8 @@ def test_a_server_without_the_routes_is_refused(untied: Policies) -> None:
 
 
 def test_a_server_that_is_not_there_is_lost(untied: Policies) -> None:
-    engine = make_engine(config(vllm={"url": "http://127.0.0.1:9"}), untied.folder(0))
+    settings = config(vllm={"url": "http://127.0.0.1:9"})
+    engine = DrivenEngine(make_engine(settings, untied.folder(0)))
     with pytest.raises(EngineLostError, match="/is_paused"):
         awake(engine, untied.ref(0))
     engine.close()

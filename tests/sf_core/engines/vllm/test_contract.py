@@ -2,9 +2,9 @@ from itertools import chain
 
 import pytest
 
-from sf_core.engines.protocol import Engine
+from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, until
+from sf_core.engines.testing import DrivenEngine, awake, drain, ids_of, until
 from sf_core.types import GenerationRequest, Sampling
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config
@@ -24,10 +24,10 @@ class TestContract(GrammarEngineTests):
     context_length = CONTEXT
 
     @pytest.fixture(autouse=True)
-    def _of(self, engine: Engine, tied: Policies) -> None:
+    def _of(self, engine: AsyncEngine, tied: Policies) -> None:
         self.engine, self.policies = engine, tied
         # after a test that failed
-        engine.rest()
+        engine.loop.run_until_complete(engine.rest())
 
     def make(self) -> Engine:
         return self.engine
@@ -41,13 +41,14 @@ class TestContract(GrammarEngineTests):
 
     def test_greedy_turns_go_on_in_the_torch_engine_and_come_back_with_the_same_ids(self) -> None:
         expected = self.alone()
-        torch_engine = make_engine(config(kind="torch"), self.folder(0))
+        vllm = DrivenEngine(self.engine)
+        torch_engine = DrivenEngine(make_engine(config(kind="torch"), self.folder(0)))
         pieces: list[list[int]] = []
 
         def pass_around() -> None:
             pieces.clear()
             # vLLM samples on while this waits for its first token
-            for place, enough in ((self.engine, 1), (torch_engine, self.num_tokens // 4), (self.engine, 1)):
+            for place, enough in ((vllm, 1), (torch_engine, self.num_tokens // 4), (vllm, 1)):
                 done = [*chain.from_iterable(pieces)]
                 if len(done) == len(expected):
                     return

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sf_core.child_processes import is_keeper
-from sf_core.engines.protocol import Engine, EngineLostError
+from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, sampled_by, until
+from sf_core.engines.testing import DrivenEngine, awake, drain, ids_of, sampled_by, until
 from sf_core.types import Chunk, GenerationRequest, Sampling
 from tests.patience import patience, wait_until
 from tests.sf_core.engines.vllm.conftest import Policies, config, refusal, servers, socket_of
@@ -42,17 +41,17 @@ def check_logprobs(policy: Policies, chunks: list[Chunk]) -> None:
 
 
 @pytest.fixture(scope="module")
-def own(vllm: None, untied: Policies) -> Iterator[Engine]:
+def own(vllm: None, untied: Policies) -> Iterator[DrivenEngine]:
     """An engine that each test leaves without a server, so that the next one has it started again."""
     # at temperature 1 these are no others
     arguments = ["--logprobs-mode=raw_logprobs"]
-    engine = make_engine(config(vllm={"arguments": arguments}), untied.folder(0))
+    engine = DrivenEngine(make_engine(config(vllm={"arguments": arguments}), untied.folder(0)))
     yield engine
     engine.close()
 
 
 def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_server_is_lost(
-    own: Engine, untied: Policies, as_tcp: Callable[[str], str]
+    own: DrivenEngine, untied: Policies, as_tcp: Callable[[str], str]
 ) -> None:
     processes = serving(own, untied)
     (socket,) = {socket_of(process) for process in processes if "--uds" in process.cmdline()}
@@ -76,14 +75,17 @@ def test_a_server_computes_in_the_dtype_of_the_run_whatever_that_of_the_file_is(
     policies = Policies(tmp_path, tied=False)
     folder = policies.folder(0)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    engine = make_engine(config(vllm={"arguments": ["--logprobs-mode=raw_logprobs"]}), folder)
+    settings = config(vllm={"arguments": ["--logprobs-mode=raw_logprobs"]})
+    engine = DrivenEngine(make_engine(settings, folder))
     awake(engine, policies.ref(0))
     engine.submit(request("r", max_tokens=20))
     check_logprobs(policies, drain(engine))
     engine.close()
 
 
-def test_a_server_that_is_killed_while_it_starts_is_started_again(own: Engine, untied: Policies) -> None:
+def test_a_server_that_is_killed_while_it_starts_is_started_again(
+    own: DrivenEngine, untied: Policies
+) -> None:
     processes = starting(own, untied)
     one_of(processes, API_SERVER).kill()
     assert lost(own) == []
@@ -92,14 +94,14 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(own: Engine, u
 
 
 def test_a_server_whose_inner_process_is_killed_while_it_samples_is_lost(
-    own: Engine, untied: Policies
+    own: DrivenEngine, untied: Policies
 ) -> None:
     processes = serving(own, untied)
     lose_requests(own, untied, one_of(processes, WORKER).kill)
     check_gone(processes)
 
 
-def test_a_server_that_is_killed_at_rest_is_started_again(own: Engine, untied: Policies) -> None:
+def test_a_server_that_is_killed_at_rest_is_started_again(own: DrivenEngine, untied: Policies) -> None:
     processes = serving(own, untied)
     own.rest()
     one_of(processes, API_SERVER).kill()
@@ -108,7 +110,9 @@ def test_a_server_that_is_killed_at_rest_is_started_again(own: Engine, untied: P
     # and the next test
 
 
-def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(own: Engine, untied: Policies) -> None:
+def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(
+    own: DrivenEngine, untied: Policies
+) -> None:
     processes = serving(own, untied)
     worker = one_of(processes, WORKER)
     command = one_of(processes, API_SERVER).cmdline()
@@ -119,14 +123,14 @@ def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(own: Engi
         # so that it cannot end what it is told to do
         worker.suspend()
         own.take_weights(untied.ref(3))
-        until(lambda: time.sleep(0.01), lambda: weights.resolve() != loaded)
+        until(lambda: own.wait(0.01), lambda: weights.resolve() != loaded)
         worker.kill()
 
     lose_requests(own, untied, kill)
     check_gone(processes)
 
 
-def starting(engine: Engine, policy: Policies) -> set[psutil.Process]:
+def starting(engine: DrivenEngine, policy: Policies) -> set[psutil.Process]:
     """Have the engine start its server; returns the processes that there are when it has begun."""
     before, own = servers(), set[psutil.Process]()
 
@@ -139,7 +143,7 @@ def starting(engine: Engine, policy: Policies) -> set[psutil.Process]:
     return own
 
 
-def serving(engine: Engine, policy: Policies) -> set[psutil.Process]:
+def serving(engine: DrivenEngine, policy: Policies) -> set[psutil.Process]:
     """Have the engine start its server; returns the server's processes."""
     before = servers()
     try:
@@ -160,14 +164,14 @@ def check_gone(processes: set[psutil.Process]) -> None:
     assert not alive
 
 
-def sample(engine: Engine, number: int) -> list[Chunk]:
+def sample(engine: DrivenEngine, number: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     while len(ids_of(chunks)) < number:
         chunks += engine.step()
     return chunks
 
 
-def lost(engine: Engine) -> list[Chunk]:
+def lost(engine: DrivenEngine) -> list[Chunk]:
     """Step until the engine says that it has lost its server; returns what it had reported before."""
     chunks: list[Chunk] = []
     with pytest.raises(EngineLostError):
@@ -176,7 +180,7 @@ def lost(engine: Engine) -> list[Chunk]:
     return chunks
 
 
-def lose_requests(engine: Engine, policy: Policies, kill: Callable[[], None]) -> None:
+def lose_requests(engine: DrivenEngine, policy: Policies, kill: Callable[[], None]) -> None:
     """Kill the server while it samples, and check that what was received stands."""
     engine.submit(request("one"))
     engine.submit(request("two"))
@@ -193,11 +197,11 @@ def lose_requests(engine: Engine, policy: Policies, kill: Callable[[], None]) ->
 WORKER_PROCESS = """
 import sys, time
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake
+from sf_core.engines.testing import DrivenEngine, awake
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 from tests.sf_core.engines.vllm.conftest import config
 moment, folder, newer = sys.argv[1:]
-engine = make_engine(config(), folder)
+engine = DrivenEngine(make_engine(config(), folder))
 if moment == "starts":
     engine.take_weights(WeightsRef(0, folder))
 else:
@@ -240,7 +244,7 @@ def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_wit
     vllm: None, tied: Policies
 ) -> None:
     before = servers()
-    engine = make_engine(config(), tied.folder(0))
+    engine = DrivenEngine(make_engine(config(), tied.folder(0)))
     engine.take_weights(tied.ref(0))
     wait_until(lambda: engine.step() == [] and servers() - before, "a server")
     own = servers() - before
@@ -269,7 +273,7 @@ def test_a_server_gets_neither_our_settings_nor_keys_but_the_mark_of_its_stack_a
     given = {"SF_STACK": "/planted", "VLLM_PLANTED": "planted", "OMP_NUM_THREADS": "1"}
     for name, value in (dict.fromkeys((*withheld, "PYTHONPATH"), "/planted") | given).items():
         monkeypatch.setenv(name, value)
-    engine = make_engine(config(), tied.folder(0))
+    engine = DrivenEngine(make_engine(config(), tied.folder(0)))
     environment = one_of(starting(engine, tied), API_SERVER).environ()
     shown = os.listdir(environment["PYTHONPATH"])
     engine.close()
@@ -283,7 +287,7 @@ def test_three_failed_starts_in_a_row_end_the_engine_with_the_last_lines_of_the_
 ) -> None:
     # a Python without vLLM
     monkeypatch.setenv("SF_VLLM_PYTHON", sys.executable)
-    engine = make_engine(config(), tied.folder(0))
+    engine = DrivenEngine(make_engine(config(), tied.folder(0)))
     for _ in range(2):
         with pytest.raises(EngineLostError):
             awake(engine, tied.ref(0))

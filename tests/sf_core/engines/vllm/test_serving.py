@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 import torch
 
 from sf_core.config import RunConfig
-from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
+from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sampled_by, until
+from sf_core.engines.testing import DrivenEngine, EngineTests, awake, drain, ids_of, sampled_by, until
+from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.types import Chunk, FinishReason, WeightsRef
 from storage.tensors.weights import save_weights
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
@@ -48,11 +48,13 @@ class TestServing(EngineTests):
         yield
         self.engine.close()
 
-    def made(self, **settings: Any) -> Engine:
+    def made(self, **settings: Any) -> VllmEngine:
         engine = {"kind": "vllm", "context_length": CONTEXT, "vllm": {"url": self.fake.url}} | settings
-        return make_engine(RunConfig.model_validate({"engine": engine}), f"{self.folders}/v-0")
+        made = make_engine(RunConfig.model_validate({"engine": engine}), f"{self.folders}/v-0")
+        assert isinstance(made, VllmEngine)
+        return made
 
-    def make(self) -> Engine:
+    def make(self) -> VllmEngine:
         return self.engine
 
     @property
@@ -75,14 +77,15 @@ class TestServing(EngineTests):
         self, kv_on_update: Literal["keep", "recompute"]
     ) -> None:
         self.engine = self.made(kv_on_update=kv_on_update)
+        engine = DrivenEngine(self.engine)
 
         def update() -> list[Chunk]:
-            awake(self.engine, self.weights(0))
+            awake(engine, self.weights(0))
             self.fake.bodies.clear()
-            self.engine.submit(self.request("r", stream=True))
+            engine.submit(self.request("r", stream=True))
             chunks: list[Chunk] = []
-            until(lambda: chunks.extend(self.engine.step()), lambda: len(chunks) >= 3)
-            return chunks + awake(self.engine, self.weights(1)) + drain(self.engine)
+            until(lambda: chunks.extend(engine.step()), lambda: len(chunks) >= 3)
+            return chunks + awake(engine, self.weights(1)) + drain(engine)
 
         chunks = sampled_by({0, 1}, update)
         self.check_tokens(chunks)
@@ -103,7 +106,7 @@ class TestServing(EngineTests):
             engine.pause()
             engine.take_weights(self.weights(2 * number))
             # so that the next ones come at any moment of taking these
-            time.sleep(0.002 * number)
+            engine.wait(0.002 * number)
             engine.take_weights(self.weights(2 * number + 1))
             engine.resume()
             chunks += engine.step()
@@ -125,10 +128,16 @@ class TestServing(EngineTests):
     def test_a_refusal_while_the_weights_that_were_held_come_back_leaves_an_engine_that_serves(self) -> None:
         engine = self.serving()
         self.fake.reload_s = 0.2
-        for weights in (self.weights(1), self.weights(0), self.refused):
-            engine.take_weights(weights)
-            begun = self.fake.num_reloads + (weights != self.refused)
-            until(lambda: None, lambda: self.fake.num_reloads >= begun)  # noqa: B023
+
+        async def take(weights: WeightsRef) -> None:
+            # not through the driver, which has no use for weights that it was told of
+            self.engine.take_weights(weights)
+
+        for weights in (self.weights(1), self.weights(0)):
+            begun = self.fake.num_reloads + 1
+            self.engine.loop.run_until_complete(take(weights))
+            until(engine.step, lambda: self.fake.num_reloads >= begun)  # noqa: B023
+        engine.take_weights(self.refused)
         with pytest.raises(WeightsRefusedError):
             until(engine.step, lambda: False)
         engine.submit(self.request("r"))
@@ -143,7 +152,7 @@ class TestServing(EngineTests):
             chunks: list[Chunk] = []
             for _ in range(rng.randrange(2, 12)):
                 engine.take_weights(rng.choice((self.weights(1), self.weights(2), self.refused)))
-                time.sleep(rng.uniform(0, 0.012))
+                engine.wait(rng.uniform(0, 0.012))
                 with suppress(WeightsRefusedError):
                     chunks += engine.step()
 

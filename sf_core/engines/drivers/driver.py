@@ -1,0 +1,163 @@
+"""What both drivers do: they serve a lease over as many connections as it takes, and follow the data plane's
+frames. They decide nothing: the data plane routes, pauses and revokes; the engine samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from tenacity import Retrying, retry_if_exception_type, wait_random_exponential
+from websockets.exceptions import ConnectionClosed
+
+from sf_core.engines import wire
+from sf_core.engines.drivers.connection import Line
+from sf_core.engines.drivers.spans import NoRecorder, Recorder, Spans
+from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
+from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+
+log = logging.getLogger(__name__)
+
+
+class Driver(ABC):
+    """One engine under one lease: what it does with each frame, and what it tells of itself."""
+
+    def __init__(
+        self, engine: Any, recorder: Recorder | None = None, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self.engine, self._on_ready = engine, on_ready
+        self.send: Callable[[bytes], object]
+        """Sends a frame to the data plane, over the connection that there is."""
+        self._spans = Spans(recorder or NoRecorder())
+        self._awaited: WeightsRef | None = None
+        """Weights that the engine fetches."""
+        self._welcome_version = 0
+        """Version without which the data plane gives it no requests over this connection."""
+        self._is_welcome = self._is_paused = False
+        self._alone_since = time.monotonic()
+        """Monotonic time since which no data plane has welcomed it."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | None:
+        """Policy version that the data plane has been or will be told of; None at rest."""
+
+    @abstractmethod
+    def converse(self, line: Line, hello: bytes) -> Any:
+        """Serve over one connection until told to yield; returns the reason that was given."""
+
+    @abstractmethod
+    def run(self, act: Callable[[], Any]) -> Any:
+        """Call a method of the engine or of this driver, which may be a coroutine; returns its result."""
+
+    def serve(self, url: str, key: str | None, hello: wire.Hello, patience_s: float) -> str:
+        retrying = Retrying(
+            # an engine that cannot read its weights raises OSError too: that must end the lease
+            retry=retry_if_exception_type(ConnectionError),
+            wait=wait_random_exponential(multiplier=0.05, max=2.0),
+            stop=lambda _: time.monotonic() - self._alone_since > patience_s,
+            reraise=True,
+        )
+        try:
+            return retrying(self._serve_once, Line(url, key), hello)
+        finally:
+            self.run(self.engine.rest)
+
+    def _serve_once(self, line: Line, hello: wire.Hello) -> str:
+        try:
+            reason: str = self.run(lambda: self.converse(line, wire.pack(hello)))
+            return reason
+        except ConnectionClosed as error:
+            raise line.explain(error) from error
+        except EngineLostError as error:
+            log.warning("engine %s is lost and starts anew: %s", hello.engine_id, error)
+            self._awaited = None
+            raise
+        finally:
+            if self._is_welcome:
+                self._is_welcome = False
+                self._alone_since = time.monotonic()
+            self._spans.end_work()
+            # the data plane lets other engines continue what this connection carried
+            self.run(self.engine.abort)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._is_paused or not self.engine.num_requests
+
+    def _follow(self, frame: wire.ToEngine, received: float, version: int | None) -> None:
+        """Do the rest of what a frame says, after the engine was told of a pause, an abort or its rest. It
+        came at `received` to an engine that held `version`."""
+        match frame:
+            case wire.Welcome(weights, is_paused):
+                self._is_welcome, self._is_paused = True, is_paused
+                self._welcome_version = weights.version
+                if version is not None:
+                    self._tell(wire.Updated(version))
+                self._take_weights(weights)
+            case wire.Submit():
+                self._spans.told_to_stop = None
+                for request in frame.whole_requests():
+                    self._submit(request)
+            case wire.Abort(request_ids=None):
+                self._spans.told_to_stop = received
+            case wire.Update(weights):
+                self._take_weights(weights)
+            case wire.Pause(is_paused):
+                self._is_paused = is_paused
+                if is_paused:
+                    self._tell(wire.Paused())
+            case wire.Yield() if self._is_welcome:
+                self._spans.end_lease(received, version)
+                self._tell(wire.Yielded())
+
+    def _submit(self, request: GenerationRequest) -> None:
+        try:
+            self.engine.submit(request)
+        except ValueError as error:
+            # the data plane then refuses this request; others may be served
+            log.error("a request cannot be done here: %s", error)
+            assert self.version is not None
+            self._tell_chunks([Chunk(request.request_id, [], [], self.version, FinishReason.LENGTH)])
+
+    def _take_weights(self, weights: WeightsRef) -> None:
+        if self.version != weights.version and self._awaited != weights:
+            self._awaited = weights
+            self._spans.loads_since = time.time() if self.version is None else None
+            self.engine.take_weights(weights)
+
+    def _tell(self, frame: wire.Frame) -> None:
+        self.send(wire.pack(frame))
+
+    def _tell_chunks(self, chunks: list[Chunk]) -> None:
+        if chunks:
+            self._tell(wire.Chunks(chunks))
+
+    def _tell_updated(self, before: int | None, started: float, held: WeightsRef | None) -> None:
+        """Tell that the engine, which held `before`, has new weights, from work that began at `started`:
+        those that it fetched, unless others are `held`."""
+        assert self.version is not None
+        self._spans.end_load(before, self.version, started)
+        if held is None or held == self._awaited:
+            self._awaited = None
+        self._tell(wire.Updated(self.version))
+        if before is None:
+            self._on_ready()
+        else:
+            self._spans.recorder.flush()
+
+    def _tell_refused(self, error: WeightsRefusedError) -> None:
+        """Raises the error if the data plane has no use for an engine without these weights."""
+        assert self._awaited is not None and self.version is not None
+        if self.version < self._welcome_version:
+            raise error
+        log.error("weights of version %d are refused: %s", self._awaited.version, error)
+        self._tell(wire.Refused(self._awaited.version, str(error)))
+        self._awaited = self._spans.loads_since = None
+
+
+def num_tokens(chunks: list[Chunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)

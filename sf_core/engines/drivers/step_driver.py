@@ -1,0 +1,99 @@
+"""The driver of engines that step: a loop, in the thread of the lease, that alternates frames and steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
+
+from sf_core.engines import wire
+from sf_core.engines.drivers.connection import Line
+from sf_core.engines.drivers.driver import Driver, num_tokens
+from sf_core.engines.drivers.spans import BUSY_GAP_S
+from sf_core.engines.protocol import StepEngine, WeightsRefusedError
+
+LOOK_AGAIN_S = 0.005
+"""How often an engine with nothing to sample is asked whether its weights are there."""
+
+
+class StepDriver(Driver):
+    engine: StepEngine
+
+    @property
+    def version(self) -> int | None:
+        return self.engine.version
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it is to step: it samples, or fetches weights."""
+        return self._awaited is not None or not self._is_idle
+
+    def run(self, act: Callable[[], Any]) -> Any:
+        return act()
+
+    def converse(self, line: Line, hello: bytes) -> str:
+        with line.open():
+            socket = connect(line.url, **line.options)
+        with socket:
+            self.send = socket.send
+            self.send(hello)
+            frame = wire.read_from_data_plane(socket.recv())
+            while True:
+                self.handle(frame)
+                if isinstance(frame, wire.Yield):
+                    return frame.reason
+                while (coming := self._next_frame(socket)) is None:
+                    self.step()
+                frame = coming
+
+    def handle(self, frame: wire.ToEngine) -> None:
+        """Do what the data plane says; on `yield`, the engine rests afterwards."""
+        engine, received, version = self.engine, time.time(), self.version
+        match frame:
+            case wire.Welcome(paused=is_paused) | wire.Pause(is_paused):
+                (engine.pause if is_paused else engine.resume)()
+            case wire.Abort(request_ids):
+                chunks = engine.abort(request_ids)
+                if version is not None:
+                    self._spans.give_back(num_tokens(chunks), version)
+                self._tell_chunks(chunks)
+            case wire.Yield():
+                self._tell_chunks(engine.abort())
+                engine.rest()
+        self._follow(frame, received, version)
+
+    def step(self) -> None:
+        """Let the engine step, and report what it sampled or that it holds new weights."""
+        before, is_idle, started = self.version, self._is_idle, time.time()
+        try:
+            chunks = self.engine.step()
+        except WeightsRefusedError as error:
+            return self._tell_refused(error)
+        if self.version == before:
+            if before is not None and not is_idle:
+                self._spans.add_work(started, time.time(), before, num_tokens(chunks))
+            return self._tell_chunks(chunks)
+        if before is not None:
+            self._spans.give_back(num_tokens(chunks), before)
+        # what the former weights sampled, before the new version
+        self._tell_chunks(chunks)
+        self._tell_updated(before, started, None)
+
+    def _next_frame(self, socket: Connection) -> wire.ToEngine | None:
+        """The next frame; None if there is none and the engine has something to do meanwhile."""
+        loads, is_idle = self._awaited is not None, self._is_idle
+        if loads:
+            self._spans.note_load(is_idle)
+        started = time.time()
+        try:
+            frame = socket.recv(timeout=(LOOK_AGAIN_S if loads else BUSY_GAP_S) if is_idle else 0)
+        except TimeoutError:
+            if loads or not is_idle:
+                return None
+            self._spans.end_work()
+            frame = socket.recv()
+            self._spans.add_wait(started, self._is_paused)
+        return wire.read_from_data_plane(frame)
