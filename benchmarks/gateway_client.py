@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import orjson
 
-from sf_core.engines.emulated.engine import FIRST_ID, NUM_IDS
+from benchmarks.emulation.engine import FIRST_ID, NUM_IDS
 
 WARMUP_S = 2.0
 

@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 import typer
 
+from benchmarks.emulation.engine import FIRST_ID, MAX_SLEEP_S, NUM_IDS, EmulatedEngine
 from sf_core.engines.drivers.serve import serve_engine
-from sf_core.engines.emulated.engine import FIRST_ID, MAX_SLEEP_S, NUM_IDS, EmulatedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 

@@ -1,6 +1,6 @@
 """The four pipelines on the same devices, prompts and heavy-tailed lengths: tokens/s, idle time and lag.
 
-Half of the emulated devices (H100, a policy of 8.2e9 parameters; engines/emulated/device_model.py) only
+Half of the emulated devices (H100, a policy of 8.2e9 parameters; benchmarks/emulation/device_model.py) only
 roll out, half can train too; colocated pipelines have as many devices that do both. Everything else is real:
 Prefect server, Dask workers in processes of their own, data plane, journal. Rollout takes about three
 quarters of the device time, as in agentic RL. One JSON line with an object per pipeline.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.emulation.device_model import DeviceModel
 from benchmarks.simulation.fleet import SimulatedEngine
-from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.scheduling.lending import LendingGate
 
 

@@ -13,14 +13,14 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from benchmarks.emulation.continuous_batch import ContinuousBatch, Slot
+from benchmarks.emulation.device_model import DeviceModel
+from benchmarks.emulation.kept_prefixes import KeptPrefixes
 from benchmarks.simulation.clock import EventClock
 from sf_core.dataplane.control.plane import SWEEP_S
 from sf_core.dataplane.routing.choice import expect_rest
 from sf_core.dataplane.routing.rebalancing import Queue, Running, find_moves
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.engines.emulated.continuous_batch import ContinuousBatch, Slot
-from sf_core.engines.emulated.device_model import DeviceModel
-from sf_core.engines.emulated.kept_prefixes import KeptPrefixes
 from sf_core.scheduling.timeline import Span
 
 

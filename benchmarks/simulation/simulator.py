@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from benchmarks.emulation.device_model import DeviceModel
 from benchmarks.simulation.clock import EventClock, Process, Signal
 from benchmarks.simulation.device import SimulatedDevice
 from benchmarks.simulation.fleet import Fleet, SimulatedSession, Turn
@@ -27,7 +28,6 @@ from sf_core.config.devices import Device
 from sf_core.dataplane.bodies import EnginePace
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.results import NUM_RECENT
-from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.recipes.outcomes import Result
 from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
 from sf_core.scheduling.plan import Plan

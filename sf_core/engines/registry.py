@@ -43,7 +43,7 @@ ENGINES = {
         "sf_core.engines.vllm.vllm_engine:make_engine", runs_policy=True, follows_grammars=True
     ),
     "scripted": EngineKind("sf_core.engines.scripted:make_engine"),
-    "emulated": EngineKind("sf_core.engines.emulated.device:make_engine", trainer="emulated"),
+    "emulated": EngineKind("benchmarks.emulation.device:make_engine", trainer="emulated"),
 }
 
 

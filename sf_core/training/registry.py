@@ -48,7 +48,7 @@ TRAINERS = {
         limits="sf_core.training.megatron.limits:check_shape",
     ),
     "emulated": TrainerKind(
-        "sf_core.training.emulated:EmulatedBackend", computes_weights=False, needs_torch=False
+        "benchmarks.emulation.trainer:EmulatedBackend", computes_weights=False, needs_torch=False
     ),
 }
 
@@ -67,7 +67,12 @@ def trainer_kind(config: RunConfig) -> TrainerKind:
 
 
 def check_installed(config: RunConfig) -> None:
-    """Raises FileNotFoundError, one sentence, if this Python lacks what the trainers import."""
+    """Raises FileNotFoundError, one sentence, if this Python lacks what engines or trainers import."""
+    if config.engine.kind == "emulated" and importlib.util.find_spec("benchmarks") is None:
+        raise FileNotFoundError(
+            "engine.kind emulated needs the package benchmarks, which only a clone of SeamlessFlow has: "
+            "start it in one"
+        )
     extra = trainer_kind(config).extra
     if extra and importlib.util.find_spec(extra) is None:
         raise FileNotFoundError(

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from benchmarks.emulation.device_model import DeviceModel
 from benchmarks.simulation.overheads import Overheads
 from sf_core.config import RunConfig
-from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.reports.view import RunView
 from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.timeline import read_spans

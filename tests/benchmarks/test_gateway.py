@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 
 from benchmarks import gateway_client, gateway_floor, gateway_peers
+from benchmarks.emulation.engine import EmulatedEngine
 from benchmarks.gateway import Sizes, compare, measure_ours
 from benchmarks.gateway_client import Load, Measured, Target, answer_text, measure, streamed_content
 from benchmarks.gateway_lives import interruptions, journal
@@ -21,7 +22,6 @@ from benchmarks.gateway_stand import gateway
 from benchmarks.gateway_streams import DIALECTS, stream_all
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.supervisor import StackError
-from sf_core.engines.emulated.engine import EmulatedEngine
 from sf_core.engines.testing import awake
 from sf_core.models.builtin import make_tokenizer
 from sf_core.types import GenerationRequest, Sampling, WeightsRef

@@ -12,7 +12,6 @@ from io import BytesIO
 
 import pyarrow as pa
 
-from sf_core.dataplane.runs.decide import readiness
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from storage.parquet import METADATA
@@ -33,7 +32,7 @@ async def batch_files(run: ServedRun, sealer: Sealer, index: int, wait_s: float)
     committed = await asyncio.to_thread(directory.read_manifest, index, "rollout")
     if committed is not None:
         return [directory.path(ref.uri) for ref in committed.files("trajectories")]
-    await run.changed.until(lambda: readiness(run.state.ledger, index).ready, wait_s)
+    await run.changed.until(lambda: run.readiness(index).ready, wait_s)
     sealed = await sealer.seal_batch(index, run.spec.attempt)
     return [directory.path(file["uri"]) for file in sealed["files"]]
 

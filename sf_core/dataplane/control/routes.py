@@ -23,7 +23,6 @@ from sf_core.dataplane.control.status import batch_status, evaluation_status, ru
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
 from sf_core.dataplane.runs import claiming, endings
-from sf_core.dataplane.runs.decide import readiness
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.session import Session
@@ -165,9 +164,7 @@ def _task(run: ServedRun, claim: Claim) -> dict[str, Any]:
 
 @_get(BATCH, "How far the batch is.")
 async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
-    await run.changed.until(
-        lambda: bool(run.released or run.fault) or readiness(run.state.ledger, index).ready, wait_s
-    )
+    await run.changed.until(lambda: bool(run.released or run.fault) or run.readiness(index).ready, wait_s)
     return batch_status(run, index)
 
 

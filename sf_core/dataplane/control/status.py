@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from sf_core.config.failures import failures_text
 from sf_core.dataplane.bodies import RunStatus, Straggler
-from sf_core.dataplane.runs.decide import Readiness, num_open_sessions, num_sessions_left, readiness
+from sf_core.dataplane.runs.decide import Readiness, num_open_sessions, num_sessions_left
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.run import ServedRun
 
 
 def batch_status(run: ServedRun, batch: int) -> dict[str, Any]:
-    ready = readiness(run.state.ledger, batch)
+    ready = run.readiness(batch)
     return asdict(ready) | {"waiting_for": _awaited_groups(run, ready), **_workforce(run)}
 
 
@@ -33,7 +33,7 @@ def evaluation_status(run: ServedRun, version: int, group: Group) -> dict[str, A
 
 def run_status(run: ServedRun) -> RunStatus:
     ledger, router, recent = run.state.ledger, run.router, run.state.recent
-    ready = readiness(ledger, ledger.next_batch)
+    ready = run.readiness(ledger.next_batch)
     return {
         "run_id": run.spec.run_id,
         "run_dir": run.spec.run_dir,

@@ -46,8 +46,8 @@ async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
         if run.sessions.get(session.session_id) is not session:
             return  # it ended before this report came
         refusal = _end(run, session, report.or_earlier(session.earned))
-        run.changed.notify()
         await run.journal.flush()
+        run.changed.notify()
         if refusal is not None:
             raise refusal
 

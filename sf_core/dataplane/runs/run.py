@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from sf_core.dataplane.bodies import PauseMode, RunSpec
@@ -19,7 +20,8 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
-from sf_core.dataplane.runs import events
+from sf_core.dataplane.runs import decide, events
+from sf_core.dataplane.runs.decide import Readiness
 from sf_core.dataplane.runs.events import OpenedSession, RunEvent, read_event
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.results import TokenRate
@@ -157,6 +159,13 @@ class ServedRun:
     async def compact(self) -> None:
         """See Journal.compact."""
         await self.journal.compact(read_event, lambda: self.state.snapshot())
+
+    def readiness(self, batch: int) -> Readiness:
+        """How far a batch is. What is done counts as done once it is on disk."""
+        ready = decide.readiness(self.state.ledger, batch)
+        if ready.ready and self.journal.failure is not None:
+            return replace(ready, ready=False, waiting_for="what is done to be recorded")
+        return ready
 
     def pass_time(self, seconds: float) -> None:
         """Let sessions grow older."""

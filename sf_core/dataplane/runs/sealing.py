@@ -85,6 +85,7 @@ class Sealer:
         run, state = self._run, self._run.state
         if index in state.answers:
             return state.answers[index]
+        run.journal.check()
         try:
             batch = decide.choose(state.ledger, index)
             self._refuse_failed(index, batch)

@@ -75,3 +75,11 @@ def test_a_backend_whose_library_is_not_installed_says_what_installs_it(
             "train.backend megatron needs megatron-core, which this Python does not have: "
             "it comes with the extra [megatron] of seamlessflow"
         )
+
+
+def test_emulation_needs_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config("emulated", None)
+    check_installed(run)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="needs the package benchmarks, which only a clone"):
+        check_installed(run)

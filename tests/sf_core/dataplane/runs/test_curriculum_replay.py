@@ -19,7 +19,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.runs.ledger import Ledger
 from sf_core.dataplane.runs.results import outcome_of
-from sf_core.recipes.curriculum import Past, Tasks
+from sf_core.recipes.curriculum import PastGroup, Tasks
 from sf_core.recipes.outcomes import Pick, TaskRef
 from storage.files import FileRef
 from storage.manifests import Manifest
@@ -124,7 +124,7 @@ class CurriculumDriver(Driver):
             "next": [] if self.untold else next_picks(manager),
         }
 
-    def past(self) -> dict[TaskRef, list[Past]]:
+    def past(self) -> dict[TaskRef, list[PastGroup]]:
         tasks = self.run.state.ledger.tasks.past
         told = {task: [one for one in tasks[task] if one.group not in self.untold] for task in sorted(tasks)}
         return {task: known for task, known in told.items() if known}

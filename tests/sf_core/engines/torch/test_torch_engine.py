@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.protocol import WeightsRefusedError
 from sf_core.engines.testing import awake, drain
@@ -233,7 +234,7 @@ def test_an_engine_of_published_weights_reads_no_others(folders: Folders, tmp_pa
     start = tmp_path / "start"
     shutil.copytree(folders(kind, 0), start)
     config = RunConfig.model_validate({"engine": {"max_running": 2, "context_length": 100}})
-    engine, r = make_engine(config, str(start)), request("r", prompts(9)[0])
+    engine, r = make_engine(config, str(start), WorkerDevice()), request("r", prompts(9)[0])
     take(engine, str(start), 0)
     assert generate(engine, [r])["r"] == alone(folders(kind, 0), r)
     engine.rest()
@@ -241,7 +242,7 @@ def test_an_engine_of_published_weights_reads_no_others(folders: Folders, tmp_pa
     published = tmp_path / "v00007"
     published.mkdir()
     shutil.copy(f"{folders(kind, 1)}/model.safetensors", published)
-    for used in (engine, make_engine(config, str(start))):
+    for used in (engine, make_engine(config, str(start), WorkerDevice())):
         assert used.version is None
         take(used, str(published), 7)
         assert generate(used, [r])["r"] == alone(folders(kind, 1), r)

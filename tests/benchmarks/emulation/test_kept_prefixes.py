@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.engines.emulated.kept_prefixes import KeptPrefixes
+from benchmarks.emulation.kept_prefixes import KeptPrefixes
 
 
 def test_what_was_left_first_is_forgotten_first() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from benchmarks.emulation.device_model import DeviceModel
+from benchmarks.emulation.trainer import EmulatedBackend, EmulatedRanks, EmulatedTrainer
 from sf_core.config import EmulationConfig
 from sf_core.config.devices import WorkerDevice, find_device
-from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.emulated import EmulatedBackend, EmulatedRanks, EmulatedTrainer
 from sf_core.training.gang import GangError, RankAssignment, join_gang
 from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles

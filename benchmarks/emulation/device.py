@@ -5,10 +5,10 @@ Its figures are those that the worker declares, else those of the configuration.
 
 from __future__ import annotations
 
+from benchmarks.emulation.device_model import DeviceModel
+from benchmarks.emulation.engine import EmulatedEngine
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
-from sf_core.engines.emulated.device_model import DeviceModel
-from sf_core.engines.emulated.engine import EmulatedEngine
 
 MAX_SLEEP_S = 0.01
 """Longest sleep of an emulated engine: turns take seconds, and tens of engines share a core."""

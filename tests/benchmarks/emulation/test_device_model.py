@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.emulation.device_model import DeviceModel
 from sf_core.config import EmulationConfig
-from sf_core.engines.emulated.device_model import DeviceModel
 
 MODEL = DeviceModel(EmulationConfig())
 DURATIONS: dict[str, Callable[[DeviceModel, int], float]] = {

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from benchmarks.emulation.device import switch
+from benchmarks.emulation.device_model import DeviceModel
 from sf_core.config.devices import WorkerDevice
-from sf_core.engines.emulated.device import switch
-from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.training.background import Background
 from sf_core.training.gang import RankAssignment, wait_for
 from sf_core.training.protocol import TrainedRun

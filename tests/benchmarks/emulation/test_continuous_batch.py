@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.engines.emulated.continuous_batch import ConstantDelay, ContinuousBatch
+from benchmarks.emulation.continuous_batch import ConstantDelay, ContinuousBatch
 
 
 class Linear:

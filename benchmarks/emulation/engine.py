@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from sf_core.engines.emulated.continuous_batch import ConstantDelay, ContinuousBatch, DevicePace, Slot
-from sf_core.engines.emulated.kept_prefixes import KeptPrefixes
+from benchmarks.emulation.continuous_batch import ConstantDelay, ContinuousBatch, DevicePace, Slot
+from benchmarks.emulation.kept_prefixes import KeptPrefixes
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
 FIRST_ID, NUM_IDS = 10, 64
