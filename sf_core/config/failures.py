@@ -1,7 +1,7 @@
 """Why sessions fail and what happens to a failed one, alike for training and held-out sessions.
 
 Owns the words that settings, statuses, manifests and metrics share. The decisions are made in
-sf_core/dataplane/runs/rollout_manager.py.
+sf_core/dataplane/runs/decide.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory that open sessions and results which are not stored yet take, against its bound.
 
-Owns the account alone. What is held back while memory is full: new groups (runs/rollout_manager.py) and new
+Owns the account alone. What is held back while memory is full: new groups (runs/decide.py) and new
 external sessions (control/plane.py); what has begun goes on.
 """
 
