@@ -39,7 +39,7 @@ class BusyError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class ListedRun:
     name: str
     state: State
     progress: NewestFigures
@@ -61,14 +61,14 @@ def find_runs(root: str) -> list[RunDirectory]:
     return runs
 
 
-def run_state(run: RunDirectory) -> RunState:
+def run_state(run: RunDirectory) -> ListedRun:
     size, view = files.folder_bytes(run.uri), RunView(run)
     try:
         iterations, reached = run.read_config(RunConfig).train.iterations, view.progress()
         state: State = "finished" if is_finished(view, iterations) else _state(run)
     except (ValueError, StorageError) as error:
-        return RunState(run.run_id, "unreadable", NewestFigures(0, None, None), None, size, str(error))
-    return RunState(run.run_id, state, reached, iterations, size)
+        return ListedRun(run.run_id, "unreadable", NewestFigures(0, None, None), None, size, str(error))
+    return ListedRun(run.run_id, state, reached, iterations, size)
 
 
 def _state(run: RunDirectory) -> Literal["running", "stopped", "unknown"]:

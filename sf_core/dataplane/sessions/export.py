@@ -53,9 +53,10 @@ def export_session(
         covered.take(path, branch)
         token_ids, logprobs, versions = _columns(path, leaf.end)
         mask = versions != NOT_SAMPLED
-        for node, _ in path:
+        for node, end in path:
             if isinstance(node, Turn) and node.constrained:
-                mask[node.start : node.end] = False
+                # up to where the branch leaves it
+                mask[node.start : end] = False
         # tokens that an earlier branch holds are trained there
         mask[:shared_prefix] = False
         trajectories.append(

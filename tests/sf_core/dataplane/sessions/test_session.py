@@ -376,3 +376,21 @@ def test_messages_that_share_a_span_give_it_the_role_they_have_in_common(rendere
     whole, forked = export(session, renderer)
     assert [span.role for span in whole.turns] == ["system", "user", "assistant", "user", "assistant"]
     assert [span.role for span in forked.turns] == ["prompt", "prompt", "assistant"]
+
+
+def test_what_follows_a_fork_inside_a_constrained_turn_trains(renderer: Renderer) -> None:
+    session = Session("s")
+
+    def answer(asked: list[int], ids: list[int], grammar: str = "") -> None:
+        prompt = session.open_ids(asked)
+        generation = generation_of(prompt, grammar=grammar)
+        logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
+        generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
+        number = session.begin_sample(prompt, 0)
+        session.commit(generation, prompt, number, assistant_message("", [], str(number)), 0)
+
+    answer([5, 6], [10, 11, 12, 13], grammar="g")
+    # leaves the first answer after two of its tokens
+    answer([5, 6, 10, 11, 20], [30, 31])
+    rows = {tuple(row.token_ids.tolist()): row.loss_mask.tolist() for row in export(session, renderer)}
+    assert rows[5, 6, 10, 11, 20, 30, 31] == [False] * 5 + [True] * 2
