@@ -35,10 +35,11 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from sf_core.config import PolicyConfig, RunConfig, TrainConfig
+from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.protocol import Engine, StepEngine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import DrivenEngine, awake
+from sf_core.engines.testing import awake
 from sf_core.models.builtin import make_policy
 from sf_core.models.decoder import DecoderSpec, decoder_spec, fuse
 from sf_core.models.projections import fastest

@@ -27,7 +27,7 @@ class Line:
         unset = dict.fromkeys(("proxy", "compression", "max_size", "max_queue"))
         times = dict.fromkeys(("ping_interval", "ping_timeout", "open_timeout"), HEARTBEAT_S)
         self.options: dict[str, Any] = {"additional_headers": headers, "close_timeout": 1.0, **unset, **times}
-        """Of websockets' `connect`."""
+        """Options of websockets' `connect`."""
 
     @contextmanager
     def open(self) -> Iterator[None]:

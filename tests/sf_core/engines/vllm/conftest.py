@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from sf_core.config import RunConfig
+from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import DrivenEngine, awake
+from sf_core.engines.testing import awake
 from sf_core.surroundings import vllm_python
 from sf_core.types import WeightsRef
 from tests.sf_core.engines.conftest import SIZE

@@ -8,9 +8,10 @@ from typing import Literal
 
 import pytest
 
+from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import Engine, EngineLostError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import DrivenEngine, awake, drain, ids_of, sampled_by
+from sf_core.engines.testing import awake, drain, ids_of, sampled_by
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from storage.files import write_atomic
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config, refusal, servers, socket_of

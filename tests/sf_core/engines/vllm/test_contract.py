@@ -2,9 +2,10 @@ from itertools import chain
 
 import pytest
 
+from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import DrivenEngine, awake, drain, ids_of, until
+from sf_core.engines.testing import awake, drain, ids_of, until
 from sf_core.types import GenerationRequest, Sampling
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config

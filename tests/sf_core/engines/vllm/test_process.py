@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sf_core.child_processes import is_keeper
+from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import DrivenEngine, awake, drain, ids_of, sampled_by, until
+from sf_core.engines.testing import awake, drain, ids_of, sampled_by, until
 from sf_core.types import Chunk, GenerationRequest, Sampling
 from tests.patience import patience, wait_until
 from tests.sf_core.engines.vllm.conftest import Policies, config, refusal, servers, socket_of
@@ -197,7 +198,8 @@ def lose_requests(engine: DrivenEngine, policy: Policies, kill: Callable[[], Non
 WORKER_PROCESS = """
 import sys, time
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import DrivenEngine, awake
+from sf_core.engines.driven import DrivenEngine
+from sf_core.engines.testing import awake
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 from tests.sf_core.engines.vllm.conftest import config
 moment, folder, newer = sys.argv[1:]

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from sf_core.config import RunConfig
+from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import DrivenEngine, EngineTests, awake, drain, ids_of, sampled_by, until
+from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sampled_by, until
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.types import Chunk, FinishReason, WeightsRef
 from storage.tensors.weights import save_weights
