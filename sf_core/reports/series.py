@@ -51,7 +51,7 @@ class RunSeries:
         self.view, self.run = view, view.run
         found = view.iterations(first)
         self.iterations = [i for i in found if last is None or i.number <= last]
-        """Those with a committed stage, in order."""
+        """Iterations with a committed stage, in order."""
         self.through = [i for i in self.iterations if i.is_through]
         self._versions = range(first, first + len(self.iterations) + 1)
 

@@ -1,4 +1,4 @@
-"""Who works on a session: the runner that claims it, or an agent outside that opens it.
+"""Gives sessions to those who work on them: runners that claim them, and agents outside that open them.
 
 Owns what a claim gives out: sessions that the rollout manager begins (decide.py), and answers to be scored. A
 session whose runner is gone, silent or does not name it is given out again.

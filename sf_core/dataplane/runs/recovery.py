@@ -216,8 +216,7 @@ async def begin_attempt(run: ServedRun, spec: RunSpec) -> bool:
     if starts_over:
         for session in _claimed(run):
             run.take_back(session, "the run starts over")
-        outside = [group.index for group in run.state.ledger.groups.values() if group.is_outside]
-        run.reject_outside("started_over")
+        outside = run.reject_outside("started_over")
         past.events.extend(Rejected(index, "started_over") for index in outside)
     run.take_over(_register(run.state, spec, past))
     if starts_over:

@@ -231,10 +231,12 @@ class ServedRun:
         self.reject(halves, "half_judged")
         return bool(halves)
 
-    def reject_outside(self, reason: str, only_incomplete: bool = False) -> None:
-        """Reject the groups from outside."""
+    def reject_outside(self, reason: str, only_incomplete: bool = False) -> list[int]:
+        """Reject the groups from outside. Returns their indices."""
         outside = [group for group in self.state.ledger.groups.values() if group.is_outside]
-        self.reject([g.index for g in outside if not (only_incomplete and g.is_complete)], reason)
+        rejected = [group.index for group in outside if not (only_incomplete and group.is_complete)]
+        self.reject(rejected, reason)
+        return rejected
 
     def end_by(self, fault: str, reason: str, groups: Iterable[Group]) -> None:
         """Have the flow end with this sentence, and reject the groups that it is about: an attempt in which

@@ -277,19 +277,17 @@ class RunState:
     def _drop_group(self, index: int) -> list[Dropped]:
         """Forget a group that does not count. Its sessions end; those of agents outside go on by themselves,
         and what they have earned is stored as that of external sessions."""
-        self.results.cut.pop(index, None)
-        for place in self.places_of(index):
-            result = self.results.drop(place)
-            if result is not None and result.claim is not None and result.claim.is_outside:
+        for result in self._drop_results(index):
+            if result.claim is not None and result.claim.is_outside:
                 self._keep_untrained(result)
         ending = [one for one in self.sessions_of("train", index) if not one.is_external]
         return [self._drop(one, "the group of this session no longer counts") for one in ending]
 
-    def _drop_results(self, index: int) -> None:
-        """Forget the results of a group that a batch has taken."""
+    def _drop_results(self, index: int) -> list[FinishedSession]:
+        """Forget the results of a group; returns them."""
         self.results.cut.pop(index, None)
-        for place in self.places_of(index):
-            self.results.drop(place)
+        dropped = [self.results.drop(place) for place in self.places_of(index)]
+        return [result for result in dropped if result is not None]
 
     def _keep_untrained(self, result: FinishedSession) -> None:
         """Keep the result of a session whose agent came by itself and whose group does not count."""

@@ -62,7 +62,7 @@ class LiveTurns:
     """Seconds for which a turn goes on without a client."""
     memory: Memory
     counters: Counter[str]
-    """Those of the run."""
+    """The counters of the run."""
     sessions: dict[str, Session]
     """The run's open sessions, by id."""
     note_started: Callable[[Claim, int], None]
