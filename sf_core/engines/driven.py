@@ -88,7 +88,7 @@ class DrivenEngine:
         self._is_paused = True
         if self._is_welcome:
             self._tell(wire.Pause(True))
-            assert isinstance(self._last, wire.Paused)
+            assert isinstance(self._last, wire.EnginePaused)
 
     def resume(self) -> None:
         self._is_paused = False

@@ -51,7 +51,7 @@ class Refused(Frame):
     reason: str
 
 
-class Paused(Frame):
+class EnginePaused(Frame):
     pass
 
 
@@ -105,7 +105,7 @@ class Yield(Frame):
     reason: str
 
 
-FromEngine = Hello | Updated | Refused | Paused | Chunks | Yielded
+FromEngine = Hello | Updated | Refused | EnginePaused | Chunks | Yielded
 ToEngine = Welcome | Submit | Abort | Update | Pause | Yield
 
 pack: Callable[[Frame], bytes] = msgspec.msgpack.Encoder().encode

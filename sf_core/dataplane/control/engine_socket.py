@@ -138,7 +138,7 @@ async def _read(socket: WebSocket, run: ServedRun, engine: EngineConnection) -> 
                 run.changed.notify()
             case wire.Refused(version, reason):
                 run.router.refuse(engine, version, reason)
-            case wire.Paused():
+            case wire.EnginePaused():
                 run.router.confirm_pause(engine)
             case wire.Yielded():
                 return

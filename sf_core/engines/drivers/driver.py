@@ -109,7 +109,7 @@ class Driver(ABC):
             case wire.Pause(is_paused):
                 self._is_paused = is_paused
                 if is_paused:
-                    self._tell(wire.Paused())
+                    self._tell(wire.EnginePaused())
             case wire.Yield() if self._is_welcome:
                 self._spans.end_lease(received, version)
                 self._tell(wire.Yielded())

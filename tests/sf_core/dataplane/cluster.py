@@ -81,7 +81,7 @@ class ClusterEngine:
                 self.router.receive(self.connection, chunks)
             case wire.Updated(version):
                 self.router.confirm(self.connection, version)
-            case wire.Paused():
+            case wire.EnginePaused():
                 self.router.confirm_pause(self.connection)
             case wire.Yielded():
                 self.router.lose(self.connection)
