@@ -17,6 +17,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.claiming import lose
+from sf_core.dataplane.runs.endings import explain_drops
 from sf_core.dataplane.runs.events import (
     Admitted,
     Finished,
@@ -26,7 +27,6 @@ from sf_core.dataplane.runs.events import (
     RunEvent,
     read_event,
 )
-from sf_core.dataplane.runs.faults import explain_drops
 from sf_core.dataplane.runs.results import outcome_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.runners import Runner
