@@ -55,24 +55,24 @@ _get, _post = partial(_declare, "GET"), partial(_declare, "POST")
 @_post(SESSIONS, "Open a session for an agent of one's own.", 404, 429, 503)
 async def open_session(plane: DataPlane, request: Request, body: bodies.SessionBody) -> Answer:
     session = await plane.open_session(body, request.scope["caller"])
-    return _place_of(session, plane.run(body.run_id), request)
+    return _place_of(session, request)
 
 
 @_post(GROUPS, "Declare a group that agents of one's own work on.", 404, 409, 429, 503)
 async def declare_group(plane: DataPlane, request: Request, run_id: str, body: bodies.GroupBody) -> Answer:
     sessions = await plane.declare(run_id, body, request.scope["caller"])
-    run, places = plane.run(run_id), [session.claim.place for session in sessions if session.claim]
+    places = [session.claim.place for session in sessions if session.claim]
     return {
         # of a held-out one, the policy version that is evaluated
         "group": places[0].group,
         "sessions": [
-            {**_place_of(session, run, request), "member": place.member}
+            {**_place_of(session, request), "member": place.member}
             for session, place in zip(sessions, places, strict=True)
         ],
     }
 
 
-def _place_of(session: Session, run: ServedRun, request: Request) -> dict[str, Any]:
+def _place_of(session: Session, request: Request) -> dict[str, Any]:
     """Where the agent of an external session finds its endpoint."""
     base_url = f"{request.base_url}sessions/{session.session_id}/v1"
     return {"session_id": session.session_id, "base_url": base_url}
@@ -84,15 +84,13 @@ async def tree(run: ServedRun, session: Session) -> Answer:
 
 
 @_post(SESSION + "/reward", "Give it a reward before it is over.", recorded=True)
-async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> Answer:
+async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> None:
     await endings.reward(run, session, body)
-    return {}
 
 
 @_post(SESSION + "/finish", "End it.", recorded=True)
-async def finish(run: ServedRun, session: Session, body: bodies.FinishBody) -> Answer:
+async def finish(run: ServedRun, session: Session, body: bodies.FinishBody) -> None:
     await endings.finish(run, session, body)
-    return {}
 
 
 @_post(RUN + "/finished", "End several sessions.", recorded=True)
@@ -186,9 +184,8 @@ async def seal_batch(plane: DataPlane, run: ServedRun, index: int, body: bodies.
 
 
 @_post(EVALUATION, "Evaluate this policy version.", 409, recorded=True)
-async def start_evaluation(run: ServedRun, index: int, body: bodies.EvaluationBody) -> Answer:
+async def start_evaluation(run: ServedRun, index: int, body: bodies.EvaluationBody) -> None:
     await run.start_evaluation(index, body.num_tasks)
-    return {}
 
 
 @_get(EVALUATION, "How far the evaluation is.")
@@ -196,7 +193,7 @@ async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
     if (group := run.state.ledger.evaluations.get(index)) is None:
         raise ApiError(404, f"No evaluation of version {index} was started.")
     await run.changed.until(lambda: bool(run.released or run.fault) or group.is_complete, wait_s)
-    return evaluation_status(run, index, group)
+    return evaluation_status(run, group)
 
 
 @_post(EVALUATION + "/seal", "Write it into the run directory.", 409, recorded=True)
@@ -222,9 +219,8 @@ async def pause(run: ServedRun, body: bodies.PauseBody) -> Answer:
 
 
 @_post(RUN + "/resume", "Let them sample again.", recorded=True)
-async def resume(run: ServedRun, body: bodies.ResumeBody) -> Answer:
+async def resume(run: ServedRun, body: bodies.ResumeBody) -> None:
     await run.resume(body.engine)
-    return {}
 
 
 @_post(RUN + "/engines/{engine_id:path}/drain", "Let an engine end its turns and go.", recorded=True)
@@ -237,28 +233,24 @@ async def drain(run: ServedRun, engine_id: str) -> Answer:
 
 
 @_post(RUN + "/runners/{runner:path}/retire", "Give a runner nothing new.")
-async def retire(run: ServedRun, runner: str) -> Answer:
+async def retire(run: ServedRun, runner: str) -> None:
     claiming.retire(run, runner)
-    return {}
 
 
 @_post(RUN + "/runners/{runner:path}/alive", "A runner lives: its sessions stay its own.")
-async def alive(run: ServedRun, runner: str) -> Answer:
+async def alive(run: ServedRun, runner: str) -> None:
     run.runners.hear(runner)
-    return {}
 
 
 @_post(RUN + "/release", "The flow is over: runners and engines go.", recorded=True)
-async def release(plane: DataPlane, run: ServedRun, body: bodies.ReleaseBody) -> Answer:
+async def release(plane: DataPlane, run: ServedRun, body: bodies.ReleaseBody) -> None:
     if body.attempt is None or body.attempt == run.spec.attempt:
         await plane.release(run)
-    return {}
 
 
 @_post(RUN + "/stage", "Say what the flow does now.")
-async def stage(run: ServedRun, body: bodies.StageBody) -> Answer:
+async def stage(run: ServedRun, body: bodies.StageBody) -> None:
     run.stage = body.model_dump()
-    return {}
 
 
 # --- the data plane

@@ -19,7 +19,7 @@ def batch_status(run: ServedRun, batch: int) -> dict[str, Any]:
     return asdict(ready) | {"waiting_for": _awaited_groups(run, ready), **_workforce(run)}
 
 
-def evaluation_status(run: ServedRun, version: int, group: Group) -> dict[str, Any]:
+def evaluation_status(run: ServedRun, group: Group) -> dict[str, Any]:
     missing = group.size - group.num_done
     sessions = f"{missing} of {group.size} held-out sessions are left" if missing else ""
     return {
@@ -54,7 +54,7 @@ def run_status(run: ServedRun) -> RunStatus:
             for name, runner in run.runners.items()
         },
         "requests_waiting": len(router.waiting),
-        "paused": router.paused,
+        "paused": None in router.paused,
         "released": run.released,
         "engines": [
             {

@@ -144,23 +144,26 @@ class Generation:
             if engine not in self.engines:
                 self.engines.append(engine)
         if chunk.finish_reason is FinishReason.ABORT:
-            if len(self.token_ids) < self.request.max_tokens:
-                self._interrupt(engine)
-                return True
-            self.finish(FinishReason.LENGTH)
-        elif chunk.finish_reason is not None:
+            return self.interrupt(engine)
+        if chunk.finish_reason is not None:
             self.finish(chunk.finish_reason)
         elif self.request.stream:
             self._wake_in_time()
         return False
 
-    def _interrupt(self, engine: str) -> None:
+    def interrupt(self, engine: str) -> bool:
+        """Note that the engine samples no more of it. True if it must be dispatched again: it has budget
+        left."""
+        if len(self.token_ids) >= self.request.max_tokens:
+            self.finish(FinishReason.LENGTH)
+            return False
         self.interruptions += 1
         if len(self.versions):
             self.near = CacheHint(engine, self.versions[-1], self.num_tokens)
         if self.request.stream:
             # what was sampled may end with a stop string, and is due to the reader in any case
             self.wake()
+        return True
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason

@@ -41,9 +41,8 @@ class Router:
         self._num_ids = num_ids
         self.engines: list[EngineConnection] = []
         self.waiting = WaitQueue()
-        self.paused = False
-        self.paused_engines: set[str] = set()
-        """Ids of engines that were paused individually; one that reconnects is still paused."""
+        self.paused: set[str | None] = set()
+        """Ids of paused engines, None for the run; an engine that reconnects is still paused."""
         self.interruptions = 0
         self.moves = 0
         """Number of requests taken from engines with long queues; each is an interruption too."""
@@ -178,7 +177,7 @@ class Router:
     def obstacle(self, floor: int = 0) -> str:
         """Why a request that needs this policy version or a later one waits."""
         present = [engine for engine in self.engines if engine.version is not None and engine.leaving is None]
-        if self.paused:
+        if None in self.paused:
             return "the run is paused"
         if not present:
             is_loading = any(engine.version is None for engine in self.engines)
@@ -237,7 +236,7 @@ class Router:
         if engine in self.engines:
             self.engines.remove(engine)
         lost = [engine.drop(request_id) for request_id in list(engine.in_flight)]
-        self._wait_again([g for g in lost if g is not None and g.absorb(_end_here(g), engine.engine_id)])
+        self._wait_again([g for g in lost if g is not None and g.interrupt(engine.engine_id)])
         engine.gone.set()
         self._changed.notify()
 
@@ -275,7 +274,7 @@ class Router:
         Freeze: engines keep their requests and KV cache. Evacuate: they return their requests, which continue
         on engines that are not paused, or wait."""
         engines = [engine for engine in self.engines if engine_id in (None, engine.engine_id)]
-        self.note_paused(engine_id)
+        self.paused.add(engine_id)
         if mode == "evacuate":
             for engine in engines:
                 engine.tell(wire.pack(wire.Abort()))
@@ -285,18 +284,8 @@ class Router:
 
     def resume(self, engine_id: str | None = None) -> None:
         """Undo the same pause. An engine samples again once neither it nor the run is paused."""
-        if engine_id is None:
-            self.paused = False
-        else:
-            self.paused_engines.discard(engine_id)
+        self.paused.discard(engine_id)
         self._tell_pauses()
-
-    def note_paused(self, engine_id: str | None) -> None:
-        """Mark the run or one engine as paused, which also holds for engines that connect later."""
-        if engine_id is None:
-            self.paused = True
-        else:
-            self.paused_engines.add(engine_id)
 
     def find(self, engine_id: str) -> EngineConnection:
         """The connected engine of this id. Raises ApiError 404."""
@@ -306,7 +295,7 @@ class Router:
         raise ApiError(404, f"No engine {engine_id} is connected.", code="engine_not_found")
 
     def _is_paused(self, engine: EngineConnection) -> bool:
-        return self.paused or engine.engine_id in self.paused_engines
+        return None in self.paused or engine.engine_id in self.paused
 
     def _tell_pauses(self) -> None:
         for engine in self.engines:
@@ -345,7 +334,7 @@ class Router:
 
     def _dispatch(self) -> None:
         self._scheduled = False
-        if self.paused or not self.waiting:
+        if None in self.paused or not self.waiting:
             return
         given: dict[EngineConnection, list[Generation]] = {}
         open_engines = [engine for engine in self.engines if engine.has_room]
@@ -379,10 +368,6 @@ def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
 
 def _say_failed(reason: str) -> ApiError:
     return ApiError(502, f"This request got no answer that counts: {reason}.", code="engine_failed")
-
-
-def _end_here(generation: Generation) -> Chunk:
-    return Chunk(generation.request_id, [], [], 0, FinishReason.ABORT)
 
 
 def _holds_what_it_was_told(engine: EngineConnection) -> bool:

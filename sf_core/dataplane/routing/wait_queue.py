@@ -10,8 +10,11 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from sf_core.dataplane.routing.generation import Generation
+
+_ARRIVAL = attrgetter("arrival")
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,13 @@ class WaitQueue:
         if generation.arrival is None:
             generation.arrival = next(self._numbers)
         generation.waiting_since = time.monotonic()
-        insort(self._line, generation, key=_arrival)
+        insort(self._line, generation, key=_ARRIVAL)
 
     def leave(self, generation: Generation) -> None:
         """Remove a generation; no effect if it does not wait."""
         if generation.arrival is None:
             return
-        place = bisect_left(self._line, generation.arrival, key=_arrival)
+        place = bisect_left(self._line, generation.arrival, key=_ARRIVAL)
         if place < len(self._line) and self._line[place] is generation:
             del self._line[place]
 
@@ -56,8 +59,3 @@ class WaitQueue:
 
     def find_waiting_since(self, moment: float) -> list[Generation]:
         return [generation for generation in self._line if generation.waiting_since < moment]
-
-
-def _arrival(generation: Generation) -> int:
-    assert generation.arrival is not None
-    return generation.arrival

@@ -74,8 +74,7 @@ class ServedRun:
     ) -> None:
         self.state, self.renderer, self.journal = state, renderer, journal
         self.router = Router(state.weights, limits_of(state.spec), renderer.num_ids)
-        for engine_id in state.paused:
-            self.router.note_paused(engine_id)
+        self.router.paused |= state.paused
         if state.released:
             self.router.close(self.refusal())
         self.turns = LiveTurns(

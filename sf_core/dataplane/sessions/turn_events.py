@@ -225,4 +225,4 @@ class RecordedTurn:
         elif len(ids) and int(ids[-1]) in generation.request.stop_token_ids:
             generation.finish(FinishReason.STOP)
         elif len(ids):
-            generation.absorb(Chunk(generation.request_id, [], [], 0, FinishReason.ABORT), "")
+            generation.interrupt("")

@@ -266,7 +266,7 @@ async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: st
     if obstacle == "full":
         cluster.ask([5], 9)
     if obstacle == "paused":
-        cluster.router.paused = True
+        cluster.router.paused.add(None)
     generation = cluster.ask([5], 9, floor=3 if obstacle == "old" else 0)
     await cluster.dispatched()
     cluster.router.sweep()

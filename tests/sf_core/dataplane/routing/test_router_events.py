@@ -101,7 +101,7 @@ class Events:
 
     async def settle(self) -> None:
         """Undo all faults and connect one more engine, so that all requests must finish."""
-        for engine_id in [None, *self.router.paused_engines]:
+        for engine_id in list(self.router.paused):
             self.router.resume(engine_id)
         self.cluster.connect(scripted(script))
         await self.cluster.run()
@@ -214,7 +214,7 @@ def check_dispatch(cluster: Cluster, asked_before: dict[int, int], published: in
     router = cluster.router
     waiting = list(router.waiting)
     assert [g.arrival for g in waiting] == sorted(g.arrival for g in waiting if g.arrival is not None)
-    if not router.paused:
+    if None not in router.paused:
         # work conserving: nobody waits for an engine that may take it
         assert not [g for g in waiting for connection in router.engines if connection.can_take(g)]
     by_id = {generation.request_id: generation for generation in cluster.generations}

@@ -183,7 +183,7 @@ def surviving(run: ServedRun) -> dict[str, Any]:
         "results": {at: results[at] for at in results if at.split == "train" or at.group == newest},
         "opened": {name: result.reward for name, result in state.results.opened.items()},
         "released": state.released,
-        "paused": (state.paused, run.router.paused, run.router.paused_engines),
+        "paused": (state.paused, run.router.paused),
         "revoked": state.revoked_leases,
     }
 
