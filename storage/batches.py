@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 from storage import parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
-from storage.trajectories import SCHEMA, read_trajectories
+from storage.schema import SCHEMA
+from storage.trajectories import read_trajectories
 
 TRAIN = "train"
 """The `decision` of rows that train."""

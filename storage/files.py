@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,8 +26,6 @@ from fsspec.implementations.local import LocalFileSystem
 from storage.errors import StorageError, storage_errors
 from storage.naming import name_new
 from storage.scratch import scratch_folder
-
-__all__ = ["FileRef", "StorageError"]
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     # s3fs retries five times itself; with retries inside each of them, an error would take minutes
@@ -89,6 +87,13 @@ def read_bytes(uri: str) -> bytes:
     fs, path = open_fs(uri)
     with storage_errors(uri):
         return bytes(fs.cat_file(path))
+
+
+def read_if_there(uri: str) -> bytes | None:
+    """Content of the file, None if there is none."""
+    with suppress(FileNotFoundError):
+        return read_bytes(uri)
+    return None
 
 
 def size(uri: str) -> int:
@@ -232,11 +237,8 @@ def copy_folder(source: str, target: str, exclude: Sequence[str] = ()) -> list[F
 def remove(uri: str) -> None:
     """Remove a file; a missing file is no error."""
     fs, path = open_fs(uri)
-    try:
-        with storage_errors(uri):
-            fs.rm_file(path)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError), storage_errors(uri):
+        fs.rm_file(path)
 
 
 def lies_in(uri: str, folder: str) -> bool:
@@ -249,11 +251,8 @@ def lies_in(uri: str, folder: str) -> bool:
 def remove_folder(folder: str) -> None:
     """Remove a folder with its content; of a link, only the link. A missing folder is no error."""
     fs, path = open_fs(folder)
-    try:
-        with storage_errors(folder):
-            fs.rm(path, recursive=True)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError), storage_errors(folder):
+        fs.rm(path, recursive=True)
 
 
 def folder_bytes(folder: str) -> int:
@@ -350,9 +349,5 @@ def _local_file(path: str, create: bool = False) -> Iterator[BinaryIO]:
         else:
             os.replace(temporary, path)
     finally:
-        _unlink(temporary)
-
-
-def _unlink(path: str) -> None:
-    if os.path.exists(path):
-        os.unlink(path)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)

@@ -60,5 +60,5 @@ def newer_points(run: RunDirectory, kind: Kind, after: int, newest: int) -> Iter
 
 def _point(row: Mapping[str, float | None], num_rows: int) -> Point:
     step = int(row["iteration"] or 0) * num_rows + int(row["step"] or 0)
-    values = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
-    return Point(step, {name: value for name, value in values.items() if name not in ("iteration", "step")})
+    metrics = ((name, value) for name, value in row.items() if name not in ("iteration", "step"))
+    return Point(step, {name: value for name, value in metrics if value is not None and math.isfinite(value)})

@@ -64,10 +64,8 @@ def save_delta(folder: str, base: TensorBytes | None, new: TensorBytes, version:
 def load_delta(folder: str) -> Delta | None:
     """The delta of a version, None if it has none. Raises ValueError, naming the file, if it is damaged."""
     uri = files.join(folder, FILE_NAME)
-    try:
-        return Delta(uri, files.read_bytes(uri))
-    except FileNotFoundError:
-        return None
+    content = files.read_if_there(uri)
+    return None if content is None else Delta(uri, content)
 
 
 def open_base(folder: str, new: TensorBytes) -> TensorBytes | None:
