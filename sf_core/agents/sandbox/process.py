@@ -130,9 +130,9 @@ class SandboxProcess:
             os.close(self.folder)
             self.folder = -1
         try:
-            if not await self._has_ended(END_S):
+            if not await self._has_ended():
                 self.kill()
-                if not await self._has_ended(END_S):
+                if not await self._has_ended():
                     log.warning("processes of a sandbox still run %g s after its end", 2 * END_S)
         finally:
             self._process.poll()
@@ -144,11 +144,11 @@ class SandboxProcess:
             if self.group is not None:
                 self.group.remove()
 
-    async def _has_ended(self, timeout_s: float) -> bool:
+    async def _has_ended(self) -> bool:
         # bubblewrap ends after the first process, and that after all others
         number = os.pidfd_open(self._process.pid)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(END_S):
                 await _readable(number)
         except TimeoutError:
             return False

@@ -15,7 +15,7 @@ import httpx
 import orjson
 from rich.console import Console
 
-from sf_core.agents.phases import LateError, Phases, Work
+from sf_core.agents.phases import Phases, Work, limit_time
 from sf_core.agents.runner import as_json
 from sf_core.cli.serving.blocking import BlockedError, not_blocking
 from sf_core.cli.serving.conversation import Printer, SessionPrinter, keep_looking
@@ -145,14 +145,8 @@ class _EngineLostError(Exception):
 
 
 async def _in_time(phases: Phases, work: Work, task: Task, served: _Served, rules: RolloutConfig) -> Any:
-    try:
-        async with asyncio.timeout(rules.session_timeout_s) as limit:
-            return await phases.run(work, task, served.endpoint)
-    except TimeoutError:
-        if limit.expired():
-            most = f"rollout.session_timeout_s of {rules.session_timeout_s:g} s"
-            raise LateError(f"it ran longer than {most}") from None
-        raise
+    async with limit_time("it ran", "session_timeout_s", rules.session_timeout_s):
+        return await phases.run(work, task, served.endpoint)
 
 
 async def _unless_engine_fails(running: Awaitable[Any], served: _Served) -> Any:
