@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -89,13 +88,6 @@ class Services:
 
 
 def start_services(
-    stack: Supervisor, directory: Path, workers: Mapping[str, WorkerConfig], **options: Any
-) -> Services:
-    """Start the services as begin_services does, and wait for them."""
-    return begin_services(stack, directory, workers, **options)()
-
-
-def begin_services(
     stack: Supervisor,
     directory: Path,
     workers: Mapping[str, WorkerConfig],

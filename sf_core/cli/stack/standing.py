@@ -76,7 +76,7 @@ def up(
     _check_writable(folder)
     try:
         tell("waiting for Prefect, Dask and the data plane")
-        services = start_services(stack, folder, workers, ports=ports, for_deployments=True)
+        services = start_services(stack, folder, workers, ports=ports, for_deployments=True)()
         tell("deploying")
         _call(stack.env, "sf_core", "setup-server", "--retries", str(RETRIES))
         for line in _call(stack.env, "tasks.lost_runs", "up", POOL, str(RETRIES)):
