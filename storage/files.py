@@ -105,12 +105,11 @@ def size(uri: str) -> int:
 
 def describe(uri: str) -> FileRef:
     """Reference to the file as it is now, read piece by piece. Raises FileNotFoundError."""
-    checksum, num_bytes = hashlib.sha256(), 0
     with open_read(uri) as file:
-        for piece in pieces(file):
-            checksum.update(piece)
-            num_bytes += len(piece)
-    return FileRef(uri, num_bytes, checksum.hexdigest())
+        hashed = HashedFile(file)
+        while hashed.read(_PIECE_BYTES):
+            pass
+    return hashed.ref(uri)
 
 
 def pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -152,7 +151,8 @@ def fence(check: Callable[[], None]) -> Iterator[None]:
 
 
 class HashedFile:
-    """A file being written, which counts its size and computes its checksum."""
+    """A file that is written, or read, from its beginning to its end, which counts its size and computes its
+    checksum meanwhile."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -163,6 +163,16 @@ class HashedFile:
         self._hash.update(data)
         self._size += len(data)
         return self._file.write(data)
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self._hash.update(data)
+        self._size += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Only to look at the end and come back: what is skipped is not counted."""
+        return self._file.seek(offset, whence)
 
     def tell(self) -> int:
         return self._size

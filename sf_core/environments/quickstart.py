@@ -49,17 +49,14 @@ class Quickstart(Environment):
 
 def _calculate(task: Task) -> Demonstration:
     function = {"name": CALCULATOR.name, "arguments": {"expression": task.metadata["expression"]}}
-    messages = [
+    call = {"id": "call_0", "type": "function", "function": function}
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": task.prompt},
-        _assistant("", tool_calls=[{"id": "call_0", "type": "function", "function": function}]),
-        {"role": "tool", "tool_call_id": "call_0", "content": task.answer},
-        _assistant(task.answer),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": task.answer},
+        {"role": "assistant", "content": task.answer},
     ]
     return Demonstration(messages, [CALCULATOR.schema])
-
-
-def _assistant(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
 
 
 _QUICKSTART = Quickstart()

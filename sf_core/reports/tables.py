@@ -130,19 +130,18 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
     there is no such run or session."""
     view = open_run(uri)
-    session = view.find_session(session_id)
-    decode, fate = _decoder(view.run), session.sampling.fate
-    row = session.branches[0]
+    sampling, found = view.find_session(session_id)
+    decode, fate, row = _decoder(view.run), sampling.fate, found[0]
     task, environment, group = map(printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
-        (f"session {session_id}, {session.sampling.label}\n", "bold"),
+        (f"session {session_id}, {sampling.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
         f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
         (f"«sampled, {fate}»", TRAINED),
         "  ",
         ("«sampled, not trained here»", CARRIED),
     )
-    branches = [_branch(row, decode, fate) for row in session.branches]
+    branches = [_branch(row, decode, fate) for row in found]
     return Group(head, *branches, *([] if row.output is None else [_output(row.output)]))
 
 
@@ -152,13 +151,10 @@ def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], befor
     for name in filter(None, ("task", before, after)):
         table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
-        shown = [cut_short(new.prompt), *([_show_answer(old)] if old is not None else []), _show_answer(new)]
+        answers = [f"{answer.reward:.2f}  {cut_short(answer.text)}" for answer in (old, new) if answer]
+        shown = [cut_short(new.prompt), *answers]
         table.add_row(*(Text(printable(text)) for text in shown))
     return table
-
-
-def _show_answer(answer: GivenAnswer) -> str:
-    return f"{answer.reward:.2f}  {cut_short(answer.text)}"
 
 
 def cut_short(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError
 from storage import files
-from storage.metrics import Kind, Point, newer_points
+from storage.metrics import KINDS, Kind, Point, newer_points
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ PATIENCE_S = 60.0
 
 End = Literal["finished", "failed", "interrupted"]
 """How an attempt on a run ended."""
-
-KINDS: tuple[Kind, ...] = ("train", "devices", "evaluation")
 
 
 class Trackers:
@@ -104,9 +102,7 @@ class _Feed:
         with self._telling("its metrics"):
             note = self._read_note()
             for kind in KINDS:
-                # the policy that an iteration made is evaluated under the next number
-                last = newest + 1 if kind == "evaluation" else newest
-                for number, points in newer_points(self._run, kind, note["sent"].get(kind, -1), last):
+                for number, points in newer_points(self._run, kind, note["sent"].get(kind, -1), newest):
                     self._open(note).send(kind, points)
                     note["sent"][kind] = number
                     self._write_note(note)

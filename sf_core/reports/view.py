@@ -116,13 +116,6 @@ class SessionSet:
         return pa.concat_tables([read_trajectories(uri, columns) for uri in self.uris])
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRows:
-    session_id: str
-    sampling: SessionSet
-    branches: list[Trajectory]
-
-
 class RunView:
     """What the manifests of a run tell. A view looks for each manifest once and keeps what it found; what a
     live run commits afterwards is in the next view."""
@@ -219,16 +212,16 @@ class RunView:
             return SessionSet("evaluates version", number, uris)
         return SessionSet("trains iteration", number, uris, self.manifest(number, "train") is not None)
 
-    def find_session(self, session_id: str) -> SessionRows:
-        """Rows of one session. Raises ValueError with one sentence, and similar ids, if there is none."""
+    def find_session(self, session_id: str) -> tuple[SessionSet, list[Trajectory]]:
+        """The branches of one session, and the set that it is in. Raises ValueError with one sentence, and
+        similar ids, if there is none."""
         seen: list[str] = []
         for sampling in self.samplings():
             for uri in sampling.uris:
                 ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
                 if session_id in ids:
                     table = read_trajectories(uri, SCHEMA.names)
-                    rows = to_rows(table.filter(pc.equal(table["session_id"], session_id)))
-                    return SessionRows(session_id, sampling, rows)
+                    return sampling, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
                 seen.extend(ids)
         hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
         raise ValueError(f"{self.run.run_id}: no session {session_id!r}{hint}")

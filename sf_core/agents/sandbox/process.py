@@ -216,18 +216,12 @@ def seal(content: bytes) -> int:
 
 
 async def _readable(number: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(number, _settle, ready)
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(number, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(number)
-
-
-def _settle(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
 
 
 def _close(numbers: Iterable[int]) -> None:

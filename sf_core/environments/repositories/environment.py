@@ -77,8 +77,7 @@ class Repositories(Environment):
     @asynccontextmanager
     async def prepare(self, task: Task) -> AsyncIterator[Checkout]:
         """The repository in a sandbox of its own."""
-        base = await asyncio.to_thread(self.files, task)
-        async with open_sandbox(without_originals(self.sandbox, base), base) as box:
+        async with self._open(task.task_id) as (box, _, _):
             yield Checkout(box, await commit_all(box))
 
     async def agent(self, task: Task, endpoint: Endpoint, checkout: Checkout) -> str:
