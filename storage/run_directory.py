@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -219,16 +220,14 @@ class RunDirectory:
     def begin_attempt(self, attempt: Attempt | None = None) -> int:
         """Begin an attempt and return its number, from 1; earlier attempts cannot commit any more."""
         text = (attempt or Attempt()).model_dump_json().encode()
-        for number in itertools.count(1):
+        number = 1
+        while True:
             # not every object store refuses to overwrite a file: looking first makes that unlikely
-            if files.exists(self._attempt_file(number)):
-                continue
-            try:
-                files.write_atomic(self._attempt_file(number), text, create=True)
-            except FileExistsError:
-                continue
-            return number
-        raise AssertionError("unreachable")
+            if not files.exists(self._attempt_file(number)):
+                with suppress(FileExistsError):
+                    files.write_atomic(self._attempt_file(number), text, create=True)
+                    return number
+            number += 1
 
     def end_attempt(self, dataplane: str, host: str) -> None:
         """If the newest attempt names the data plane at this URL on this machine, record that it is gone for

@@ -110,11 +110,12 @@ def try_agent(
 ) -> None:
     """Run the agent on one task, without a stack: conversation, answer, reward. Trains nothing."""
     from sf_core.cli.serving.mistakes import PhaseError
-    from sf_core.cli.serving.trial import Elsewhere, try_one
+    from sf_core.cli.serving.trial import try_one
     from sf_core.surroundings import openai_key
+    from sf_core.types import Endpoint
 
     settings = _config(config, overrides)
-    elsewhere = None if endpoint is None else Elsewhere(endpoint, openai_key() or "none", model)
+    elsewhere = None if endpoint is None else Endpoint(endpoint, openai_key() or "none", model)
     try:
         try_one(settings, split, index, elsewhere, console)
     except PhaseError as error:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from sf_core.agents import command
+from sf_core.agents.command import CommandAgent
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import faults
@@ -92,7 +92,7 @@ def source_of_tasks(config: EnvironmentConfig) -> str:
 
 def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
     if isinstance(config.agent, Command):
-        return _load("agent", config.agent, command.agent_of)
+        return _load("agent", config.agent, lambda command: CommandAgent(command).run)
     given = () if prepare_of(config) is None else ("prepared",)
     return _function(config, "agent", "task", "endpoint", *given)
 
