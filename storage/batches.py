@@ -65,7 +65,7 @@ def read_batch(uri: str, columns: list[str] | None = None) -> pa.Table:
     return read_trajectories(uri, columns, BATCH_SCHEMA)
 
 
-def training_rows(batch: pa.Table) -> pa.Table:
+def select_training_rows(batch: pa.Table) -> pa.Table:
     """The rows of a batch that train."""
     return batch.filter(pc.equal(batch["decision"], TRAIN))
 

@@ -84,7 +84,7 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
-    from sf_core.reports.cleanup import Keep, check_not_linked, spares
+    from sf_core.reports.cleanup import Keep, check_not_linked, find_spares
     from sf_core.reports.states import await_restarts, find_runs
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
@@ -96,7 +96,7 @@ def gc(
     for run in runs:
         try:
             check_not_linked(run, where)
-            found = spares(run, keep)
+            found = find_spares(run, keep)
         except ValueError as error:
             if len(runs) == 1:
                 raise

@@ -10,7 +10,7 @@ from pydantic import Field
 from sf_core.agents.tool_loop import Tool, run_tool_loop
 from sf_core.environments.calculator import CALCULATOR, Calculator
 from sf_core.environments.environment import Demonstration, Environment
-from sf_core.environments.reasoning_gym import Dataset, demonstration
+from sf_core.environments.reasoning_gym import Dataset, demonstrate_answer
 from sf_core.environments.splits import HasTasks, Split, in_equal_parts
 from sf_core.types import Endpoint, Task
 
@@ -44,7 +44,7 @@ class Quickstart(Environment):
 
     def demonstrate(self, index: int) -> Demonstration | None:
         task = self.tasks("train", index)
-        return _calculate(task) if task.environment == "calculator" else demonstration(task)
+        return _calculate(task) if task.environment == "calculator" else demonstrate_answer(task)
 
 
 def _calculate(task: Task) -> Demonstration:

@@ -126,10 +126,10 @@ class ReasoningGym(Environment):
         return self.sources[task.environment].score(task, answer)
 
     def demonstrate(self, index: int) -> Demonstration | None:
-        return demonstration(self.tasks("train", index))
+        return demonstrate_answer(self.tasks("train", index))
 
 
-def demonstration(task: Task) -> Demonstration | None:
+def demonstrate_answer(task: Task) -> Demonstration | None:
     """The task and its answer; None if the library has none."""
     said = [("user", task.prompt), ("assistant", task.answer)]
     return Demonstration([{"role": role, "content": text} for role, text in said]) if task.answer else None

@@ -99,7 +99,7 @@ class _Feed:
         self._tracker: _Tracker | None = None
 
     def send(self, newest: int) -> None:
-        with self._telling("its metrics"):
+        with self._log_failure("its metrics"):
             note = self._read_note()
             for kind in KINDS:
                 for number, points in newer_points(self._run, kind, note["sent"].get(kind, -1), newest):
@@ -108,14 +108,14 @@ class _Feed:
                     self._write_note(note)
 
     def close(self, end: End) -> None:
-        with self._telling("how it ended"):
+        with self._log_failure("how it ended"):
             note = self._read_note()
             # even if this attempt sent nothing: an earlier one may have ended in another state
             if "run_id" in note:
                 self._open(note).close(end)
 
     @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def _log_failure(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # the run matters more than its curves

@@ -71,15 +71,15 @@ class TorchTensors(Tensors):
                 self._tensors[name] = tensor
         self.header = Header({**metadata, **tied}, {})
         end = 0
-        for name in sorted(self._tensors, key=lambda name: (_ORDER[self._stored_dtype(name)], name)):
-            self.header.entries[name] = entry_of(self._tensors[name], end, self._stored_dtype(name))
+        for name in sorted(self._tensors, key=lambda name: (_ORDER[self._choose_dtype(name)], name)):
+            self.header.entries[name] = entry_of(self._tensors[name], end, self._choose_dtype(name))
             end = self.header.entries[name].data_offsets[1]
 
     def words(self, name: str) -> npt.NDArray[Any]:
-        tensor = self._tensors[name].detach().to(self._stored_dtype(name))
+        tensor = self._tensors[name].detach().to(self._choose_dtype(name))
         return as_words(self.header.entries[name], bytes_of(tensor))
 
-    def _stored_dtype(self, name: str) -> torch.dtype:
+    def _choose_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is stored."""
         own = self._tensors[name].dtype
         return self._dtype if self._dtype is not None and own.is_floating_point else own

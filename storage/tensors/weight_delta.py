@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 from storage import files
 from storage.files import FileRef
 from storage.json_files import first_fault
-from storage.tensors.tensor_bytes import Header, TensorBytes, of_bytes, parse
+from storage.tensors.tensor_bytes import Header, TensorBytes, pack_bytes, parse
 from storage.tensors.weights import DIGEST, open_weights, save_packed
 
 FILE_NAME = "delta.safetensors"
@@ -105,7 +105,7 @@ def encode(base: TensorBytes, new: TensorBytes, version: int) -> TensorBytes | N
         "digest": new.header.metadata.get(DIGEST) or new.digest(),
         "checksum": _NO_CHECKSUM,
     }
-    delta = of_bytes(FILE_NAME, parts, about)
+    delta = pack_bytes(FILE_NAME, parts, about)
     about["checksum"] = _checksum(delta)
     return delta
 
@@ -121,7 +121,8 @@ class Delta:
         except ValidationError as error:
             raise ValueError(f"{uri}: not a delta: {first_fault(error)}") from None
         self._parts.header.metadata["checksum"] = _NO_CHECKSUM
-        if about.checksum != _checksum(self._parts) or len(content) != _length(self._parts):
+        num_bytes = len(self._parts.header.encode()) + len(self._parts.data)
+        if about.checksum != _checksum(self._parts) or len(content) != num_bytes:
             raise ValueError(f"{uri}: its content differs from what was written")
 
     def apply(self, tensors: TensorBytes, before: str, after: str) -> None:
@@ -187,7 +188,3 @@ def _checksum(delta: TensorBytes) -> str:
     content = hashlib.sha256(delta.header.encode())
     content.update(delta.data)
     return content.hexdigest()
-
-
-def _length(delta: TensorBytes) -> int:
-    return len(delta.header.encode()) + len(delta.data)

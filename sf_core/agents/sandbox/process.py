@@ -49,7 +49,7 @@ def why_no_sandbox(image: str | None = None) -> str | None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     try:
-        with _starting(SandboxLimits(image=image), theirs, (), None) as process:
+        with _start(SandboxLimits(image=image), theirs, (), None) as process:
             _, told = process.communicate(timeout=START_S)
     except FileNotFoundError as error:
         return str(error)
@@ -79,7 +79,7 @@ class SandboxProcess:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         try:
-            self._process = _starting(limits, theirs, programs, self.group)
+            self._process = _start(limits, theirs, programs, self.group)
         except OSError as error:
             self._channel.close()
             if self.group is not None:
@@ -179,7 +179,7 @@ class SandboxProcess:
         return SandboxError("the sandbox has ended")
 
 
-def _starting(
+def _start(
     limits: SandboxLimits, theirs: socket.socket, programs: Iterable[str], group: ControlGroup | None
 ) -> subprocess.Popen[bytes]:
     maker = bubblewrap if limits.image is None else podman

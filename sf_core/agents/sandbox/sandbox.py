@@ -164,7 +164,7 @@ class _Command:
         group = self._process.group
         num_killed = group.num_killed() if group else 0
         try:
-            status, ended_by = _understood(await self._process.ask(how, files))
+            status, ended_by = _parse_end(await self._process.ask(how, files))
         except SandboxError:
             if self._ended_by is None:
                 raise
@@ -211,7 +211,7 @@ async def _pipe_to(ear: Ear) -> int:
     return writing
 
 
-def _understood(told: str) -> tuple[int, EndedBy]:
+def _parse_end(told: str) -> tuple[int, EndedBy]:
     try:
         word, status, ended_by = told.split()
         if word == "ended" and ended_by in get_args(EndedBy):

@@ -20,7 +20,7 @@ from sf_core.agents.runner import as_json
 from sf_core.cli.serving.blocking import BlockedError, not_blocking
 from sf_core.cli.serving.conversation import Printer, SessionPrinter, keep_looking
 from sf_core.cli.serving.forward import Forward
-from sf_core.cli.serving.local_plane import LocalPlane, listening, local_plane
+from sf_core.cli.serving.local_plane import LocalPlane, local_plane, serve_app
 from sf_core.cli.serving.mistakes import PhaseError
 from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RolloutConfig, RunConfig
@@ -156,7 +156,7 @@ def _at(elsewhere: Endpoint, printer: Printer) -> Iterator[_Served]:
 
     printer.say("policy", f"{elsewhere.model} at {elsewhere.base_url}, whose tokens are not known here")
     forward = Forward(elsewhere.base_url, elsewhere.api_key, printer)
-    with listening(forward) as url:
+    with serve_app(forward) as url:
         endpoint = Endpoint(f"{url}/v1", "try", elsewhere.model)
         yield _Served(
             endpoint,
