@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import sys
@@ -114,8 +113,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
     for subject in ("memory", "disk"):
         if subject in explained:
             tell(f"{subject}: {explained[subject]}")
-    paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
+    env = {"SF_STARTED_AT": str(started_at)}
     if not (engine_kind(config).needs_torch or trainer_kind(config).needs_torch):
         env["SF_EMULATED"] = "1"
     with lock, ExitStack() as ended, local_stack(local / "logs", env) as stack:

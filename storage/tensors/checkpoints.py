@@ -85,14 +85,12 @@ def _note(rank: int, ranks: int) -> str:
 
 def _await(uri: str, deadline: float) -> bytes:
     pause_s, longest_s = _LOOK_S
-    while True:
-        try:
-            return files.read_bytes(uri)
-        except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{uri}: was not written in time, so there is no checkpoint") from None
+    while (content := files.read_if_there(uri)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{uri}: was not written in time, so there is no checkpoint")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
+    return content
 
 
 def has_checkpoint(uri: str) -> bool:

@@ -63,14 +63,14 @@ def save_weights(
     copied in memory."""
     from storage.tensors.torch_bytes import TorchTensors
 
-    return save_tensors(folder, _as_version(TorchTensors(tensors, {"format": "pt"}, dtype), version))
+    return save_tensors(folder, _as_version(TorchTensors(tensors, dtype), version))
 
 
 def pack_weights(tensors: Mapping[str, torch.Tensor], version: int, dtype: str | None = None) -> TensorBytes:
     """A copy of the weights as `save_weights` stores them."""
     from storage.tensors.torch_bytes import TorchTensors
 
-    return _as_version(pack(TorchTensors(tensors, {"format": "pt"}, dtype)), version)
+    return _as_version(pack(TorchTensors(tensors, dtype)), version)
 
 
 AnyTensors = TypeVar("AnyTensors", bound=Tensors)

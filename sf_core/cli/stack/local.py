@@ -43,7 +43,9 @@ def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[Su
 
 
 def stack_environment() -> dict[str, str]:
-    return {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS}
+    """Environment variables of all parts, which find the user's modules in the current folder."""
+    paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS, "PYTHONPATH": paths}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,11 +67,7 @@ def up(
     check_place(cache_dir(), *CACHE_DIR)
     for port in (ports.prefect, ports.scheduler, ports.dataplane):
         _check_free(port)
-    environment = stack_environment() | {
-        "SF_HOME": os.getcwd(),
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
-        **ports.services.addresses,
-    }
+    environment = stack_environment() | {"SF_HOME": os.getcwd(), **ports.services.addresses}
     stack = Supervisor(folder, folder / "logs", environment, stays=True, stop_s=STOP_S)
     _check_writable(folder)
     try:
