@@ -71,7 +71,7 @@ def main(
             commit = commit_of(ROOT)
             env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
             with local_stack(folder / "logs", env) as stack:
-                services = start_services(stack, folder, RunConfig().cluster.workers)
+                services = start_services(stack, folder, RunConfig().cluster.workers)()
                 stack.stop_s = FREED_S
                 for cell, number in todo:
                     config = run_config(cell, number, iterations, folder, services)

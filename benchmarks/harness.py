@@ -41,7 +41,7 @@ from typing import Any
 import psutil
 
 from benchmarks.preparing import preparing
-from sf_core.agents.command import agent_of
+from sf_core.agents.command import CommandAgent
 from sf_core.agents.sandbox import open_sandbox
 from sf_core.config.programs import Command, SandboxLimits
 from sf_core.surroundings import raise_open_files
@@ -153,7 +153,7 @@ def _mounts() -> int:
 
 async def measured(sessions: int, sandboxes: int) -> dict[str, Any]:
     agents = {
-        side: agent_of(Command(command=WORDS, sandbox=limits, timeout_s=LIMIT_S))
+        side: CommandAgent(Command(command=WORDS, sandbox=limits, timeout_s=LIMIT_S)).run
         for side, limits in SIDES.items()
     }
     each = max(1, sessions // 4)

@@ -29,7 +29,7 @@ def main(iterations: int = 12, warmup: int = 2) -> None:
         folder = Path(temporary)
         env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
         with local_stack(folder / "logs", env) as stack:
-            services = start_services(stack, folder, RunConfig().cluster.workers)
+            services = start_services(stack, folder, RunConfig().cluster.workers)()
             env = {**stack.env, "PREFECT_API_URL": services.api, "SF_CACHE_DIR": str(folder / "cache")}
             baseline = json.loads(
                 _python(["-m", "benchmarks.nothing", services.scheduler, str(iterations)], env).splitlines()[

@@ -189,7 +189,7 @@ def running_stack(
         "SF_CACHE_DIR": str(folder / "cache"),
     }
     with local_stack(folder / "logs", env) as stack:
-        yield stack, start_services(stack, folder, workers)
+        yield stack, start_services(stack, folder, workers)()
 
 
 def worker_configs(name: str, devices: Devices) -> dict[str, WorkerConfig]:

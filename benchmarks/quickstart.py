@@ -35,7 +35,7 @@ def main(iterations: int = 23) -> None:
         folder = Path(temporary)
         env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
         with local_stack(folder / "logs", env) as stack:
-            services = start_services(stack, folder, RunConfig().cluster.workers)
+            services = start_services(stack, folder, RunConfig().cluster.workers)()
             places = {
                 "run_id": "quickstart",
                 "train.iterations": iterations,

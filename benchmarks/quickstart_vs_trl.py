@@ -105,7 +105,7 @@ def run_ours(folder: Path, given: Path, steps: int) -> dict[str, Any]:
         "SF_BENCHMARK_PROMPTS": str(given / "prompts.json"),
     }
     with local_stack(folder / "logs", env) as stack:
-        services = start_services(stack, folder, RunConfig().cluster.workers)
+        services = start_services(stack, folder, RunConfig().cluster.workers)()
         config = our_config(folder, given / "model", services, steps)
         (folder / "flow.json").write_text(config.model_dump_json())
         command = [sys.executable, "-m", "flows.train", str(folder / "flow.json")]

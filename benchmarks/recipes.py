@@ -42,7 +42,7 @@ def main(
         folder = Path(temporary)
         env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
         with local_stack(folder / "logs", env) as stack:
-            services = start_services(stack, folder, RunConfig().cluster.workers)
+            services = start_services(stack, folder, RunConfig().cluster.workers)()
             env = {**stack.env, **services.addresses, "SF_CACHE_DIR": str(folder / "cache")}
             for number in seed:
                 for name in recipe:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from storage.json_files import first_fault
+from pydantic import BaseModel, ConfigDict
 
 
 class Attempt(BaseModel):
@@ -18,11 +16,3 @@ class Attempt(BaseModel):
     """Machine on which the attempt began; on another one, a loopback URL means another data plane."""
     evaluate_only: bool = False
     """The attempt measures a policy version and trains nothing."""
-
-
-def parse_attempt(uri: str, text: bytes) -> Attempt:
-    """Raises ValueError with one sentence if the text is no attempt."""
-    try:
-        return Attempt.model_validate_json(text)
-    except ValidationError as error:
-        raise ValueError(f"{uri}: attempt cannot be read: {first_fault(error)}") from None

@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 from storage import parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
-from storage.trajectories import SCHEMA, read_trajectories
+from storage.schema import SCHEMA
+from storage.trajectories import read_trajectories
 
 TRAIN = "train"
 """The `decision` of rows that train."""
@@ -64,7 +65,7 @@ def read_batch(uri: str, columns: list[str] | None = None) -> pa.Table:
     return read_trajectories(uri, columns, BATCH_SCHEMA)
 
 
-def training_rows(batch: pa.Table) -> pa.Table:
+def select_training_rows(batch: pa.Table) -> pa.Table:
     """The rows of a batch that train."""
     return batch.filter(pc.equal(batch["decision"], TRAIN))
 

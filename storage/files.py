@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,8 +26,6 @@ from fsspec.implementations.local import LocalFileSystem
 from storage.errors import StorageError, storage_errors
 from storage.naming import name_new
 from storage.scratch import scratch_folder
-
-__all__ = ["FileRef", "StorageError"]
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     # s3fs retries five times itself; with retries inside each of them, an error would take minutes
@@ -91,6 +89,13 @@ def read_bytes(uri: str) -> bytes:
         return bytes(fs.cat_file(path))
 
 
+def read_if_there(uri: str) -> bytes | None:
+    """Content of the file, None if there is none."""
+    with suppress(FileNotFoundError):
+        return read_bytes(uri)
+    return None
+
+
 def size(uri: str) -> int:
     """Raises FileNotFoundError."""
     fs, path = open_fs(uri)
@@ -100,12 +105,11 @@ def size(uri: str) -> int:
 
 def describe(uri: str) -> FileRef:
     """Reference to the file as it is now, read piece by piece. Raises FileNotFoundError."""
-    checksum, num_bytes = hashlib.sha256(), 0
     with open_read(uri) as file:
-        for piece in pieces(file):
-            checksum.update(piece)
-            num_bytes += len(piece)
-    return FileRef(uri, num_bytes, checksum.hexdigest())
+        hashed = HashedFile(file)
+        while hashed.read(_PIECE_BYTES):
+            pass
+    return hashed.ref(uri)
 
 
 def pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -147,7 +151,8 @@ def fence(check: Callable[[], None]) -> Iterator[None]:
 
 
 class HashedFile:
-    """A file being written, which counts its size and computes its checksum."""
+    """A file that is written, or read, from its beginning to its end, which counts its size and computes its
+    checksum meanwhile."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -158,6 +163,16 @@ class HashedFile:
         self._hash.update(data)
         self._size += len(data)
         return self._file.write(data)
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self._hash.update(data)
+        self._size += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Only to look at the end and come back: what is skipped is not counted."""
+        return self._file.seek(offset, whence)
 
     def tell(self) -> int:
         return self._size
@@ -232,11 +247,8 @@ def copy_folder(source: str, target: str, exclude: Sequence[str] = ()) -> list[F
 def remove(uri: str) -> None:
     """Remove a file; a missing file is no error."""
     fs, path = open_fs(uri)
-    try:
-        with storage_errors(uri):
-            fs.rm_file(path)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError), storage_errors(uri):
+        fs.rm_file(path)
 
 
 def lies_in(uri: str, folder: str) -> bool:
@@ -249,11 +261,8 @@ def lies_in(uri: str, folder: str) -> bool:
 def remove_folder(folder: str) -> None:
     """Remove a folder with its content; of a link, only the link. A missing folder is no error."""
     fs, path = open_fs(folder)
-    try:
-        with storage_errors(folder):
-            fs.rm(path, recursive=True)
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError), storage_errors(folder):
+        fs.rm(path, recursive=True)
 
 
 def folder_bytes(folder: str) -> int:
@@ -350,9 +359,5 @@ def _local_file(path: str, create: bool = False) -> Iterator[BinaryIO]:
         else:
             os.replace(temporary, path)
     finally:
-        _unlink(temporary)
-
-
-def _unlink(path: str) -> None:
-    if os.path.exists(path):
-        os.unlink(path)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)

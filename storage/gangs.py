@@ -26,45 +26,41 @@ class GangFiles:
     def take_seat(self, rank: int, *, once: bool) -> bool:
         """Record that this rank has begun. With `once`, returns False if it had begun before."""
         try:
-            files.write_atomic(self._seat(rank), b"", create=once)
+            files.write_atomic(self._file(f"rank-{rank}"), b"", create=once)
         except FileExistsError:
             return False
         return True
 
     def is_taken(self, rank: int) -> bool:
-        return files.exists(self._seat(rank))
+        return files.exists(self._file(f"rank-{rank}"))
 
     def note_computed(self, rank: int) -> None:
-        files.write_atomic(self._computed_file(rank), b"")
+        files.write_atomic(self._file(f"computed-{rank}"), b"")
 
     def has_computed(self, rank: int) -> bool:
-        return files.exists(self._computed_file(rank))
+        return files.exists(self._file(f"computed-{rank}"))
 
     def announce(self, host: str, port: int) -> None:
         """Publish the address at which rank 0 waits for the other ranks."""
         text = json.dumps({"host": host, "port": port})
-        files.write_atomic(files.join(self._folder, "address.json"), text.encode())
+        files.write_atomic(self._file("address.json"), text.encode())
 
     def address(self) -> tuple[str, int] | None:
-        try:
-            found = json.loads(files.read_bytes(files.join(self._folder, "address.json")))
-        except FileNotFoundError:
+        if (text := files.read_if_there(self._file("address.json"))) is None:
             return None
+        found = json.loads(text)
         return found["host"], found["port"]
 
     def end(self) -> None:
-        files.write_atomic(files.join(self._folder, "over"), b"")
+        files.write_atomic(self._file("over"), b"")
 
     def is_over(self) -> bool:
-        ended = files.exists(files.join(self._folder, "over"))
+        ended = files.exists(self._file("over"))
         return ended or self._directory.is_superseded(self._attempt)
 
     def is_committed(self) -> bool:
         """Whether any try has committed the train stage."""
         return self._directory.read_manifest(self._iteration, "train") is not None
 
-    def _seat(self, rank: int) -> str:
-        return files.join(self._folder, f"rank-{rank}")
-
-    def _computed_file(self, rank: int) -> str:
-        return files.join(self._folder, f"computed-{rank}")
+    def _file(self, name: str) -> str:
+        return files.join(self._folder, name)

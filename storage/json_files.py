@@ -1,12 +1,23 @@
-"""Reads files of JSON lines, and describes why a JSON file of ours cannot be read back."""
+"""Reads JSON files of ours and files of JSON lines, and says why one cannot be read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+
+def parse_json(kind: type[T], text: bytes, fault: str) -> T:
+    """The value of this type that a JSON text holds. Raises ValueError, which begins with `fault` and says
+    why, if it holds none."""
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"{fault}: {first_fault(error)}") from None
 
 
 def first_fault(error: ValidationError) -> str:

@@ -6,6 +6,7 @@ storage/run_directory.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -52,7 +53,7 @@ class Manifest(BaseModel):
         return [ref for ref in self.outputs if ref.uri.startswith(f"{kind}/")]
 
     def has_outputs_of(self, other: Manifest) -> bool:
-        return sorted(map(_identity, self.outputs)) == sorted(map(_identity, other.outputs))
+        return Counter(self.outputs) == Counter(other.outputs)
 
 
 def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, stage: str) -> Manifest:
@@ -74,7 +75,3 @@ def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, st
                 f"{uri}: manifest names outputs that are not in the run directory: {ref.uri[:200]}"
             )
     return manifest
-
-
-def _identity(ref: FileRef) -> tuple[str, int, str]:
-    return ref.uri, ref.bytes, ref.sha256

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import pyarrow as pa
 
@@ -15,7 +15,8 @@ from storage import files, parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 
-Kind = Literal["train", "evaluation", "devices"]
+Kind = Literal["train", "devices", "evaluation"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Point(NamedTuple):
@@ -50,9 +51,10 @@ def read_metrics(uri: str) -> list[dict[str, float]]:
 
 
 def newer_points(run: RunDirectory, kind: Kind, after: int, newest: int) -> Iterator[tuple[int, list[Point]]]:
-    """Number and rows of each measured iteration (policy version for evaluations) from `after` + 1 to
-    `newest`."""
-    for number in range(after + 1, newest + 1):
+    """Number and rows of each measured iteration from `after` + 1 to `newest`; evaluations have the number of
+    the policy version, up to the one that the newest iteration made."""
+    last = newest + 1 if kind == "evaluation" else newest
+    for number in range(after + 1, last + 1):
         if files.exists(uri := run.metrics_file(kind, number)):
             rows = read_metrics(uri)
             yield number, [_point(row, len(rows)) for row in rows]
@@ -60,5 +62,5 @@ def newer_points(run: RunDirectory, kind: Kind, after: int, newest: int) -> Iter
 
 def _point(row: Mapping[str, float | None], num_rows: int) -> Point:
     step = int(row["iteration"] or 0) * num_rows + int(row["step"] or 0)
-    values = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
-    return Point(step, {name: value for name, value in values.items() if name not in ("iteration", "step")})
+    metrics = ((name, value) for name, value in row.items() if name not in ("iteration", "step"))
+    return Point(step, {name: value for name, value in metrics if value is not None and math.isfinite(value)})

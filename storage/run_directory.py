@@ -9,15 +9,16 @@ import itertools
 import json
 import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from storage import files
-from storage.attempts import Attempt, parse_attempt
+from storage.attempts import Attempt
 from storage.files import FileRef
-from storage.json_files import first_fault
+from storage.json_files import parse_json
 from storage.manifests import Manifest, parse_manifest
 
 STAGES = ("rollout", "filter", "train", "publish")
@@ -110,12 +111,9 @@ class RunDirectory:
     def read_config(self, model: type[Model]) -> Model:
         """Raises ValueError with one sentence if there is no run here or its configuration is invalid."""
         uri = self.path("config.json")
-        try:
-            return model.model_validate_json(files.read_bytes(uri))
-        except FileNotFoundError:
-            raise ValueError(f"{self.uri}: no run here (config.json is missing)") from None
-        except ValidationError as error:
-            raise ValueError(f"{uri}: cannot be read: {first_fault(error)}") from None
+        if (text := files.read_if_there(uri)) is None:
+            raise ValueError(f"{self.uri}: no run here (config.json is missing)")
+        return parse_json(model, text, f"{uri}: cannot be read")
 
     def write_summary(self, summary: dict[str, object]) -> FileRef:
         return files.write_atomic(self.path("summary.json"), json.dumps(summary, indent=2).encode())
@@ -123,12 +121,8 @@ class RunDirectory:
     def read_summary(self) -> dict[str, Any] | None:
         """The summary, None if not written yet. Raises ValueError with one sentence if the file is broken."""
         uri = self.path("summary.json")
-        try:
-            return TypeAdapter(dict[str, Any]).validate_json(files.read_bytes(uri))
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise ValueError(f"{uri}: cannot be read: {first_fault(error)}") from None
+        text = files.read_if_there(uri)
+        return None if text is None else parse_json(dict[str, Any], text, f"{uri}: cannot be read")
 
     def write_timeline(self, name: str, until: float, data: bytes) -> FileRef:
         """Write the part of the timeline of `name` that ends at `until` (Unix seconds), once and for all."""
@@ -156,11 +150,8 @@ class RunDirectory:
     def read_manifest(self, iteration: int | None, stage: str) -> Manifest | None:
         """The manifest, None if not committed. Raises ValueError if it is broken or of another stage."""
         uri = self.manifest_file(iteration, stage)
-        try:
-            text = files.read_bytes(uri)
-        except FileNotFoundError:
-            return None
-        return parse_manifest(uri, text, self.run_id, iteration, stage)
+        text = files.read_if_there(uri)
+        return None if text is None else parse_manifest(uri, text, self.run_id, iteration, stage)
 
     def read_committed(self, iteration: int, stage: str) -> Manifest:
         """The manifest of a stage that must be committed by now."""
@@ -229,16 +220,14 @@ class RunDirectory:
     def begin_attempt(self, attempt: Attempt | None = None) -> int:
         """Begin an attempt and return its number, from 1; earlier attempts cannot commit any more."""
         text = (attempt or Attempt()).model_dump_json().encode()
-        for number in itertools.count(1):
+        number = 1
+        while True:
             # not every object store refuses to overwrite a file: looking first makes that unlikely
-            if files.exists(self._attempt_file(number)):
-                continue
-            try:
-                files.write_atomic(self._attempt_file(number), text, create=True)
-            except FileExistsError:
-                continue
-            return number
-        raise AssertionError("unreachable")
+            if not files.exists(self._attempt_file(number)):
+                with suppress(FileExistsError):
+                    files.write_atomic(self._attempt_file(number), text, create=True)
+                    return number
+            number += 1
 
     def end_attempt(self, dataplane: str, host: str) -> None:
         """If the newest attempt names the data plane at this URL on this machine, record that it is gone for
@@ -262,10 +251,8 @@ class RunDirectory:
     def newest_attempt(self) -> Attempt:
         """The newest attempt, empty if none has begun. Raises ValueError if its file is broken."""
         uri = self.newest_attempt_file()
-        try:
-            return parse_attempt(uri, files.read_bytes(uri))
-        except FileNotFoundError:
-            return Attempt()
+        text = files.read_if_there(uri)
+        return Attempt() if text is None else parse_json(Attempt, text, f"{uri}: attempt cannot be read")
 
     def newest_attempt_file(self) -> str:
         """File of the newest attempt; of the first one if none has begun."""

@@ -18,22 +18,6 @@ from storage.files import FileRef
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED, SCHEMA, TURN, Trajectory, TurnSpan
 
-__all__ = [
-    "NOT_SAMPLED",
-    "SCHEMA",
-    "Trajectory",
-    "TrajectoryKind",
-    "TurnSpan",
-    "first_rows",
-    "iter_trajectories",
-    "iteration_of",
-    "read_trajectories",
-    "to_rows",
-    "to_table",
-    "write_trajectories",
-]
-
-
 TrajectoryKind = Literal["trajectories", "evaluations", "opened"]
 """Folder of the run directory: sessions of iterations, of evaluations, or opened by agents themselves."""
 
@@ -122,16 +106,8 @@ def to_table(run_id: str, rows: Sequence[Trajectory]) -> pa.Table:
         "started_at": [round(row.started_at * 1e6) for row in rows],
         "finished_at": [round(row.finished_at * 1e6) for row in rows],
     }
-    return pa.table(
-        [
-            _column(
-                columns[field.name] if field.name in columns else [getattr(row, field.name) for row in rows],
-                field,
-            )
-            for field in SCHEMA
-        ],
-        schema=SCHEMA,
-    )
+    plain = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names if name not in columns}
+    return pa.Table.from_pydict(columns | plain, schema=SCHEMA)
 
 
 def to_rows(table: pa.Table) -> list[Trajectory]:
@@ -163,10 +139,6 @@ def _row_groups(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _column(values: Any, field: pa.Field) -> pa.Array:
-    return values if isinstance(values, pa.Array) else pa.array(values, field.type)
 
 
 def _turns(rows: Sequence[Sequence[TurnSpan]]) -> pa.ListArray:

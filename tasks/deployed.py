@@ -15,7 +15,7 @@ from prefect.runtime import deployment, flow_run
 from pydantic import BeforeValidator
 
 from sf_core.config import RunConfig
-from sf_core.config.yaml_file import differences, merge_sections
+from sf_core.config.yaml_file import describe_differences, merge_sections
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def over_deployed(given: Any) -> Any:
         deployed = client.read_deployment(deployment_id)
     settings = deployed.parameters.get("config") or {}
     merged = merge_sections(settings, given)
-    if changed := differences(settings, merged):
+    if changed := describe_differences(settings, merged):
         sentence = f"as deployed by {deployed.name}, but for {', '.join(changed)}"
         # Prefect takes the run of a log line from the context, which is made after this
         log.warning(sentence, extra={"flow_run_id": flow_run.id})

@@ -21,7 +21,7 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.training.background import Background
 from sf_core.training.gang import RankAssignment, wait_for
 from sf_core.training.protocol import TrainedRun
-from storage.batches import training_rows
+from storage.batches import select_training_rows
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.tensors.weights import save_arrays
@@ -51,7 +51,7 @@ class EmulatedTrainer:
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Sleep as long as the slowest rank needs for a step on the tokens of the rows that train, prompts
         included."""
-        rows = training_rows(batch)
+        rows = select_training_rows(batch)
         num_tokens = pc.sum(pc.list_value_length(rows["token_ids"])).as_py()
         seconds = self._model.train_s(num_tokens, self._ranks.size)
         time.sleep(seconds)

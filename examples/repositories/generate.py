@@ -27,7 +27,7 @@ from sf_core.config.programs import SandboxLimits
 from sf_core.environments.repositories.check import AT_ONCE, fault_of
 from sf_core.environments.repositories.environment import Repositories
 from sf_core.environments.repositories.scoring import CaseOutcome, run_tests
-from sf_core.environments.repositories.workspace import without_originals
+from sf_core.environments.repositories.workspace import hide_originals
 
 MAX_FAILING = 8
 """Most tests that a fault may fail: more of them tell little of where it is."""
@@ -99,7 +99,7 @@ async def _plant(library: Library, files: Mapping[str, bytes], most: int, random
     random.shuffle(candidates)
     planted: list[Planted] = []
     used: set[tuple[str, str]] = set()
-    async with open_sandbox(without_originals(SandboxLimits(), files), files) as box:
+    async with open_sandbox(hide_originals(SandboxLimits(), files), files) as box:
         tests = library.test_names()
         runs = [await run_tests(box, tests, TESTS_S) for _ in range(2)]
         stable = {test for test in runs[0] if all(test in run and run[test].passed for run in runs)}

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
 from sf_core.child_processes import await_keeper, start_kept
 from sf_core.config.failures import Cause
 from sf_core.config.programs import Command
-from sf_core.settings import Reference, load_object, quote
+from sf_core.settings import quote
 from sf_core.surroundings import select_inherited
 from sf_core.types import Endpoint, Task
 from storage.scratch import scratch_folder
@@ -73,14 +73,11 @@ class CommandEnd:
     """What it wrote, on standard output and standard error, as it came."""
 
 
-def agent_of(setting: Reference | Command, grace_s: float = GRACE_S) -> Callable[..., Any]:
-    """The agent that `environment.agent` names; one that is a command returns a CommandEnd or raises
-    CommandError. Raises ValueError with one sentence if there is no such function or program here."""
-    return CommandAgent(setting, grace_s).run if isinstance(setting, Command) else load_object(setting)
-
-
 class CommandAgent:
-    def __init__(self, command: Command, grace_s: float) -> None:
+    """A command as agent, by its `run`. Raises ValueError with one sentence if there is no such program or no
+    sandbox on this host."""
+
+    def __init__(self, command: Command, grace_s: float = GRACE_S) -> None:
         self._command, self._grace_s = command, grace_s
         program = shutil.which(command.command[0], path=command.variables.get("PATH"))
         if program is None:
@@ -95,7 +92,7 @@ class CommandAgent:
         self, task: Task, endpoint: Endpoint, prepared: Mapping[str, str | bytes] | None = None
     ) -> CommandEnd:
         """Run the command on a task, in a folder with the prepared files. However the call ends, it leaves no
-        process and no folder."""
+        process and no folder. Raises CommandError if there is no answer."""
         files, written = _files(prepared), CommandOutput()
         run = self._run_kept if self._command.sandbox is None else self._run_inside
         try:

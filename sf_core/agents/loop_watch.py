@@ -25,7 +25,7 @@ _STEP = asyncio.Handle._run.__code__
 
 
 @contextmanager
-def telling_of_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
+def watch_for_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
     """Log once per block of the running loop where it is blocked, and how many sessions wait."""
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
     is_over = threading.Event()

@@ -119,7 +119,7 @@ class Phases:
         self.ended.add(work.session_id)
         async with self._scoring:
             work.phase = "reward"
-            async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
+            async with limit_time("scoring took", "score_timeout_s", self._rules.score_timeout_s):
                 return as_reward(await self._score(task, answer), self._reward_name)
 
     async def judge(
@@ -131,8 +131,8 @@ class Phases:
         async with self._scoring:
             for work in works:
                 work.phase = "reward"
-            async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
-                given = await self._call(self._group_reward, task, answers)
+            async with limit_time("scoring took", "score_timeout_s", self._rules.score_timeout_s):
+                given = await self._threads.call(self._group_reward, task, answers)
         return as_rewards(given, len(answers), name_function(self._group_reward))
 
     @asynccontextmanager
@@ -143,13 +143,13 @@ class Phases:
             return
         async with AsyncExitStack() as stack:
             work.phase = "prepare"
-            async with _limit(self._rules.prepare_timeout_s, "preparing", "prepare_timeout_s"):
+            async with limit_time("preparing took", "prepare_timeout_s", self._rules.prepare_timeout_s):
                 given = await stack.enter_async_context(self._prepare(task))
             yield (given,)
 
     async def _answer(self, work: Work, task: Task, endpoint: Endpoint, *given: Any) -> Any:
         try:
-            answer = await self._call(self._agent, task, endpoint, *given)
+            answer = await self._threads.call(self._agent, task, endpoint, *given)
         except CommandError as error:
             work.told, work.facts["output"] = error.cause, error.output
             raise
@@ -163,28 +163,23 @@ class Phases:
 
     async def _score(self, task: Task, answer: Any) -> Any:
         try:
-            return await self._call(self._reward, task, answer)
+            return await self._threads.call(self._reward, task, answer)
         except Exception as error:
             if answer is not None:
                 raise
             told = f"the agent {name_function(self._agent)} answered None, of which the reward function"
             raise ValueError(f"{told} {self._reward_name} made {type(error).__name__}: {error}") from error
 
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a plain or an async function; plain ones must not block the other sessions."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        return await self._threads.call(function, *args)
-
 
 @asynccontextmanager
-async def _limit(seconds: float, what: str, setting: str) -> AsyncIterator[None]:
+async def limit_time(what: str, setting: str, seconds: float) -> AsyncIterator[None]:
+    """Raises LateError once the block has run for so long: `what` longer than the setting of `rollout`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
     except TimeoutError:
         if limit.expired():
-            raise LateError(f"{what} took longer than rollout.{setting} of {seconds:g} s") from None
+            raise LateError(f"{what} longer than rollout.{setting} of {seconds:g} s") from None
         raise
 
 

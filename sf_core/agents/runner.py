@@ -20,7 +20,7 @@ from typing import Any, Literal
 import httpx
 import orjson
 
-from sf_core.agents.loop_watch import telling_of_blocks
+from sf_core.agents.loop_watch import watch_for_blocks
 from sf_core.agents.phases import Phase, Phases, Prepare, Work
 from sf_core.agents.reports import Reports, as_text
 from sf_core.config import RolloutConfig
@@ -105,7 +105,7 @@ class AgentRunner:
             self._http = http
             reporter = asyncio.create_task(self._reports.send(http))
             try:
-                with self._beating(), telling_of_blocks(lambda: len(self._sessions)):
+                with self._send_heartbeats(), watch_for_blocks(lambda: len(self._sessions)):
                     while await self._claim():
                         if reporter.done():
                             reporter.result()  # raises what ended it
@@ -121,7 +121,7 @@ class AgentRunner:
         return self._reports.num_finished
 
     @contextmanager
-    def _beating(self) -> Iterator[None]:
+    def _send_heartbeats(self) -> Iterator[None]:
         """Send heartbeats from a thread: agents may keep the event loop busy, and a silent runner loses its
         sessions."""
         is_over = threading.Event()
@@ -179,7 +179,7 @@ class AgentRunner:
                 # a judge has the answers of others too, which another one gets
                 for other in [known for known, task in self._sessions.items() if task is ended]:
                     self._forget(other)
-        for claims in self._together(answer["sessions"]):
+        for claims in self._group_claims(answer["sessions"]):
             task = asyncio.create_task(self._work(claims, answer["key"]))
             self._sessions |= {claim["session_id"]: task for claim in claims}
         if room == 0:
@@ -204,7 +204,7 @@ class AgentRunner:
             raise ConnectionError(f"{who} was answered for {self._patience_s:g} s: {sentence}")
         log.warning("claim failed, trying again: %s", sentence)
 
-    def _together(self, claims: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    def _group_claims(self, claims: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Claims one by one, but the answers of a group together if it is judged as a whole."""
         groups: dict[Any, list[dict[str, Any]]] = {}
         for claim in claims:
@@ -219,7 +219,7 @@ class AgentRunner:
         """Work on a session, or on all answers of a group."""
         works = [Work(claim["session_id"]) for claim in claims]
         try:
-            reports = await self._reports_on(claims, works, run_key or self._key or "none")
+            reports = await self._make_reports(claims, works, run_key or self._key or "none")
             for work, report in zip(works, reports, strict=True):
                 self._reports.add(work.session_id, report)
                 self._due[work.session_id] += 1
@@ -231,7 +231,7 @@ class AgentRunner:
             self._add_failures(works, error)
 
     def _add_failures(self, works: list[Work], error: BaseException) -> None:
-        sentence = _sentence(error, works[0].phase)
+        sentence = _describe_error(error, works[0].phase)
         where = extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__, where.filename, where.lineno or 0
         # thousands may fail alike, and their sentences differ by the session
@@ -256,7 +256,7 @@ class AgentRunner:
         self._due.pop(session_id, None)
         self._phases.ended.discard(session_id)
 
-    async def _reports_on(
+    async def _make_reports(
         self, claims: list[dict[str, Any]], works: list[Work], key: str
     ) -> list[dict[str, Any]]:
         """Run the agent, or take what agents have answered; score it, or leave that to others."""
@@ -300,7 +300,7 @@ def _name_task(task: Task) -> dict[str, str]:
     return names if is_told and all(isinstance(name, str) for name in names.values()) else {}
 
 
-def _sentence(error: BaseException, phase: Phase) -> str:
+def _describe_error(error: BaseException, phase: Phase) -> str:
     """What was raised and, if it was in the user's own code, where and by which of the functions."""
     try:
         text = str(error)

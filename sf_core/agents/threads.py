@@ -6,6 +6,7 @@ A pool would do worse: calls that hang in it keep others waiting, and the proces
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -32,7 +33,10 @@ class Threads:
         return max(0, self._num_left - MAX_LEFT)
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function in a thread; returns or raises what it does."""
+        """Call a plain function in a thread, where it blocks nobody, or an async one here; returns or raises
+        what it does."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
         context = copy_context()

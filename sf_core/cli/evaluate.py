@@ -39,8 +39,8 @@ class MeasuredResult:
     def as_table(self) -> RenderableType:
         own = self.comparison
         lines = [f"{own.tasks} tasks of {own.environment}, {own.answers} answers each"]
-        lines += [_line(own.before)] if own.before else []
-        lines.append(_line(own.after))
+        lines += [_describe(own.before)] if own.before else []
+        lines.append(_describe(own.after))
         if own.difference is not None and own.interval is not None:
             low, high = own.interval
             lines.append(
@@ -52,7 +52,7 @@ class MeasuredResult:
         return Group(Text("\n".join(lines)), table, Text(f"kept in {self.file}"))
 
 
-def _line(one: Measured) -> str:
+def _describe(one: Measured) -> str:
     low, high = one.interval
     solved = ", ".join(f"pass@{k} {share:.3f}" for k, share in one.solved.items())
     return f"version {one.version}: reward {one.reward:.3f} (95 %: {low:.3f} to {high:.3f}), {solved}"
@@ -75,7 +75,7 @@ def evaluate_apart(
     """Measure a version, and the one to compare it with, unless that was done before with these settings.
     Raises ValueError with one sentence if one cannot be measured."""
     if prompts is not None:
-        changes = [*_asking(prompts.resolve()), *changes]
+        changes = [*_name_prompts(prompts.resolve()), *changes]
     versions = [version] if against is None else [version, against]
     measured = [open_measurement(run, one, changes) for one in versions]
     for one in measured:
@@ -89,7 +89,7 @@ def evaluate_apart(
     return MeasuredResult(comparison, write_comparison(RunDirectory(run).path(MEASURED), name, comparison))
 
 
-def _asking(file: Path) -> list[str]:
+def _name_prompts(file: Path) -> list[str]:
     """Settings that ask what is in the file now."""
     content = Prompts(file=str(file))
     settings = {"file": str(file), "sha256": content.digest}

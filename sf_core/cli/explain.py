@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config import RunConfig
+from sf_core.reports.tables import make_table
 from sf_core.scheduling.cluster import find_workers, scheduler_of, tell_holders, workers_here
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
 from sf_core.scheduling.tags import COMPUTING
@@ -23,28 +24,28 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     workers = find_workers(config, scheduler)
     plan = make_plan(workers, config)
     check_memory(sizes := PolicySizes.of(config), workers)
-    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    facts.add_row("pipeline", Text(_pipeline(plan, config)))
-    facts.add_row("lag bound", Text(_lag(config)))
+    facts = [("pipeline", _pipeline(plan, config)), ("lag bound", _lag(config))]
     if config.policy.model and (folder := folder_to_start_from(config, by_a_worker=True)):
-        facts.add_row("policy", Text(describe_policy(folder)))
+        facts.append(("policy", describe_policy(folder)))
     if config.rollout.outside_groups:
-        facts.add_row("outside", Text(_outside(plan, config)))
-    for subject, text in explain_sizes(config, sizes).items():
-        facts.add_row(subject, Text(text))
-    for sentence in foresee(config):
-        facts.add_row("look at this", Text(sentence))
+        facts.append(("outside", _outside(plan, config)))
+    facts += explain_sizes(config, sizes).items()
+    facts += (("look at this", sentence) for sentence in foresee(config))
     able = able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):
         hint = "device_kind or sf worker --probe would say whether they should train"
-        facts.add_row("unknown", Text(f"the devices of {', '.join(unknown)}; {hint}"))
+        facts.append(("unknown", f"the devices of {', '.join(unknown)}; {hint}"))
     address = scheduler or scheduler_of(config)
     if address is None:
-        facts.add_row("devices", Text(_devices(config)))
+        facts.append(("devices", _devices(config)))
     if address and (held := tell_holders(address, config.run_id)):
-        facts.add_row("held", Text(f"{held}, which a run that starts now waits for"))
-    return Group(_table(workers, plan, config), Text(), facts)
+        facts.append(("held", f"{held}, which a run that starts now waits for"))
+    shown = make_table()
+    shown.show_header = False
+    for subject, text in facts:
+        shown.add_row(subject, Text(text))
+    return Group(_table(workers, plan, config), Text(), shown)
 
 
 def _devices(config: RunConfig) -> str:
@@ -55,7 +56,7 @@ def _devices(config: RunConfig) -> str:
 
 
 def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = make_table()
     known = any(worker.device is not None for worker in workers)
     for name in ("worker", "tags", *(("device", "train_priority") if known else ())):
         table.add_column(name, no_wrap=name == "train_priority")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sf_core.cli.terminal import fail
+from sf_core.cli.terminal import fail, report_bad_input
 from sf_core.config.addresses import MAX_PORT
 from sf_core.dataplane.options import DataplaneOptions, Fsync
 
@@ -14,6 +14,7 @@ commands = typer.Typer()
 
 
 @commands.command()
+@report_bad_input()
 def server(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a password.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
@@ -21,13 +22,11 @@ def server(
     """Run a Prefect server. Set PREFECT_SERVER_API_AUTH_STRING=USER:PASSWORD to require a login."""
     from sf_core.cli.host_processes import become_prefect_server
 
-    try:
-        become_prefect_server(host, port)
-    except ValueError as error:
-        fail(str(error))
+    become_prefect_server(host, port)
 
 
 @commands.command()
+@report_bad_input()
 def scheduler(
     host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8786,
@@ -35,13 +34,11 @@ def scheduler(
     """Be the Dask scheduler of a cluster."""
     from sf_core.cli.host_processes import become_scheduler
 
-    try:
-        become_scheduler(host, port)
-    except ValueError as error:
-        fail(str(error))
+    become_scheduler(host, port)
 
 
 @commands.command()
+@report_bad_input()
 def worker(
     scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
     tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],
@@ -62,14 +59,12 @@ def worker(
     from sf_core.scheduling.worker import become_worker
 
     words = [tag.strip() for tag in tags.split(",")]
-    try:
-        settings = worker_config(tags=words, device=device, device_kind=device_kind, threads=threads)
-        become_worker(scheduler, settings, name=name, host=host, probe=probe)
-    except ValueError as error:
-        fail(str(error))
+    settings = worker_config(tags=words, device=device, device_kind=device_kind, threads=threads)
+    become_worker(scheduler, settings, name=name, host=host, probe=probe)
 
 
 @commands.command()
+@report_bad_input()
 def dataplane(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8700,
@@ -97,10 +92,8 @@ def dataplane(
             f"--gateways {gateways}: a data plane is one process; for more load start several, each with a "
             "--port of its own, and give every run one of them (--set dataplane.url=http://HOST:PORT)"
         )
+    options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb)
     try:
-        options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb)
         serve(host, port, options, port_file=port_file, key=dataplane_key())
-    except ValueError as error:
-        fail(str(error))
     except OSError as error:
         fail(f"{host}:{port} cannot be served: {error}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import sys
@@ -20,7 +19,7 @@ from rich.text import Text
 from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.cli.stack.elastic_workers import LocalRunners
-from sf_core.cli.stack.local import begin_services, local_stack
+from sf_core.cli.stack.local import local_stack, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig
@@ -74,10 +73,11 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
     """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards."""
     started_at = time.time()
     name = config.run_id or new_run_id("run")
-    config = _update(config, run_id=name, storage={"root": absolute(config.storage.root)})
+    storage = config.storage.model_copy(update={"root": absolute(config.storage.root)})
+    config = config.model_copy(update={"run_id": name, "storage": storage})
     directory = RunDirectory(config.run_dir)
     check_writable(config.storage.root)
-    tell = partial(console.print, highlight=False, soft_wrap=True)
+    tell = partial(console.print, soft_wrap=True)
     try:
         if flow == "evaluate":
             evaluation = open_evaluation(config, tell)
@@ -113,8 +113,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
     for subject in ("memory", "disk"):
         if subject in explained:
             tell(f"{subject}: {explained[subject]}")
-    paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
+    env = {"SF_STARTED_AT": str(started_at)}
     if not (engine_kind(config).needs_torch or trainer_kind(config).needs_torch):
         env["SF_EMULATED"] = "1"
     with lock, ExitStack() as ended, local_stack(local / "logs", env) as stack:
@@ -125,7 +124,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         except StackError as error:
             raise LaunchError(str(error)) from None
         except KeyboardInterrupt:
-            console.print(f"stopped; {_how_to_go_on(flow, name)}", highlight=False)
+            console.print(f"stopped; {_how_to_go_on(flow, name)}")
             raise
     if flow == "train":
         _print_result(directory, config, console)
@@ -155,7 +154,7 @@ def _run(
         given = {"Prefect": prefect_api_url(), "Dask": scheduler_of(config), "the data plane": dataplane}
         if started := [name for name, address in given.items() if address is None]:
             progress.note(f"starting {' and '.join(filter(None, [', '.join(started[:-1]), started[-1]]))}")
-        ready = begin_services(
+        ready = start_services(
             stack,
             local,
             workers_here(config),
@@ -315,13 +314,13 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     )
     console.print(result, soft_wrap=True)
     if failures := summary.get("failures"):
-        console.print(f"failed sessions  {failures_text(failures)}", highlight=False, soft_wrap=True)
+        console.print(f"failed sessions  {failures_text(failures)}", soft_wrap=True)
     for concern in summary.get("concerns", ()):
-        console.print(f"look at this     {concern}", highlight=False, soft_wrap=True)
+        console.print(f"look at this     {concern}", soft_wrap=True)
     try:
         pairs = side_by_side(RunView(directory), 0, summary["iterations"])
     except ValueError as error:  # a file was removed or damaged since
-        console.print(f"answers cannot be shown: {error}", highlight=False, soft_wrap=True)
+        console.print(f"answers cannot be shown: {error}", soft_wrap=True)
     else:
         if pairs:
             console.print(answers_table(pairs, "before", "after"))
@@ -340,8 +339,3 @@ def _causes(shares: Mapping[str, float]) -> str:
     """Why a device was idle, the largest share first; a cause below half a percent is left out."""
     named = sorted((cause for cause in shares if shares[cause] >= 0.005), key=lambda cause: -shares[cause])
     return f" ({', '.join(f'{cause} {shares[cause]:.0%}' for cause in named)})" if named else ""
-
-
-def _update(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:
-    changes = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=changes | ({"run_id": run_id} if run_id else {}))

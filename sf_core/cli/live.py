@@ -93,7 +93,7 @@ class LineProgress:
         self._waits_since: float | None = None
 
     def note(self, text: str) -> None:
-        self._console.print(f"{clock(time.time())}  {text}", highlight=False, soft_wrap=True)
+        self._console.print(f"{clock(time.time())}  {text}", soft_wrap=True)
 
     def update(self, status: RunStatus, held_out: Mapping[int, float]) -> None:
         self._is_served = True

@@ -19,12 +19,11 @@ from sf_core.cli.model import commands as model_commands
 from sf_core.cli.runs import AsJson, RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
-from sf_core.cli.terminal import console, errors, interrupt, print_json, say_error
+from sf_core.cli.terminal import console, errors, interrupt, print_json, report_bad_input, say_error
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.addresses import MAX_PORT
 from sf_core.config.programs import Command
-from sf_core.config.validation import ConfigError
 from sf_core.config.yaml_file import builtin_configs, load_config, override_config
 from sf_core.surroundings import STACK_FOLDER
 
@@ -64,6 +63,7 @@ def sf(
 
 
 @app.command("init")
+@report_bad_input()
 def init_project(
     name: Annotated[str, typer.Argument(help="New folder; its module is named like it.", show_default=False)],
 ) -> None:
@@ -72,8 +72,6 @@ def init_project(
 
     try:
         files = create_project(name)
-    except ValueError as error:
-        _fail(str(error))
     except OSError as error:
         _fail(f"{name}: cannot be written: {error.strerror}")
     for file in files:
@@ -94,6 +92,7 @@ def resume(run: RunDir) -> None:
 
 
 @app.command("try")
+@report_bad_input()
 def try_agent(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -111,19 +110,18 @@ def try_agent(
 ) -> None:
     """Run the agent on one task, without a stack: conversation, answer, reward. Trains nothing."""
     from sf_core.cli.serving.mistakes import PhaseError
-    from sf_core.cli.serving.trial import Elsewhere, try_one
+    from sf_core.cli.serving.trial import try_one
     from sf_core.surroundings import openai_key
+    from sf_core.types import Endpoint
 
     settings = _config(config, overrides)
-    elsewhere = None if endpoint is None else Elsewhere(endpoint, openai_key() or "none", model)
+    elsewhere = None if endpoint is None else Endpoint(endpoint, openai_key() or "none", model)
     try:
         try_one(settings, split, index, elsewhere, console)
     except PhaseError as error:
-        errors.print(error.traceback(), end="", highlight=False, soft_wrap=True)
+        errors.print(error.traceback(), end="", soft_wrap=True)
         say_error(error.sentence())
         raise typer.Exit(1) from None
-    except (ValueError, OSError) as error:
-        _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -159,11 +157,9 @@ def evaluate(
     def measure(config: RunConfig) -> None:
         _launch("evaluate", _runnable(config, run), errors if as_json else console, says_result=False)
 
-    try:
+    with report_bad_input():
         result = evaluate_apart(run, version, against, prompts, changes, measure)
         print(result.as_json()) if as_json else console.print(result.as_table())
-    except (ValueError, OSError) as error:
-        _fail(str(error))
 
 
 @app.command()
@@ -199,7 +195,6 @@ def up(
         f"logs         {folder.resolve() / 'logs'}\n"
         "for sf train to use it:\n"
         + "\n".join(f"export {name}={address}" for name, address in services.addresses.items()),
-        highlight=False,
         soft_wrap=True,
     )
 
@@ -233,6 +228,7 @@ def setup_server(
 
 
 @app.command()
+@report_bad_input()
 def inspect(
     run: RunDir,
     session: Annotated[str | None, typer.Option(help="Show one session.")] = None,
@@ -250,18 +246,15 @@ def inspect(
 
     if as_json and (session is not None or timeline or tasks):
         _fail("--json prints the iterations of a run: leave --session, --timeline and --tasks out")
-    try:
-        if as_json:
-            return print_json(run_data(run))
-        if session is not None:
-            view = inspect_session(run, session)
-        elif tasks:
-            view = inspect_tasks(run)
-        else:
-            view = inspect_timeline(run) if timeline else inspect_run(run)
-        console.print(view)
-    except (ValueError, OSError) as error:
-        _fail(str(error))
+    if as_json:
+        return print_json(run_data(run))
+    if session is not None:
+        view = inspect_session(run, session)
+    elif tasks:
+        view = inspect_tasks(run)
+    else:
+        view = inspect_timeline(run) if timeline else inspect_run(run)
+    console.print(view)
 
 
 @app.command()
@@ -273,6 +266,7 @@ def settings() -> None:
 
 
 @app.command()
+@report_bad_input()
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -286,28 +280,20 @@ def plan(
     from sf_core.stages.settling.first_tasks import check_held_out
 
     settings = _config(config, overrides)
-    try:
-        check_held_out(settings)
-        console.print(explain_plan(settings, scheduler=scheduler))
-    except (ValueError, OSError) as error:
-        _fail(str(error))
+    check_held_out(settings)
+    console.print(explain_plan(settings, scheduler=scheduler))
 
 
 def _config(files: Sequence[Path], overrides: list[str] | None) -> RunConfig:
-    try:
+    with report_bad_input():
         return _runnable(load_config(files, overrides), " ".join(map(str, files)))
-    except ConfigError as error:
-        _fail(str(error))
 
 
 def _read_stored(run: str, overrides: list[str] | None = None) -> RunConfig:
     from sf_core.stages.settling.stored_config import read_stored_config
 
-    try:
-        config = override_config(read_stored_config(run), overrides, run)
-    except (ValueError, OSError) as error:
-        _fail(str(error))
-    return _runnable(config, run)
+    with report_bad_input():
+        return _runnable(override_config(read_stored_config(run), overrides, run), run)
 
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sf_core.cli.terminal import console, fail
+from sf_core.cli.terminal import fail, tell
 from sf_core.models.gguf_file import is_gguf, make_folder
 from sf_core.models.published import PUBLISHED, folder_of, make_published
 
@@ -36,11 +36,11 @@ def model(
     try:
         made = _make(source, folder)
         check_model_folder(str(made))
-        console.print(f"{made}: {describe_policy(str(made))}", highlight=False, soft_wrap=True)
+        tell(f"{made}: {describe_policy(str(made))}")
     except (ValueError, OSError) as error:
         fail(str(error).removeprefix("policy.model: "))
     named = source if made == folder_of(source) else made
-    console.print(f"to train it: policy.model: {named}", highlight=False, soft_wrap=True)
+    tell(f"to train it: policy.model: {named}")
 
 
 def _make(source: str, folder: Path | None) -> Path:
@@ -63,7 +63,7 @@ def _make(source: str, folder: Path | None) -> Path:
     if folder is not None:
         _refuse_existing(folder)
     if not target.is_dir():
-        make_published(source, target, lambda line: console.print(line, highlight=False, soft_wrap=True))
+        make_published(source, target, tell)
     return target
 
 

@@ -58,7 +58,8 @@ def replay(uri: str, iteration: int) -> Replay:
     trainer.config = read_stored_settings(run, iteration)
     metrics = trainer.step(batch)
     weights = trainer.weights()
-    packed, stored = pack_weights(weights, trainer.version), _load_stored(directory, trainer.version)
+    packed, folder = pack_weights(weights, trainer.version), directory.weights_dir(trainer.version)
+    stored = load_weights(folder) if has_weights(folder) else None
     if stored is None:
         names = (FILE_NAME, INDEX_NAME)
         written = next(ref.sha256 for ref in train.outputs if ref.uri.endswith(names))
@@ -77,11 +78,6 @@ def _read_committed(directory: RunDirectory, iteration: int, stage: str) -> Mani
             f"`sf inspect {directory.uri}` shows what is"
         )
     return manifest
-
-
-def _load_stored(directory: RunDirectory, version: int) -> dict[str, torch.Tensor] | None:
-    folder = directory.weights_dir(version)
-    return load_weights(folder) if has_weights(folder) else None
 
 
 def _compare(metrics: dict[str, float], train: Manifest) -> dict[str, tuple[float, float]]:

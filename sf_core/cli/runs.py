@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sf_core.cli.terminal import console, errors, fail, print_json
+from sf_core.cli.terminal import console, errors, fail, print_json, report_bad_input, tell
 from sf_core.config import StorageConfig
 
 commands = typer.Typer()
@@ -36,6 +36,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 
 @commands.command("ls")
+@report_bad_input()
 def list_runs(
     root: Annotated[str, typer.Argument(help="Folder with run directories.")] = "runs",
     as_json: AsJson = False,
@@ -44,20 +45,17 @@ def list_runs(
     from sf_core.reports.states import find_runs, run_state
 
     table = Table("run", "state", "iterations", "reward", "held out", "size", box=None)
-    try:
-        states = [run_state(run) for run in find_runs(root)]
-        for state in states:
-            progress = state.progress
-            table.add_row(
-                state.name,
-                state.state,
-                f"{progress.published}/{'?' if state.iterations is None else state.iterations}",
-                _reward(progress.reward),
-                _reward(progress.held_out),
-                _megabytes(state.bytes),
-            )
-    except (ValueError, OSError) as error:
-        fail(str(error))
+    states = [run_state(run) for run in find_runs(root)]
+    for state in states:
+        progress = state.progress
+        table.add_row(
+            state.name,
+            state.state,
+            f"{progress.published}/{'?' if state.iterations is None else state.iterations}",
+            _reward(progress.reward),
+            _reward(progress.held_out),
+            _megabytes(state.bytes),
+        )
     faults = [state.fault for state in states if state.fault is not None]
     if faults and len(states) == 1:
         fail(faults[0])
@@ -65,10 +63,11 @@ def list_runs(
         return print_json([dataclasses.asdict(state) for state in states])
     console.print(table)
     for fault in faults:
-        errors.print(f"unreadable: {fault}", highlight=False, soft_wrap=True)
+        errors.print(f"unreadable: {fault}", soft_wrap=True)
 
 
 @commands.command()
+@report_bad_input()
 def gc(
     where: Annotated[
         str,
@@ -85,42 +84,40 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
-    from sf_core.reports.cleanup import Keep, check_not_linked, spares
+    from sf_core.reports.cleanup import Keep, check_not_linked, find_spares
     from sf_core.reports.states import await_restarts, find_runs
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
-    tell = partial(errors.print, highlight=False, soft_wrap=True)
+    warn = partial(errors.print, soft_wrap=True)
     spared: list[dict[str, str | int]] = []
-    try:
-        runs = find_runs(where)
-        if yes:
-            await_restarts(runs, tell)
-        for run in runs:
-            try:
-                check_not_linked(run, where)
-                found = spares(run, keep)
-            except ValueError as error:
-                if len(runs) == 1:
-                    raise
-                tell(f"left alone: {error}")
-                continue
-            for spare in found:
-                if not as_json:
-                    console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}", highlight=False)
-                if yes:
-                    spare.remove()
-                spared.append({"run": run.run_id, "name": spare.name, "bytes": spare.bytes})
-    except (ValueError, OSError) as error:
-        fail(str(error))
+    runs = find_runs(where)
+    if yes:
+        await_restarts(runs, warn)
+    for run in runs:
+        try:
+            check_not_linked(run, where)
+            found = find_spares(run, keep)
+        except ValueError as error:
+            if len(runs) == 1:
+                raise
+            warn(f"left alone: {error}")
+            continue
+        for spare in found:
+            if not as_json:
+                console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}")
+            if yes:
+                spare.remove()
+            spared.append({"run": run.run_id, "name": spare.name, "bytes": spare.bytes})
     if as_json:
         return print_json({"removed": yes, "items": spared})
     done = "removed" if yes else "would remove"
     hint = "" if yes or not spared else "; nothing is removed without --yes"
     total = sum(int(spare["bytes"]) for spare in spared)
-    console.print(f"{done} {len(spared)} items, {_megabytes(total)}{hint}", highlight=False)
+    console.print(f"{done} {len(spared)} items, {_megabytes(total)}{hint}")
 
 
 @commands.command()
+@report_bad_input()
 def report(
     run: RunDir,
     output: Annotated[
@@ -133,14 +130,11 @@ def report(
     """Write a run as one HTML page that opens offline: curves, devices, groups, every session's tokens."""
     from sf_core.reports.html.page import write_report
 
-    try:
-        written = write_report(run, output, max_mb)
-    except (ValueError, OSError) as error:
-        fail(str(error))
-    console.print(written, highlight=False, soft_wrap=True)
+    tell(write_report(run, output, max_mb))
 
 
 @commands.command()
+@report_bad_input()
 def export(
     run: RunDir,
     out: Annotated[str, typer.Argument(help="File to write; for atif a folder.", show_default=False)],
@@ -150,10 +144,7 @@ def export(
     """Write a run's trajectories in the format of another training tool."""
     from sf_core.reports.export.export import export
 
-    try:
-        exported = export(run, to, out, opened=opened)
-    except (ValueError, OSError) as error:
-        fail(str(error))
+    exported = export(run, to, out, opened=opened)
     lines = [
         f"{out}: {exported.rows} conversations for {to}; {exported.left_out.total()} left out "
         "(branches that the format cannot hold)",
@@ -165,10 +156,11 @@ def export(
         lines.append(
             f"{exported.unlike} render to something else than the policy saw: as_seen is false there"
         )
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    tell("\n".join(lines))
 
 
 @commands.command()
+@report_bad_input()
 def replay(
     run: RunDir,
     iteration: Annotated[int, typer.Option(min=0, help="Iteration to train again.", show_default=False)],
@@ -176,18 +168,15 @@ def replay(
     """Train a stored batch again from the checkpoint before it and compare the weights; writes nothing."""
     from sf_core.cli.replay import replay
 
-    try:
-        result = replay(run, iteration)
-    except (ValueError, OSError) as error:
-        fail(str(error))
+    result = replay(run, iteration)
     if result.equal:
-        console.print(f"iteration {iteration}: the weights came out equal, bit for bit", highlight=False)
+        console.print(f"iteration {iteration}: the weights came out equal, bit for bit")
         return
     difference = result.largest_difference
     by = "the stored weights are gone" if difference is None else f"by at most {difference:.3g}"
-    console.print(f"iteration {iteration}: the weights came out different, {by}", highlight=False)
+    console.print(f"iteration {iteration}: the weights came out different, {by}")
     for name, (now, then) in result.metrics.items():
-        console.print(f"  {name}: {now:.6g}, was {then:.6g}", highlight=False)
+        console.print(f"  {name}: {now:.6g}, was {then:.6g}")
     raise typer.Exit(1)
 
 

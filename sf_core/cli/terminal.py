@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
@@ -18,14 +20,30 @@ WIDE = 500
 console = Console(
     markup=False,
     emoji=False,
+    highlight=False,
     width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE,
 )
-errors = Console(stderr=True, markup=False, emoji=False)
+errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+def tell(line: str) -> None:
+    """Print a line, which is never broken at the terminal's width."""
+    console.print(line, soft_wrap=True)
 
 
 def print_json(data: object) -> None:
     """Print data as one JSON document, for programs."""
     print(json.dumps(data, indent=2))
+
+
+@contextmanager
+def report_bad_input() -> Iterator[None]:
+    """For commands and parts of them, as a decorator too: bad input, a ValueError or an OSError, ends the
+    command in one sentence."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fail(str(error))
 
 
 def fail(message: str) -> NoReturn:

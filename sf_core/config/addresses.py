@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def without_user(url: str) -> str:
+def refuse_user(url: str) -> str:
     """Returns the URL unchanged. Raises ValueError if it contains a user or password."""
     if "@" in url:
         # the URL itself is left out, because this sentence goes into logs
@@ -37,7 +37,7 @@ def without_user(url: str) -> str:
     return url
 
 
-def server_url(url: str) -> str:
+def check_server_url(url: str) -> str:
     """Returns the URL of a vLLM server unchanged. Raises ValueError if it is none, or contains a user or
     password."""
     if "@" in url or not url.startswith(("http://", "https://")):

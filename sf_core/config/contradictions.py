@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sf_core.config.rollout_config import EnvironmentConfig, RolloutConfig
 from sf_core.config.train_config import TrainConfig
 from sf_core.recipes.advantages import CustomAdvantage, Gae, Pair, Relative, RoleBaseline, Tree, Whitened
-from sf_core.recipes.curriculum import Curriculum, Sizes, Stage
+from sf_core.recipes.curriculum import Curriculum
 from sf_core.recipes.gates import Mixed, Varied
 from sf_core.recipes.losses import Clip, M2po, Plain, SequenceClip
 from sf_core.recipes.selections import Extremes
@@ -52,43 +52,37 @@ def _is_fresh_anyway(config: Sections) -> bool:
     return bool(bounds) and max(bounds) >= config.lag_bound
 
 
+def _rules(config: Sections) -> Curriculum:
+    """The rules by which tasks are chosen; those without effect if there is no curriculum."""
+    return config.rollout.curriculum or Curriculum()
+
+
 def _without_pool(config: Sections) -> bool:
-    rules = config.rollout.curriculum
-    if rules is None or rules.pool is not None:
-        return False
-    return rules.order == "draw" or rules.solved < 1 or rules.unsolved < 1 or rules.sizes is not None
+    rules = _rules(config)
+    goes_by_the_past = rules.order == "draw" or rules.solved < 1 or rules.unsolved < 1
+    return rules.pool is None and (goes_by_the_past or rules.sizes is not None)
 
 
 def _is_small(config: Sections) -> bool:
-    rules = config.rollout.curriculum
-    most_in_flight = config.rollout.groups_per_batch * (1 + config.lag_bound)
-    return rules is not None and rules.pool is not None and rules.pool <= most_in_flight
+    pool, most_in_flight = _rules(config).pool, config.rollout.groups_per_batch * (1 + config.lag_bound)
+    return pool is not None and pool <= most_in_flight
 
 
 def _draws_nothing(config: Sections) -> bool:
-    rules = config.rollout.curriculum
-    if rules is None or rules.order == "draw":
-        return False
-    return (rules.explore, rules.utility) != (Curriculum().explore, Curriculum().utility)
-
-
-def _stages(config: Sections) -> tuple[Stage, ...]:
-    return () if config.rollout.curriculum is None else config.rollout.curriculum.stages
+    rules = _rules(config)
+    default = Curriculum()
+    return rules.order != "draw" and (rules.explore, rules.utility) != (default.explore, default.utility)
 
 
 def _ends(config: Sections) -> list[int | None]:
     """Iterations at which stages end, without the last."""
-    return [stage.until for stage in _stages(config)[:-1]]
+    return [stage.until for stage in _rules(config).stages[:-1]]
 
 
 def _are_out_of_order(config: Sections) -> bool:
-    ends, stages = _ends(config), _stages(config)
+    ends, stages = _ends(config), _rules(config).stages
     rise = None not in ends and all(a < b for a, b in pairwise(ends))  # type: ignore[operator]
     return not rise or (bool(stages) and stages[-1].until is not None)
-
-
-def _sizes(config: Sections) -> Sizes | None:
-    return None if config.rollout.curriculum is None else config.rollout.curriculum.sizes
 
 
 def _least_to_pass(config: Sections) -> int:
@@ -149,7 +143,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         "done: lower the `until` of the stage before it, or leave it out",
     ),
     (
-        lambda c: bool(_stages(c)) and c.environment.tasks is not None,
+        lambda c: bool(_rules(c).stages) and c.environment.tasks is not None,
         "rollout.curriculum.stages weigh the parts of an environment, which environment.tasks, a function of "
         "your own, does not have: leave one of the two out",
     ),
@@ -164,18 +158,18 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         "(rollout.outside_groups): leave one of the two out",
     ),
     (
-        lambda c: (sizes := _sizes(c)) is not None and sizes.fewer >= c.rollout.group_size,
+        lambda c: (sizes := _rules(c).sizes) is not None and sizes.fewer >= c.rollout.group_size,
         "rollout.curriculum.sizes.fewer ({c.rollout.curriculum.sizes.fewer}) must be below "
         "rollout.group_size ({c.rollout.group_size}): lower it",
     ),
     (
-        lambda c: (sizes := _sizes(c)) is not None and sizes.fewer == 1 and _compares(c),
+        lambda c: (sizes := _rules(c).sizes) is not None and sizes.fewer == 1 and _compares(c),
         "train.advantage {c.train.advantage.kind} compares the sessions of a group, and "
         "rollout.curriculum.sizes.fewer is 1: raise it, or take train.advantage whitened",
     ),
     (
         lambda c: (
-            (sizes := _sizes(c)) is not None and sizes.fewer < _least_to_pass(c) <= c.rollout.group_size
+            (sizes := _rules(c).sizes) is not None and sizes.fewer < _least_to_pass(c) <= c.rollout.group_size
         ),
         "rollout.gate {c.rollout.gate.kind} drops every group of {c.rollout.curriculum.sizes.fewer} sessions "
         "(rollout.curriculum.sizes.fewer): raise it",

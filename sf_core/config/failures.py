@@ -69,10 +69,7 @@ def count_failures(statuses: Iterable[str]) -> dict[str, int]:
 
 
 def sum_failures(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for failures in several:
-        total.update(failures)
-    return dict(total)
+    return dict(sum(map(Counter, several), Counter[str]()))
 
 
 def failures_text(failures: Mapping[str, Any]) -> str:

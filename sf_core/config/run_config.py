@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sf_core.config.addresses import FilePath, server_url, without_user
+from sf_core.config.addresses import FilePath, check_server_url, refuse_user
 from sf_core.config.contradictions import Sections, find_contradictions
 from sf_core.config.devices import find_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
@@ -19,7 +19,7 @@ from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, Rollo
 from sf_core.config.train_config import TrainConfig
 from sf_core.settings import Reference, Settings, is_word
 
-PublicAddress = Annotated[str, AfterValidator(without_user)]
+PublicAddress = Annotated[str, AfterValidator(refuse_user)]
 """A URL without a user or password: it is stored with the run and shown to its readers."""
 
 # the names in the registry of engines, which settings must not import
@@ -104,7 +104,7 @@ class EvaluateConfig(Settings):
 class VllmConfig(Settings):
     """vLLM's server, with `engine.kind: vllm`."""
 
-    url: Annotated[str, AfterValidator(server_url)] | None = None
+    url: Annotated[str, AfterValidator(check_server_url)] | None = None
     """Address of a running vLLM server, for one rollout worker on the host that reads the run's folder as the
     server does. It needs --enable-scale-out, --logprobs-mode processed_logprobs and, in its environment,
     VLLM_SERVER_DEV_MODE=1; its key is read from the environment variable SF_VLLM_KEY. Empty: each rollout

@@ -49,7 +49,7 @@ def load_config(files: str | Path | Sequence[str | Path], overrides: list[str] |
     for path in paths:
         texts[str(path)], own = _read(path)
         data = merge_sections(data, own)
-    return _overridden(data, overrides, " ".join(map(str, paths)), texts)
+    return _override(data, overrides, " ".join(map(str, paths)), texts)
 
 
 def _read(path: str | Path) -> tuple[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ def _read(path: str | Path) -> tuple[str, dict[str, Any]]:
 
 def override_config(config: RunConfig, overrides: list[str] | None, source: str) -> RunConfig:
     """Apply `key.path=value` overrides to a complete configuration; raises ConfigError like `load_config`."""
-    return _overridden(config.model_dump(mode="json"), overrides, source, {})
+    return _override(config.model_dump(mode="json"), overrides, source, {})
 
 
 def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: str = "") -> dict[str, Any]:
@@ -96,14 +96,14 @@ def _goes_on(key: str, before: Mapping[str, Any], given: Mapping[str, Any]) -> b
     return bool(models) and (len(models) == 1 or given.get("kind") in (None, before.get("kind")))
 
 
-def differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+def describe_differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
     """Each setting of `changed` that differs from `base`, or from the default if absent there, in words."""
     default = RunConfig().model_dump(mode="json")
-    found = differing(merge_sections(default, base), changed)
+    found = find_differences(merge_sections(default, base), changed)
     return [f"{key} {quote(value)} (deployed: {quote(before)})" for key, before, value in found]
 
 
-def differing(base: Section, changed: Section, within: str = "") -> Iterator[tuple[str, Any, Any]]:
+def find_differences(base: Section, changed: Section, within: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Key, former and new value of each setting of `changed` that differs, section by section. Lists, and
     mappings whose keys the user names, are compared as a whole."""
     former = dict(base)
@@ -112,12 +112,12 @@ def differing(base: Section, changed: Section, within: str = "") -> Iterator[tup
         is_section = all(isinstance(side, Mapping | Settings) for side in (before, value))
         # one of several kinds is a value: another kind has other settings
         if is_section and len(models_of(walk(key.split(".")).annotation)) == 1:
-            yield from differing(before, value, f"{key}.")
+            yield from find_differences(before, value, f"{key}.")
         elif value != before:
             yield key, before, value
 
 
-def _overridden(
+def _override(
     data: dict[str, Any], overrides: list[str] | None, source: str, texts: Mapping[str, str]
 ) -> RunConfig:
     for override in overrides or []:

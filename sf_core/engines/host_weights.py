@@ -169,6 +169,6 @@ def _room_for(num_bytes: int, uri: str) -> tempfile.TemporaryDirectory[str]:
     none."""
     for root in (shared_memory.PLACE, tempfile.gettempdir()):
         with suppress(OSError):
-            return shared_memory.room_for(FILE_NAME, num_bytes, root)
+            return shared_memory.make_room(FILE_NAME, num_bytes, root)
     needed = f"{num_bytes / 2**20:,.0f} MiB"
     raise StorageError(f"{uri}: neither {shared_memory.PLACE} nor TMPDIR ({root}) has room for {needed}")

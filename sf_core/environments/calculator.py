@@ -7,7 +7,7 @@ import re
 from random import Random
 
 from sf_core.agents.tool_loop import Tool
-from sf_core.environments.splits import Question, Split, Splits
+from sf_core.environments.splits import Question, Splits
 from sf_core.types import Task
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -39,14 +39,11 @@ CALCULATOR = Tool(
 )
 
 
-class Calculator:
+class Calculator(Splits):
     """Questions such as "What is 47*83?"."""
 
     def __init__(self) -> None:
-        self._splits = Splits("calculator", _make_question)
-
-    def task(self, split: Split, index: int) -> Task:
-        return self._splits.task(split, index)
+        super().__init__("calculator", _make_question)
 
     def score(self, task: Task, answer: str) -> float:
         return float(answer.strip() == task.answer)

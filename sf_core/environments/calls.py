@@ -33,7 +33,7 @@ def check_call(function: Callable[..., Any], source: str, arguments: Iterable[st
         raise ValueError(f"{told}: {error}") from None
 
 
-def giving_tasks(function: Callable[..., Any], source: str) -> Callable[..., Task]:
+def require_tasks(function: Callable[..., Any], source: str) -> Callable[..., Task]:
     """The function, which raises NoTaskError, one sentence, where it gives no task. It is given the name of a
     part if it is called with one."""
 
@@ -61,7 +61,7 @@ def _fault_of(given: Any) -> str:
     return ""
 
 
-def what_differs(one: Task, other: Task) -> str:
+def find_difference(one: Task, other: Task) -> str:
     """The first field in which two tasks differ, with both values; empty if they are equal. Values of
     `metadata` that are not JSON are not compared."""
     for name in ("task_id", "environment", "prompt", "answer", "metadata"):
@@ -71,7 +71,7 @@ def what_differs(one: Task, other: Task) -> str:
     return ""
 
 
-def same_in(some: Iterable[Task], others: Iterable[Task]) -> list[Task]:
+def find_same(some: Iterable[Task], others: Iterable[Task]) -> list[Task]:
     """The tasks of `some` whose content is that of one of `others`. Their ids are not compared."""
 
     def content(task: Task) -> bytes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
@@ -107,6 +106,10 @@ class Mixture(Environment):
     def _parts(self) -> dict[str, _Part]:
         return {name: _Part(name, config) for name, config in self.parts.items()}
 
+    @property
+    def _joined(self) -> list[Environment]:
+        return [part.environment for part in self._parts.values() if part.environment is not None]
+
     @cached_property
     def _threads(self) -> Threads:
         return Threads()
@@ -117,8 +120,7 @@ class Mixture(Environment):
 
     @property
     def classes(self) -> list[type[Environment]]:
-        joined = (part.environment for part in self._parts.values())
-        return [type(self), *(type(environment) for environment in joined if environment is not None)]
+        return [type(self), *map(type, self._joined)]
 
     def tasks(self, split: Split, index: int) -> Task:
         return in_equal_parts(self.sources, split, index)
@@ -129,16 +131,16 @@ class Mixture(Environment):
 
     def prepare(self, task: Task) -> AbstractAsyncContextManager[Any]:
         part, own = self._origin(task)
-        return _nothing() if part.prepare is None else part.prepare(own)
+        return nullcontext() if part.prepare is None else part.prepare(own)
 
     async def agent(self, task: Task, endpoint: Endpoint, *prepared: Any) -> Any:
         part, own = self._origin(task)
         given = () if part.prepare is None else prepared
-        return await self._call(part.agent, own, endpoint, *given)
+        return await self._threads.call(part.agent, own, endpoint, *given)
 
     async def reward(self, task: Task, answer: Any) -> Reward:
         part, own = self._origin(task)
-        found: Reward = await self._call(part.reward, own, answer)
+        found: Reward = await self._threads.call(part.reward, own, answer)
         # refused here, by the name of the part's function
         as_reward(found, part.reward_name)
         return found
@@ -154,8 +156,7 @@ class Mixture(Environment):
 
     @property
     def has_demonstrations(self) -> bool:
-        joined = (part.environment for part in self._parts.values())
-        return any(environment is not None and environment.has_demonstrations for environment in joined)
+        return any(environment.has_demonstrations for environment in self._joined)
 
     def why_not_here(self) -> str | None:
         return next(filter(None, (part.why_not_here() for part in self._parts.values())), None)
@@ -165,14 +166,3 @@ class Mixture(Environment):
         if not isinstance(task, PartTask):
             raise ValueError(f"task {task.task_id} is of none of the parts {', '.join(self._parts)}")
         return self._parts[task.environment], task.own
-
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a plain or an async function; plain ones must not block the other sessions."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        return await self._threads.call(function, *args)
-
-
-@asynccontextmanager
-async def _nothing() -> AsyncIterator[None]:
-    yield None

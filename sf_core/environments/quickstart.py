@@ -10,7 +10,7 @@ from pydantic import Field
 from sf_core.agents.tool_loop import Tool, run_tool_loop
 from sf_core.environments.calculator import CALCULATOR, Calculator
 from sf_core.environments.environment import Demonstration, Environment
-from sf_core.environments.reasoning_gym import Dataset, demonstration
+from sf_core.environments.reasoning_gym import Dataset, demonstrate_answer
 from sf_core.environments.splits import HasTasks, Split, in_equal_parts
 from sf_core.types import Endpoint, Task
 
@@ -44,22 +44,19 @@ class Quickstart(Environment):
 
     def demonstrate(self, index: int) -> Demonstration | None:
         task = self.tasks("train", index)
-        return _calculate(task) if task.environment == "calculator" else demonstration(task)
+        return _calculate(task) if task.environment == "calculator" else demonstrate_answer(task)
 
 
 def _calculate(task: Task) -> Demonstration:
     function = {"name": CALCULATOR.name, "arguments": {"expression": task.metadata["expression"]}}
-    messages = [
+    call = {"id": "call_0", "type": "function", "function": function}
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": task.prompt},
-        _assistant("", tool_calls=[{"id": "call_0", "type": "function", "function": function}]),
-        {"role": "tool", "tool_call_id": "call_0", "content": task.answer},
-        _assistant(task.answer),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": task.answer},
+        {"role": "assistant", "content": task.answer},
     ]
     return Demonstration(messages, [CALCULATOR.schema])
-
-
-def _assistant(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
 
 
 _QUICKSTART = Quickstart()

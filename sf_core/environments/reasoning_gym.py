@@ -34,63 +34,59 @@ OURS = ("seed", "size")
 """Parameters that the splits decide."""
 
 
-class Dataset:
+class Dataset(Splits):
     """One dataset of the library, by its name there and its parameters. `level` is one of the library's
     levels of difficulty, from 0; other parameters count over it."""
 
     def __init__(self, name: str, held_out: int = HOLDOUT_SIZE, **parameters: Any) -> None:
-        self._name = name
+        super().__init__(name, self._ask, held_out)
         self._parameters = parameters
         self._num_items = FEWER_ITEMS.get(name, NUM_ITEMS)
-        self._splits = Splits(name, self._make_question, held_out)
 
     @cached_property
     def _dataset(self) -> Any:
         settings = self.settings()
-        return _library().DATASETS[self._name][0](settings)
+        return _library().DATASETS[self.environment][0](settings)
 
     def settings(self) -> Any:
         """The library's settings of this dataset. Raises ValueError if there is no such dataset or they are
         wrong."""
-        datasets = _library().DATASETS
-        if self._name not in datasets:
-            near = difflib.get_close_matches(self._name, datasets, n=3) or sorted(datasets)
-            raise ValueError(f"reasoning-gym has no dataset {quote(self._name)}; there are {', '.join(near)}")
-        kind, given = datasets[self._name][1], dict(self._parameters)
+        datasets, name = _library().DATASETS, self.environment
+        if name not in datasets:
+            near = difflib.get_close_matches(name, datasets, n=3) or sorted(datasets)
+            raise ValueError(f"reasoning-gym has no dataset {quote(name)}; there are {', '.join(near)}")
+        kind, given = datasets[name][1], dict(self._parameters)
         known = {field.name for field in dataclasses.fields(kind)}.difference(OURS)
         level = given.pop("level", None)
         if unknown := sorted(given.keys() - known):
             allowed = ", ".join(["level", *sorted(known)])
-            raise ValueError(f"{self._name} has no parameter {', '.join(unknown)}; there are {allowed}")
+            raise ValueError(f"{name} has no parameter {', '.join(unknown)}; there are {allowed}")
         try:
             settings = dataclasses.replace(self._at_level(kind, level), **given)
             if hasattr(settings, "validate"):
                 settings.validate()
         except Exception as error:  # whatever the library's checks raise
-            raise ValueError(f"{self._name}: {error or type(error).__name__}") from error
+            raise ValueError(f"{name}: {error or type(error).__name__}") from error
         return settings
 
     def _at_level(self, kind: Any, level: Any) -> Any:
         ours = {"seed": 0, "size": self._num_items}
         if level is None:
             return kind(**ours)
-        if self._name not in _library().CURRICULA or not isinstance(level, int) or level < 0:
+        if self.environment not in _library().CURRICULA or not isinstance(level, int) or level < 0:
             raise ValueError(f"there is no level {quote(level)}")
-        curriculum = _library().create_curriculum(self._name)
+        curriculum = _library().create_curriculum(self.environment)
         curriculum.set_global_level(level)
         return curriculum.generate_configuration(ours)
 
-    def _make_question(self, number: int) -> Question:
+    def _ask(self, number: int) -> Question:
         entry = self._dataset[number % self._num_items]
         return Question(entry["question"], entry["answer"] or "", entry["metadata"])
-
-    def task(self, split: Split, index: int) -> Task:
-        return self._splits.task(split, index)
 
     def score(self, task: Task, answer: str) -> float:
         """Score between 0 and 1; some of the library's scorers give partial credit."""
         answer = answer.strip()
-        may_be_evaluated = EVALUATED.get(self._name)
+        may_be_evaluated = EVALUATED.get(self.environment)
         if may_be_evaluated and answer != task.answer and not may_be_evaluated(answer):
             return 0.0
         entry = {"question": task.prompt, "answer": task.answer, "metadata": task.metadata}
@@ -130,10 +126,10 @@ class ReasoningGym(Environment):
         return self.sources[task.environment].score(task, answer)
 
     def demonstrate(self, index: int) -> Demonstration | None:
-        return demonstration(self.tasks("train", index))
+        return demonstrate_answer(self.tasks("train", index))
 
 
-def demonstration(task: Task) -> Demonstration | None:
+def demonstrate_answer(task: Task) -> Demonstration | None:
     """The task and its answer; None if the library has none."""
     said = [("user", task.prompt), ("assistant", task.answer)]
     return Demonstration([{"role": role, "content": text} for role, text in said]) if task.answer else None

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from sf_core.agents import command
+from sf_core.agents.command import CommandAgent
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import faults
-from sf_core.environments.calls import check_call, giving_tasks
+from sf_core.environments.calls import check_call, require_tasks
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.settings import load_object, quote
@@ -57,7 +57,7 @@ def tasks_of(config: EnvironmentConfig) -> Callable[..., Task]:
     found = _function(config, "tasks", "split", "index")
     if parts_of(config):
         found = _with_parts(found, environment_of(config))
-    return giving_tasks(found, source_of(config, "tasks"))
+    return require_tasks(found, source_of(config, "tasks"))
 
 
 def parts_of(config: EnvironmentConfig) -> list[str]:
@@ -92,7 +92,7 @@ def source_of_tasks(config: EnvironmentConfig) -> str:
 
 def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
     if isinstance(config.agent, Command):
-        return _load("agent", config.agent, command.agent_of)
+        return _load("agent", config.agent, lambda command: CommandAgent(command).run)
     given = () if prepare_of(config) is None else ("prepared",)
     return _function(config, "agent", "task", "endpoint", *given)
 

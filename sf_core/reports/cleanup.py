@@ -65,7 +65,7 @@ def check_not_linked(run: RunDirectory, where: str) -> None:
         raise ValueError(f"{run.uri}: is a link to a run elsewhere; to clean that up, name it")
 
 
-def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
+def find_spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     """What can be deleted, oldest first. Raises BusyError or ValueError like `check_idle`."""
     view, config = RunView(run), run.read_config(RunConfig).train
     finished = is_finished(view, config.iterations)
@@ -73,11 +73,11 @@ def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     if not finished:
         check_idle(run)
     trained = len(view.read_committed("train"))
-    found = _old_checkpoints(run, trained, keep.checkpoints, config.keep_every)
-    needed = _references(run, {uri for _, uri in found}, trained, config)
+    found = _find_old_checkpoints(run, trained, keep.checkpoints, config.keep_every)
+    needed = _find_references(run, {uri for _, uri in found}, trained, config)
     found += [
         ("weights", run.weights_dir(version))
-        for version in _old_versions(run, len(view.read_committed("publish")), keep.weights)
+        for version in _find_old_versions(run, len(view.read_committed("publish")), keep.weights)
         if version not in needed
     ]
     found += _find_unfinished(run, [uri for _, uri in found])
@@ -85,13 +85,13 @@ def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
-    return _own(run, found)
+    return _make_spares(run, found)
 
 
-def spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> list[Spare]:
+def find_spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> list[Spare]:
     """Checkpoints that a run of these settings does not keep once this version is committed. Only for whoever
     works on the run."""
-    return _own(run, _old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
+    return _make_spares(run, _find_old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
 
 
 def num_kept_weights(train: TrainConfig, version_bytes: int) -> int | None:
@@ -99,19 +99,19 @@ def num_kept_weights(train: TrainConfig, version_bytes: int) -> int | None:
     return train.keep_weights or (None if version_bytes < SMALL_BYTES else KEPT_WEIGHTS)
 
 
-def spare_weights(
+def find_spare_weights(
     run: RunDirectory, published: int, config: RunConfig, held: Collection[int] = ()
 ) -> list[Spare]:
     """Versions that a run of these settings does not keep while the version after this one is published.
     `held` are those that engines have or load. Only for whoever works on the run."""
     keep = num_kept_weights(config.train, files.folder_bytes(run.weights_dir(published)))
-    if keep is None or not (old := _old_versions(run, published, keep)):
+    if keep is None or not (old := _find_old_versions(run, published, keep)):
         return []
-    needed = _references(run, set(), published, config.train) | _find_measured(run) | {*held}
+    needed = _find_references(run, set(), published, config.train) | _find_measured(run) | {*held}
     spare = (v for v in old if v not in needed and v % KEPT_EVERY and v % config.evaluate.every)
     # settings of an earlier attempt may have had others evaluated
     unseen = [version for version in spare if run.read_manifest(version, "evaluate") is None]
-    return _own(run, [("weights", run.weights_dir(version)) for version in unseen])
+    return _make_spares(run, [("weights", run.weights_dir(version)) for version in unseen])
 
 
 def _find_measured(run: RunDirectory) -> set[int]:
@@ -120,14 +120,14 @@ def _find_measured(run: RunDirectory) -> set[int]:
     return {int(found[1]) for name in measured if (found := re.match(r"v(\d+)-", name))}
 
 
-def _own(run: RunDirectory, found: list[tuple[str, str]]) -> list[Spare]:
+def _make_spares(run: RunDirectory, found: list[tuple[str, str]]) -> list[Spare]:
     # the target of a link may belong to another run
     own = [(kind, uri) for kind, uri in found if files.lies_in(uri, run.uri)]
     sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in own]
     return [spare for spare in sizes if spare.bytes]
 
 
-def _old_checkpoints(
+def _find_old_checkpoints(
     run: RunDirectory, trained: int, keep: int, keep_every: int | None
 ) -> list[tuple[str, str]]:
     versions = run.list_versions("checkpoints")
@@ -137,12 +137,12 @@ def _old_checkpoints(
     return [("checkpoints", run.checkpoint_dir(v)) for v in versions if v < oldest_kept and v not in for_good]
 
 
-def _old_versions(run: RunDirectory, published: int, keep: int) -> list[int]:
+def _find_old_versions(run: RunDirectory, published: int, keep: int) -> list[int]:
     """Stored versions before the newest `keep` published ones."""
     return [version for version in run.list_versions("weights") if version <= published][:-keep]
 
 
-def _references(run: RunDirectory, going: set[str], trained: int, config: TrainConfig) -> set[int]:
+def _find_references(run: RunDirectory, going: set[str], trained: int, config: TrainConfig) -> set[int]:
     """Versions that steps are measured by which are still to come, or may be made again."""
     if (kl := config.loss.kl) is None:
         return set()

@@ -73,11 +73,11 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
             f"{share:.0%} of the answers ran into rollout.max_tokens ({config.rollout.max_tokens}) "
             "or engine.context_length",
         )
-    if (earned := _constant(view, number)) is not None:
+    if (earned := _find_constant(view, number)) is not None:
         yield "constant", f"every session of {NUM_CONSTANT} batches earned {earned:g}: is {reward} constant?"
 
 
-def _constant(view: RunView, number: int) -> float | None:
+def _find_constant(view: RunView, number: int) -> float | None:
     """What every session of this batch and of those before it earned, if that is one number."""
     manifests = [view.manifest(n, "rollout") for n in range(number + 1 - NUM_CONSTANT, number + 1) if n >= 0]
     bounds = [

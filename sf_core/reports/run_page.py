@@ -17,7 +17,7 @@ from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.series import RunSeries, read_devices, record_devices
 from sf_core.reports.tables import cut_short, device_cells
-from sf_core.reports.timeline import timeline_picture
+from sf_core.reports.timeline import draw_newest
 from sf_core.reports.view import Iteration, RunView, failures_of, kinds_text
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
@@ -81,7 +81,7 @@ class RunPage:
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
             *self._answers(),
             "## Devices",
-            _picture("what the devices did", timeline_picture(RunView(self._run), newest)),
+            _picture("what the devices did", draw_newest(RunView(self._run), newest)),
             "## Files",
             self._files(newest),
             "## Devices in figures",

@@ -72,7 +72,7 @@ class RunSeries:
     @cached_property
     def rollouts(self) -> dict[int, RolloutFigures]:
         """Figures of trajectories by iteration. Raises ValueError if a file is missing or broken."""
-        found = ((i, self.view.sampling(i.number, "rollout")) for i in self.iterations)
+        found = ((i, self.view.find_session_set(i.number, "rollout")) for i in self.iterations)
         return {i.number: _read_rollout(i, sampling) for i, sampling in found if sampling is not None}
 
     @cached_property

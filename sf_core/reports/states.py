@@ -136,7 +136,7 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
     if not url:
         return "no"
     if attempt.host not in (None, socket.gethostname()) and is_loopback(urlsplit(url).hostname or ""):
-        raise _untold(run, url, f"is on {attempt.host}; ask there")
+        raise _explain_unknown(run, url, f"is on {attempt.host}; ask there")
     client = DataplaneClient(url, run.run_id, dataplane_key(), patience_s=0.0, timeout_s=STATUS_S)
     try:
         status = client.status()
@@ -145,14 +145,14 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
         return "released" if status["released"] else "running"
     except DataplaneError as error:
         if error.status in (401, 403):
-            raise _untold(run, url, f"wants another key ({error}); set SF_DATAPLANE_KEY") from None
+            raise _explain_unknown(run, url, f"wants another key ({error}); set SF_DATAPLANE_KEY") from None
         if error.status >= 500:
-            raise _untold(run, url, f"fails ({error}); try again") from None
+            raise _explain_unknown(run, url, f"fails ({error}); try again") from None
         return "no"
     except (httpx.TimeoutException, httpx.ConnectError) as error:
         if not _is_refused(error):
             # it may be busy, or the network is at fault
-            raise _untold(run, url, f"cannot be reached ({error.__cause__}); try again") from None
+            raise _explain_unknown(run, url, f"cannot be reached ({error.__cause__}); try again") from None
         return "silent"
     except httpx.TransportError:
         return "silent"
@@ -168,7 +168,7 @@ def _is_refused(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _untold(run: RunDirectory, url: str, why: str) -> BusyError:
+def _explain_unknown(run: RunDirectory, url: str, why: str) -> BusyError:
     return BusyError(
         f"{run.run_id}: whether anybody works on it cannot be told: its data plane at {url} {why}, "
         f'or if it is gone for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'

@@ -130,19 +130,18 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
     there is no such run or session."""
     view = open_run(uri)
-    session = view.find_session(session_id)
-    decode, fate = _decoder(view.run), session.sampling.fate
-    row = session.branches[0]
-    task, environment, group = map(printable, (row.task_id, row.environment, row.group_id or "none"))
+    sampling, found = view.find_session(session_id)
+    decode, fate, row = _decoder(view.run), sampling.fate, found[0]
+    task, environment, group = map(make_printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
-        (f"session {session_id}, {session.sampling.label}\n", "bold"),
+        (f"session {session_id}, {sampling.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
         f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
         (f"«sampled, {fate}»", TRAINED),
         "  ",
         ("«sampled, not trained here»", CARRIED),
     )
-    branches = [_branch(row, decode, fate) for row in session.branches]
+    branches = [_branch(row, decode, fate) for row in found]
     return Group(head, *branches, *([] if row.output is None else [_output(row.output)]))
 
 
@@ -152,13 +151,10 @@ def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], befor
     for name in filter(None, ("task", before, after)):
         table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
-        shown = [cut_short(new.prompt), *([_show_answer(old)] if old is not None else []), _show_answer(new)]
-        table.add_row(*(Text(printable(text)) for text in shown))
+        answers = [f"{answer.reward:.2f}  {cut_short(answer.text)}" for answer in (old, new) if answer]
+        shown = [cut_short(new.prompt), *answers]
+        table.add_row(*(Text(make_printable(text)) for text in shown))
     return table
-
-
-def _show_answer(answer: GivenAnswer) -> str:
-    return f"{answer.reward:.2f}  {cut_short(answer.text)}"
 
 
 def cut_short(text: str) -> str:
@@ -216,7 +212,7 @@ def _figures(series: RunSeries, number: int) -> list[str]:
     sampled, figures = series.count_sampled(number), series.rollouts.get(number)
     # an iteration makes the next version
     held_out = f"{series.held_out[number + 1]:.3f}" if number + 1 in series.held_out else ""
-    of_engines = "" if sampled is None else short_number(sampled)
+    of_engines = "" if sampled is None else shorten_number(sampled)
     if figures is None:
         return [str(number), "", held_out, "", "", of_engines, "", "", ""]
     return [
@@ -226,13 +222,13 @@ def _figures(series: RunSeries, number: int) -> list[str]:
         f"{figures.lag_mean:.2f}",
         str(figures.lag_max),
         of_engines,
-        short_number(figures.tokens_sampled),
+        shorten_number(figures.tokens_sampled),
         str(figures.sessions),
         str(sum(figures.failures.values())),
     ]
 
 
-def short_number(value: float) -> str:
+def shorten_number(value: float) -> str:
     """A number in at most seven characters, up to 999 thousand millions."""
     for unit, size in (("G", 1e9), ("M", 1e6)):
         if value >= size:
@@ -259,10 +255,10 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
         table.add_row("", f"0-{end}", *blank, Text(f"as in branch {parent}"), style="dim")
     for turn in own:
         table.add_row(
-            Text(printable(turn.role)),
+            Text(make_printable(turn.role)),
             f"{turn.start}-{turn.end}",
             turn.finish_reason or "",
-            Text(printable(turn.engine or "")),
+            Text(make_printable(turn.engine or "")),
             _range(row.policy_versions[turn.start : turn.end]),
             *(["" if turn.reward is None else f"{turn.reward:g}"] if scored else []),
             _turn_text(row, turn, decode),
@@ -272,13 +268,13 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
 
 
 def _output(text: str) -> RenderableType:
-    lines = "\n".join(map(printable, text.splitlines()))
+    lines = "\n".join(map(make_printable, text.splitlines()))
     return Text.assemble(("\nwhat the command wrote\n", "italic"), lines)
 
 
 def _tools(definitions: str) -> str:
     """Names of the tools, as text."""
-    return printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
+    return make_printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
 
 
 def _short(row: Trajectory, branch_id: str | None) -> str:
@@ -292,13 +288,13 @@ def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
     cuts = np.flatnonzero(np.diff(state)) + 1
     text = Text()
     for ids, states in zip(np.split(row.token_ids[span], cuts), np.split(state, cuts), strict=True):
-        part = printable(decode(ids.tolist()))
+        part = make_printable(decode(ids.tolist()))
         style = ("", CARRIED, TRAINED)[states.max(initial=0)]
         text.append(f"«{part}»" if style else part, style)
     return text
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Text that cannot steer the terminal: policies sample anything, so unprintable characters are shown."""
     shown = text.replace("\n", "↵")
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
@@ -315,7 +311,7 @@ def _range(versions: np.ndarray) -> str:
 def _reward(row: Trajectory) -> str:
     if row.reward is None:
         return "none"
-    parts = ", ".join(f"{printable(name)} {value:g}" for name, value in row.reward_parts.items())
+    parts = ", ".join(f"{make_printable(name)} {value:g}" for name, value in row.reward_parts.items())
     return f"{row.reward:g}" + (f" ({parts})" if parts else "")
 
 

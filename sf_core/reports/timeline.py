@@ -52,7 +52,7 @@ def write_timelines(view: RunView) -> None:
     files.write_atomic(run.timeline_picture, _picture(series, series.spans))
 
 
-def timeline_picture(view: RunView, newest: int) -> bytes:
+def draw_newest(view: RunView, newest: int) -> bytes:
     """timeline.png as bytes, of the iterations up to `newest`; reads no more spans than they need."""
     series = RunSeries(view, max(0, newest + 1 - NUM_DRAWN), newest)
     since = min((start for start, _ in series.windows.values()), default=0.0)

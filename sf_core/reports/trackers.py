@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError
 from storage import files
-from storage.metrics import Kind, Point, newer_points
+from storage.metrics import KINDS, Kind, Point, newer_points
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ PATIENCE_S = 60.0
 
 End = Literal["finished", "failed", "interrupted"]
 """How an attempt on a run ended."""
-
-KINDS: tuple[Kind, ...] = ("train", "devices", "evaluation")
 
 
 class Trackers:
@@ -101,25 +99,23 @@ class _Feed:
         self._tracker: _Tracker | None = None
 
     def send(self, newest: int) -> None:
-        with self._telling("its metrics"):
+        with self._log_failure("its metrics"):
             note = self._read_note()
             for kind in KINDS:
-                # the policy that an iteration made is evaluated under the next number
-                last = newest + 1 if kind == "evaluation" else newest
-                for number, points in newer_points(self._run, kind, note["sent"].get(kind, -1), last):
+                for number, points in newer_points(self._run, kind, note["sent"].get(kind, -1), newest):
                     self._open(note).send(kind, points)
                     note["sent"][kind] = number
                     self._write_note(note)
 
     def close(self, end: End) -> None:
-        with self._telling("how it ended"):
+        with self._log_failure("how it ended"):
             note = self._read_note()
             # even if this attempt sent nothing: an earlier one may have ended in another state
             if "run_id" in note:
                 self._open(note).close(end)
 
     @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def _log_failure(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # the run matters more than its curves

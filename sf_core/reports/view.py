@@ -85,7 +85,7 @@ class Iteration:
         return sum(m.data.get("sampled_tokens", 0) for m in self.stages.values() if m.attempt == last)
 
 
-SamplingKind = Literal["trains iteration", "evaluates version", "opened at version"]
+SessionKind = Literal["trains iteration", "evaluates version", "opened at version"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SessionSet:
     """The sessions of one iteration, of the evaluation of one policy version, or the sessions opened by
     agents for which this version was the newest to sample."""
 
-    kind: SamplingKind
+    kind: SessionKind
     number: int
     uris: list[str]
     """Parquet files with the columns of storage.schema.SCHEMA."""
@@ -114,13 +114,6 @@ class SessionSet:
     def read(self, columns: list[str]) -> pa.Table:
         """Raises ValueError with one sentence if a file is missing or broken."""
         return pa.concat_tables([read_trajectories(uri, columns) for uri in self.uris])
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRows:
-    session_id: str
-    sampling: SessionSet
-    branches: list[Trajectory]
 
 
 class RunView:
@@ -193,22 +186,22 @@ class RunView:
             f"{', '.join(map(str, kept))}"
         )
 
-    def samplings(self) -> Iterator[SessionSet]:
+    def iter_session_sets(self) -> Iterator[SessionSet]:
         """All committed sessions by iteration and evaluation, in order; then those opened by agents, whose
         files no manifest names."""
         for number in count():
-            found = [self.sampling(number, stage) for stage in ("evaluate", "rollout")]
+            found = [self.find_session_set(number, stage) for stage in ("evaluate", "rollout")]
             if not any(found):
                 break
             yield from filter(None, found)
         for number, uris in self.run.list_partitions("opened").items():
             yield SessionSet("opened at version", number, uris)
 
-    def parts(self, kind: SamplingKind) -> list[str]:
+    def parts(self, kind: SessionKind) -> list[str]:
         """URIs of the trajectories of one kind, in order."""
-        return [uri for sampling in self.samplings() if sampling.kind == kind for uri in sampling.uris]
+        return [uri for found in self.iter_session_sets() if found.kind == kind for uri in found.uris]
 
-    def sampling(self, number: int, stage: str) -> SessionSet | None:
+    def find_session_set(self, number: int, stage: str) -> SessionSet | None:
         """The sessions of the `rollout` of an iteration, or of `evaluate` of a version; None if that is not
         committed."""
         if (manifest := self.manifest(number, stage)) is None:
@@ -219,16 +212,16 @@ class RunView:
             return SessionSet("evaluates version", number, uris)
         return SessionSet("trains iteration", number, uris, self.manifest(number, "train") is not None)
 
-    def find_session(self, session_id: str) -> SessionRows:
-        """Rows of one session. Raises ValueError with one sentence, and similar ids, if there is none."""
+    def find_session(self, session_id: str) -> tuple[SessionSet, list[Trajectory]]:
+        """The branches of one session, and the set that it is in. Raises ValueError with one sentence, and
+        similar ids, if there is none."""
         seen: list[str] = []
-        for sampling in self.samplings():
+        for sampling in self.iter_session_sets():
             for uri in sampling.uris:
                 ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
                 if session_id in ids:
                     table = read_trajectories(uri, SCHEMA.names)
-                    rows = to_rows(table.filter(pc.equal(table["session_id"], session_id)))
-                    return SessionRows(session_id, sampling, rows)
+                    return sampling, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
                 seen.extend(ids)
         hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
         raise ValueError(f"{self.run.run_id}: no session {session_id!r}{hint}")

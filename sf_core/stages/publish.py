@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from sf_core.reports.cleanup import spare_weights
+from sf_core.reports.cleanup import find_spare_weights
 from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
 
@@ -24,7 +24,7 @@ def publish(run: OpenRun, iteration: int) -> StageResult:
     # an engine that is late, or refuses this version, has or reads an older one
     held = answer.pop("held", ())
     # until the next version is published, an engine may still be reading the one before this
-    for spare in spare_weights(run.directory, version - 1, run.config, held):
+    for spare in find_spare_weights(run.directory, version - 1, run.config, held):
         log.info("%s is removed (train.keep_weights)", spare.name)
         spare.remove()
     return StageResult(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

@@ -10,7 +10,7 @@ from typing import Any
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.reports.cleanup import spare_checkpoints
+from sf_core.reports.cleanup import find_spare_checkpoints
 from sf_core.reports.outcomes.figures import rollout_metrics
 from sf_core.scheduling.lending import Switching
 from sf_core.scheduling.timeline import Timeline
@@ -115,7 +115,7 @@ def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, committed: i
     with waiting_for("the checkpoint that is being stored", run.config.cluster.stage_timeout_s):
         trainer.await_checkpoint()
     if seat.rank == 0:
-        for spare in spare_checkpoints(run.directory, committed, run.config.train):
+        for spare in find_spare_checkpoints(run.directory, committed, run.config.train):
             spare.remove()
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from storage.batches import training_rows
+from storage.batches import select_training_rows
 from storage.schema import NOT_SAMPLED
 
 SAMPLING = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")])
@@ -138,7 +138,7 @@ def read_rows(batch: pa.Table) -> list[Row]:
 
     Raises ValueError if a row trains its first token, which nothing predicts, or a token without a log-prob,
     a policy version or sampling parameters."""
-    batch = training_rows(batch)
+    batch = select_training_rows(batch)
     per_token = [
         _split(batch, "token_ids", np.int32, 0),
         _split(batch, "loss_mask", np.bool_, False),

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from storage import files
 from storage.files import FileRef
-from storage.json_files import first_fault
+from storage.json_files import parse_json
 from storage.tensors.shards import Slice, Slices, read_shards, write_shard
 
 if TYPE_CHECKING:
@@ -85,14 +85,12 @@ def _note(rank: int, ranks: int) -> str:
 
 def _await(uri: str, deadline: float) -> bytes:
     pause_s, longest_s = _LOOK_S
-    while True:
-        try:
-            return files.read_bytes(uri)
-        except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{uri}: was not written in time, so there is no checkpoint") from None
+    while (content := files.read_if_there(uri)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{uri}: was not written in time, so there is no checkpoint")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
+    return content
 
 
 def has_checkpoint(uri: str) -> bool:
@@ -111,14 +109,9 @@ def load_checkpoint(uri: str, wanted: Mapping[str, Slice]) -> tuple[dict[str, to
 
     Raises ValueError with one sentence if the checkpoint is missing, incomplete or corrupt."""
     state_uri = files.join(uri, STATE)
-    try:
-        text = files.read_bytes(state_uri)
-    except FileNotFoundError:
-        raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)") from None
-    try:
-        state = _State.model_validate_json(text)
-    except ValidationError as error:
-        raise ValueError(f"{state_uri}: no state of a checkpoint: {first_fault(error)}") from None
+    if (text := files.read_if_there(state_uri)) is None:
+        raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)")
+    state = parse_json(_State, text, f"{state_uri}: no state of a checkpoint")
     shards = [FileRef(files.join(uri, name), one.bytes, one.sha256) for name, one in state.shards.items()]
     places = {f"{part}/{name}": place for part in PARTS for name, place in wanted.items()}
     return read_shards(uri, shards, places), TrainerProgress(**state.model_dump(exclude={"shards"}))

@@ -7,13 +7,12 @@ torch.distributed.checkpoint writes and reads it. Knows nothing of what the tens
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import SEEK_END
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -130,26 +129,13 @@ class _Filled:
     """Number of elements that no shard had yet."""
 
 
-class _Hashed:
-    """A file that is read from its beginning to its end, with the checksum of what was read."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.checksum = file, hashlib.sha256()
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        self.checksum.update(data)
-        return data
-
-
 def _read_shard(shard: FileRef, wanted: Mapping[str, Slice], found: dict[str, _Filled]) -> None:
     try:
         with files.open_read(shard.uri) as opened:
             if (size := opened.seek(0, SEEK_END)) != shard.bytes:
                 raise ValueError(f"{shard.uri}: has {size} bytes, {shard.bytes} were written")
             opened.seek(0)
-            file: Any = _Hashed(opened)
+            file: Any = files.HashedFile(opened)
             header = read_header(shard.uri, file)
             places = _places(shard.uri, header)
             if not any(
@@ -165,7 +151,7 @@ def _read_shard(shard: FileRef, wanted: Mapping[str, Slice], found: dict[str, _F
                     _fill(shard.uri, name, entry, places[name], wanted[name], data, found)
     except FileNotFoundError:
         raise ValueError(f"{shard.uri}: is missing") from None
-    if file.checksum.hexdigest() != shard.sha256:
+    if file.ref(shard.uri) != shard:
         raise ValueError(f"{shard.uri}: its content differs from what was written")
 
 

@@ -18,7 +18,7 @@ from storage.tensors.tensor_bytes import TensorBytes
 PLACE = "/dev/shm"
 
 
-def room_for(name: str, num_bytes: int, root: str) -> tempfile.TemporaryDirectory[str]:
+def make_room(name: str, num_bytes: int, root: str) -> tempfile.TemporaryDirectory[str]:
     """A folder with a file of this name and size. Raises OSError if there is no room for it."""
     place = scratch_folder(root)
     try:
@@ -34,7 +34,7 @@ def share(tensors: TensorBytes, digest: str) -> TensorBytes:
     """These tensors in shared memory, where they are found by their digest for as long as the result is used.
     If that has no room for them, they stay where they are."""
     try:
-        place = room_for("unfinished", len(tensors.data), PLACE)
+        place = make_room("unfinished", len(tensors.data), PLACE)
     except OSError:
         return tensors
     path = os.path.join(place.name, "unfinished")

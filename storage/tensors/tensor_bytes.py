@@ -145,7 +145,7 @@ def parse(uri: str, content: bytes | memoryview) -> TensorBytes:
     return TensorBytes(uri, header, view[8 + length :])
 
 
-def of_bytes(uri: str, tensors: Mapping[str, bytes], metadata: dict[str, str]) -> TensorBytes:
+def pack_bytes(uri: str, tensors: Mapping[str, bytes], metadata: dict[str, str]) -> TensorBytes:
     """A file of these byte strings."""
     entries, end = {}, 0
     for name, value in tensors.items():

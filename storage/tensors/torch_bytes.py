@@ -55,9 +55,7 @@ class TorchTensors(Tensors):
     are stored once, under their first name; the other names are in the metadata. Equal tensors give equal
     files, those that the safetensors library would write."""
 
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], dtype: str | None = None
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: str | None = None) -> None:
         """`dtype`: that of torch in which tensors of floating point are stored; by default their own."""
         self._dtype = None if dtype is None else getattr(torch, dtype)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -69,17 +67,17 @@ class TorchTensors(Tensors):
                 tied[name] = first_name[memory]
             else:
                 self._tensors[name] = tensor
-        self.header = Header({**metadata, **tied}, {})
+        self.header = Header({"format": "pt", **tied}, {})
         end = 0
-        for name in sorted(self._tensors, key=lambda name: (_ORDER[self._stored_dtype(name)], name)):
-            self.header.entries[name] = entry_of(self._tensors[name], end, self._stored_dtype(name))
+        for name in sorted(self._tensors, key=lambda name: (_ORDER[self._choose_dtype(name)], name)):
+            self.header.entries[name] = entry_of(self._tensors[name], end, self._choose_dtype(name))
             end = self.header.entries[name].data_offsets[1]
 
     def words(self, name: str) -> npt.NDArray[Any]:
-        tensor = self._tensors[name].detach().to(self._stored_dtype(name))
+        tensor = self._tensors[name].detach().to(self._choose_dtype(name))
         return as_words(self.header.entries[name], bytes_of(tensor))
 
-    def _stored_dtype(self, name: str) -> torch.dtype:
+    def _choose_dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is stored."""
         own = self._tensors[name].dtype
         return self._dtype if self._dtype is not None and own.is_floating_point else own

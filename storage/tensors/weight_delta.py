@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 from storage import files
 from storage.files import FileRef
 from storage.json_files import first_fault
-from storage.tensors.tensor_bytes import Header, TensorBytes, of_bytes, parse
+from storage.tensors.tensor_bytes import Header, TensorBytes, pack_bytes, parse
 from storage.tensors.weights import DIGEST, open_weights, save_packed
 
 FILE_NAME = "delta.safetensors"
@@ -64,10 +64,8 @@ def save_delta(folder: str, base: TensorBytes | None, new: TensorBytes, version:
 def load_delta(folder: str) -> Delta | None:
     """The delta of a version, None if it has none. Raises ValueError, naming the file, if it is damaged."""
     uri = files.join(folder, FILE_NAME)
-    try:
-        return Delta(uri, files.read_bytes(uri))
-    except FileNotFoundError:
-        return None
+    content = files.read_if_there(uri)
+    return None if content is None else Delta(uri, content)
 
 
 def open_base(folder: str, new: TensorBytes) -> TensorBytes | None:
@@ -107,7 +105,7 @@ def encode(base: TensorBytes, new: TensorBytes, version: int) -> TensorBytes | N
         "digest": new.header.metadata.get(DIGEST) or new.digest(),
         "checksum": _NO_CHECKSUM,
     }
-    delta = of_bytes(FILE_NAME, parts, about)
+    delta = pack_bytes(FILE_NAME, parts, about)
     about["checksum"] = _checksum(delta)
     return delta
 
@@ -123,7 +121,8 @@ class Delta:
         except ValidationError as error:
             raise ValueError(f"{uri}: not a delta: {first_fault(error)}") from None
         self._parts.header.metadata["checksum"] = _NO_CHECKSUM
-        if about.checksum != _checksum(self._parts) or len(content) != _length(self._parts):
+        num_bytes = len(self._parts.header.encode()) + len(self._parts.data)
+        if about.checksum != _checksum(self._parts) or len(content) != num_bytes:
             raise ValueError(f"{uri}: its content differs from what was written")
 
     def apply(self, tensors: TensorBytes, before: str, after: str) -> None:
@@ -189,7 +188,3 @@ def _checksum(delta: TensorBytes) -> str:
     content = hashlib.sha256(delta.header.encode())
     content.update(delta.data)
     return content.hexdigest()
-
-
-def _length(delta: TensorBytes) -> int:
-    return len(delta.header.encode()) + len(delta.data)

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from storage import files
 from storage.files import FileRef
-from storage.json_files import first_fault
+from storage.json_files import parse_json
 from storage.tensors.tensor_bytes import Entry, Header, TensorBytes, Tensors, pack, parse, read_header
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def save_weights(
     copied in memory."""
     from storage.tensors.torch_bytes import TorchTensors
 
-    return save_tensors(folder, _as_version(TorchTensors(tensors, {"format": "pt"}, dtype), version))
+    return save_tensors(folder, _as_version(TorchTensors(tensors, dtype), version))
 
 
 def pack_weights(tensors: Mapping[str, torch.Tensor], version: int, dtype: str | None = None) -> TensorBytes:
     """A copy of the weights as `save_weights` stores them."""
     from storage.tensors.torch_bytes import TorchTensors
 
-    return _as_version(pack(TorchTensors(tensors, {"format": "pt"}, dtype)), version)
+    return _as_version(pack(TorchTensors(tensors, dtype)), version)
 
 
 AnyTensors = TypeVar("AnyTensors", bound=Tensors)
@@ -197,12 +197,9 @@ def _data(uris: Iterable[str]) -> Iterator[bytes]:
 def _find_files(folder: str) -> tuple[list[str], dict[str, str]]:
     """The files with the weights of a folder, and metadata of all of them."""
     uri = files.join(folder, INDEX_NAME)
-    try:
-        index = _Index.model_validate_json(files.read_bytes(uri))
-    except FileNotFoundError:
+    if (text := files.read_if_there(uri)) is None:
         return [files.join(folder, FILE_NAME)], {}
-    except ValidationError as error:
-        raise ValueError(f"{uri}: no index of weights: {first_fault(error)}") from None
+    index = parse_json(_Index, text, f"{uri}: no index of weights")
     names = sorted(set(index.weight_map.values()))
     # others write numbers too
     metadata = {key: value for key, value in index.metadata.items() if isinstance(value, str)}

@@ -142,7 +142,7 @@ def running_cluster(folder: Path, cache: Path, workers: Mapping[str, WorkerConfi
         "SF_CACHE_DIR": str(cache),
     }
     with local_stack(folder / "logs", env) as stack:
-        yield Cluster(stack, folder, start_services(stack, folder, workers))
+        yield Cluster(stack, folder, start_services(stack, folder, workers)())
 
 
 @pytest.fixture(scope="session")

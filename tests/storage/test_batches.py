@@ -4,7 +4,8 @@ import pytest
 from storage.batches import BATCH_SCHEMA, read_batch, write_batch
 from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
-from storage.trajectories import SCHEMA, Trajectory, read_trajectories, write_trajectories
+from storage.schema import SCHEMA, Trajectory
+from storage.trajectories import read_trajectories, write_trajectories
 
 
 def row(session: str, length: int) -> Trajectory:

@@ -19,17 +19,8 @@ from hypothesis import strategies as st
 from storage import files
 from storage.parquet import SCHEMA_VERSION
 from storage.run_directory import RunDirectory
-from storage.trajectories import (
-    NOT_SAMPLED,
-    SCHEMA,
-    Trajectory,
-    TurnSpan,
-    first_rows,
-    read_trajectories,
-    to_rows,
-    to_table,
-    write_trajectories,
-)
+from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory, TurnSpan
+from storage.trajectories import first_rows, read_trajectories, to_rows, to_table, write_trajectories
 from tests.properties import examples
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)

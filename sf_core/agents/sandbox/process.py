@@ -49,7 +49,7 @@ def why_no_sandbox(image: str | None = None) -> str | None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     try:
-        with _starting(SandboxLimits(image=image), theirs, (), None) as process:
+        with _start(SandboxLimits(image=image), theirs, (), None) as process:
             _, told = process.communicate(timeout=START_S)
     except FileNotFoundError as error:
         return str(error)
@@ -79,7 +79,7 @@ class SandboxProcess:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         try:
-            self._process = _starting(limits, theirs, programs, self.group)
+            self._process = _start(limits, theirs, programs, self.group)
         except OSError as error:
             self._channel.close()
             if self.group is not None:
@@ -130,9 +130,9 @@ class SandboxProcess:
             os.close(self.folder)
             self.folder = -1
         try:
-            if not await self._has_ended(END_S):
+            if not await self._has_ended():
                 self.kill()
-                if not await self._has_ended(END_S):
+                if not await self._has_ended():
                     log.warning("processes of a sandbox still run %g s after its end", 2 * END_S)
         finally:
             self._process.poll()
@@ -144,11 +144,11 @@ class SandboxProcess:
             if self.group is not None:
                 self.group.remove()
 
-    async def _has_ended(self, timeout_s: float) -> bool:
+    async def _has_ended(self) -> bool:
         # bubblewrap ends after the first process, and that after all others
         number = os.pidfd_open(self._process.pid)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(END_S):
                 await _readable(number)
         except TimeoutError:
             return False
@@ -179,7 +179,7 @@ class SandboxProcess:
         return SandboxError("the sandbox has ended")
 
 
-def _starting(
+def _start(
     limits: SandboxLimits, theirs: socket.socket, programs: Iterable[str], group: ControlGroup | None
 ) -> subprocess.Popen[bytes]:
     maker = bubblewrap if limits.image is None else podman
@@ -216,18 +216,12 @@ def seal(content: bytes) -> int:
 
 
 async def _readable(number: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(number, _settle, ready)
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(number, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(number)
-
-
-def _settle(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
 
 
 def _close(numbers: Iterable[int]) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from sf_core.cli.terminal import console, fail, interrupt
+from sf_core.cli.terminal import interrupt, report_bad_input, tell
 from sf_core.config.addresses import LOOPBACK, MAX_PORT
 
 commands = typer.Typer()
 
 
 @commands.command()
+@report_bad_input()
 def serve(
     run: Annotated[
         str,
@@ -42,14 +42,11 @@ def serve(
     from sf_core.cli.serving.serve import serve as serve_policy
 
     signal.signal(signal.SIGTERM, interrupt)
-    tell = partial(console.print, highlight=False, soft_wrap=True)
     try:
         used = choose_key(host, key)
         check_record(record)
         policy = find_policy(run, engine)
         tell(f"loading {policy.about}")
         serve_policy(policy, host, port, used, record, lambda url: tell(describe(policy, url, used, record)))
-    except (ValueError, OSError) as error:
-        fail(str(error))
     except KeyboardInterrupt:
         tell("stopped")

@@ -89,45 +89,45 @@ class Forward:
         text = body.decode(errors="replace")
         if status >= 400:
             return self._printer.say(f"refused with {status}", text, "bold red")
-        said = "".join(_texts(text))
+        said = "".join(_read_texts(text))
         if said:
             self.num_answers += 1
             self._printer.say("assistant", said, "bold green")
 
 
-def _texts(body: str) -> Iterator[str]:
+def _read_texts(body: str) -> Iterator[str]:
     """What a body, whole or a stream of events, says to people."""
     if "data:" in body[:200]:
         for line in body.splitlines():
             if line.startswith("data:") and line[5:].strip() not in ("", "[DONE]"):
-                yield from _of_event(json.loads(line[5:]))
+                yield from _read_event(json.loads(line[5:]))
         return
     try:
         content = json.loads(body)
     except ValueError:
         return
-    yield from _of_answer(content)
+    yield from _read_answer(content)
 
 
-def _of_event(event: dict[str, Any]) -> Iterator[str]:
+def _read_event(event: dict[str, Any]) -> Iterator[str]:
     delta: Any = event.get("delta")
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or choice
-        yield from _of_message(delta)
+        yield from _read_message(delta)
         return
     if isinstance(delta, str):
         yield delta
     elif isinstance(delta, dict):
         yield str(delta.get("text") or delta.get("partial_json") or "")
     else:
-        yield from _of_answer({"candidates": event.get("candidates") or []})
+        yield from _read_answer({"candidates": event.get("candidates") or []})
 
 
-def _of_answer(value: Any) -> Iterator[str]:
+def _read_answer(value: Any) -> Iterator[str]:
     """All texts and calls in an answer of any of the APIs, in order."""
     if isinstance(value, list):
         for item in value:
-            yield from _of_answer(item)
+            yield from _read_answer(item)
     elif isinstance(value, dict):
         if "message" in value and isinstance(value["message"], dict):
             yield in_words(value["message"])
@@ -138,10 +138,10 @@ def _of_answer(value: Any) -> Iterator[str]:
             yield f"calls {value['name']}({arguments})"
         else:
             for name in ("choices", "output", "content", "candidates", "parts", "functionCall"):
-                yield from _of_answer(value.get(name))
+                yield from _read_answer(value.get(name))
 
 
-def _of_message(message: dict[str, Any]) -> Iterator[str]:
+def _read_message(message: dict[str, Any]) -> Iterator[str]:
     yield str(message.get("content") or message.get("text") or "")
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}

@@ -55,7 +55,7 @@ def local_plane(
     process alone. Raises OSError if the address cannot be bound."""
     own_key = secrets.token_hex(16)
     app = make_app(own_key, DataplaneOptions())
-    with listening(around(app), host, port) as url:
+    with serve_app(around(app), host, port) as url:
         client, config, weights = DataplaneClient(url, name, own_key), policy.config, policy.weights
         client.register(
             run_id=name,
@@ -87,7 +87,7 @@ def local_plane(
 
 
 @contextmanager
-def listening(app: ASGIApp, host: str = LOOPBACK, port: int = 0) -> Iterator[str]:
+def serve_app(app: ASGIApp, host: str = LOOPBACK, port: int = 0) -> Iterator[str]:
     """Serve an application from a thread; yields its URL. Raises OSError if the address cannot be
     bound."""
     with listen_at(host, port) as socket_there:

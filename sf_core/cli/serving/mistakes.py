@@ -6,7 +6,6 @@ from collections.abc import Callable
 from traceback import FrameSummary, TracebackException
 from typing import Any
 
-from sf_core.config.failures import CODE_ERRORS
 from sf_core.user_code import is_own, own_place, place_of
 
 
@@ -30,11 +29,6 @@ class PhaseError(Exception):
         lines = _without_others(TracebackException.from_exception(self.error))
         # what errors of ours say is in the sentence
         return "".join(lines[:-1] if self._is_ours else lines)
-
-    @property
-    def is_of_code(self) -> bool:
-        """Whether it is an error of the code itself, wherever the agent asks."""
-        return isinstance(self.error, CODE_ERRORS)
 
     @property
     def _is_ours(self) -> bool:

@@ -50,7 +50,7 @@ def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
         policy = open_stored(config.run_dir, None)
     else:
         policy = _policy_to_start_from(config, scratch)
-    return replace(policy, config=in_this_process(policy.config))
+    return replace(policy, config=fit_to_this_process(policy.config))
 
 
 def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
@@ -81,7 +81,7 @@ def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
     return start, about
 
 
-def in_this_process(config: RunConfig) -> RunConfig:
+def fit_to_this_process(config: RunConfig) -> RunConfig:
     """The settings with the built-in engine in place of one that starts a server, and with room for the few
     requests that one agent sends at once."""
     kind = "torch" if config.engine.kind == "vllm" else config.engine.kind

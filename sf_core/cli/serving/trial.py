@@ -15,15 +15,16 @@ import httpx
 import orjson
 from rich.console import Console
 
-from sf_core.agents.phases import LateError, Phases, Work
+from sf_core.agents.phases import Phases, Work, limit_time
 from sf_core.agents.runner import as_json
 from sf_core.cli.serving.blocking import BlockedError, not_blocking
 from sf_core.cli.serving.conversation import Printer, SessionPrinter, keep_looking
 from sf_core.cli.serving.forward import Forward
-from sf_core.cli.serving.local_plane import LocalPlane, listening, local_plane
+from sf_core.cli.serving.local_plane import LocalPlane, local_plane, serve_app
 from sf_core.cli.serving.mistakes import PhaseError
 from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RolloutConfig, RunConfig
+from sf_core.config.failures import CODE_ERRORS
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.recipes.gates import All
@@ -42,15 +43,6 @@ _PHASES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """An endpoint that speaks OpenAI's API, in place of a policy of ours."""
-
-    url: str
-    key: str
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Served:
     """Where the agent asks, and what is known of it from outside of the agent."""
 
@@ -65,9 +57,7 @@ class _Served:
     """What ended the engine."""
 
 
-def try_one(
-    config: RunConfig, split: str, index: int, elsewhere: Elsewhere | None, console: Console
-) -> float:
+def try_one(config: RunConfig, split: str, index: int, elsewhere: Endpoint | None, console: Console) -> float:
     """Run the agent on a task and print what happens; returns the reward. Raises PhaseError if the user's
     code fails, ValueError if its tasks change, there is nothing to serve or the endpoint does not answer."""
     printer = Printer(console)
@@ -117,7 +107,7 @@ async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer)
             _say_output(printer, work)
             function = {"reward": reward, "prepare": None}.get(work.phase, agent)
             failure = PhaseError(_PHASES[work.phase], error, function)
-            is_told = isinstance(error, NothingAskedError) or failure.is_of_code or work.phase != "agent"
+            is_told = isinstance(error, (NothingAskedError, *CODE_ERRORS)) or work.phase != "agent"
             if not (is_told or served.has_asked()):
                 printer.say("note", _explain_silence(served), "bold yellow")
             raise failure from error
@@ -145,14 +135,8 @@ class _EngineLostError(Exception):
 
 
 async def _in_time(phases: Phases, work: Work, task: Task, served: _Served, rules: RolloutConfig) -> Any:
-    try:
-        async with asyncio.timeout(rules.session_timeout_s) as limit:
-            return await phases.run(work, task, served.endpoint)
-    except TimeoutError:
-        if limit.expired():
-            most = f"rollout.session_timeout_s of {rules.session_timeout_s:g} s"
-            raise LateError(f"it ran longer than {most}") from None
-        raise
+    async with limit_time("it ran", "session_timeout_s", rules.session_timeout_s):
+        return await phases.run(work, task, served.endpoint)
 
 
 async def _unless_engine_fails(running: Awaitable[Any], served: _Served) -> Any:
@@ -167,12 +151,12 @@ async def _unless_engine_fails(running: Awaitable[Any], served: _Served) -> Any:
 
 
 @contextmanager
-def _at(elsewhere: Elsewhere, printer: Printer) -> Iterator[_Served]:
+def _at(elsewhere: Endpoint, printer: Printer) -> Iterator[_Served]:
     async def finish(report: dict[str, Any]) -> None: ...
 
-    printer.say("policy", f"{elsewhere.model} at {elsewhere.url}, whose tokens are not known here")
-    forward = Forward(elsewhere.url, elsewhere.key, printer)
-    with listening(forward) as url:
+    printer.say("policy", f"{elsewhere.model} at {elsewhere.base_url}, whose tokens are not known here")
+    forward = Forward(elsewhere.base_url, elsewhere.api_key, printer)
+    with serve_app(forward) as url:
         endpoint = Endpoint(f"{url}/v1", "try", elsewhere.model)
         yield _Served(
             endpoint,

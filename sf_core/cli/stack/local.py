@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -44,7 +43,9 @@ def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[Su
 
 
 def stack_environment() -> dict[str, str]:
-    return {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS}
+    """Environment variables of all parts, which find the user's modules in the current folder."""
+    paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS, "PYTHONPATH": paths}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,6 @@ class Services:
 
 
 def start_services(
-    stack: Supervisor, directory: Path, workers: Mapping[str, WorkerConfig], **options: Any
-) -> Services:
-    """Start the services as begin_services does, and wait for them."""
-    return begin_services(stack, directory, workers, **options)()
-
-
-def begin_services(
     stack: Supervisor,
     directory: Path,
     workers: Mapping[str, WorkerConfig],

@@ -67,16 +67,12 @@ def up(
     check_place(cache_dir(), *CACHE_DIR)
     for port in (ports.prefect, ports.scheduler, ports.dataplane):
         _check_free(port)
-    environment = stack_environment() | {
-        "SF_HOME": os.getcwd(),
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
-        **ports.services.addresses,
-    }
+    environment = stack_environment() | {"SF_HOME": os.getcwd(), **ports.services.addresses}
     stack = Supervisor(folder, folder / "logs", environment, stays=True, stop_s=STOP_S)
     _check_writable(folder)
     try:
         tell("waiting for Prefect, Dask and the data plane")
-        services = start_services(stack, folder, workers, ports=ports, for_deployments=True)
+        services = start_services(stack, folder, workers, ports=ports, for_deployments=True)()
         tell("deploying")
         _call(stack.env, "sf_core", "setup-server", "--retries", str(RETRIES))
         for line in _call(stack.env, "tasks.lost_runs", "up", POOL, str(RETRIES)):

@@ -100,7 +100,7 @@ class Supervisor:
         self.processes |= {part.name: process for part, process in zip(parts, started, strict=True)}
         self.logs.mkdir(parents=True, exist_ok=True)
         programs = [process.part for process in self.processes.values()]
-        self._configuration.write_text(configuration(self.folder, self.logs, programs, self.stop_s))
+        self._configuration.write_text(make_configuration(self.folder, self.logs, programs, self.stop_s))
         if read_pid(self.folder) is None:
             self._launch()
         else:
@@ -226,7 +226,7 @@ class Process:
             raise StackError(f"supervisord ended, and {self.name} with it; log: {log}") from None
 
 
-def configuration(folder: Path, logs: Path, programs: Iterable[Part], stop_s: float) -> str:
+def make_configuration(folder: Path, logs: Path, programs: Iterable[Part], stop_s: float) -> str:
     """Content of supervisord.conf for a stack."""
     places = {"folder": _escape(str(folder)), "logs": _escape(str(logs))}
     sections = [HEAD.format(**places)]

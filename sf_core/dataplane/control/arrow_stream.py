@@ -16,7 +16,8 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
-from storage.trajectories import SCHEMA, iter_trajectories
+from storage.schema import SCHEMA
+from storage.trajectories import iter_trajectories
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 

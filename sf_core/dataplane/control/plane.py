@@ -29,7 +29,8 @@ from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
-from storage.files import StorageError, is_local
+from storage.errors import StorageError
+from storage.files import is_local
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,8 @@ from sf_core.recipes.gates import Kind, kind_of
 from sf_core.recipes.outcomes import SEALED, Outcome, Success
 from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
-from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
+from storage.schema import Trajectory
+from storage.trajectories import TrajectoryKind, write_trajectories
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -27,7 +27,7 @@ class Kind:
     """The sentence that the policy reads."""
     check: Callable[[str, Parameters], float]
     """The share of the constraint that a text keeps, 0 to 1."""
-    uses: frozenset[str] = frozenset()
+    uses: tuple[str, ...] = ()
     """What it decides alone: a task has at most one constraint on each of these."""
 
 
@@ -44,17 +44,18 @@ def _quote(words: list[str]) -> str:
     return " and ".join(f'"{word}"' for word in words)
 
 
-def _make_fixed(text: str, holds: Callable[[str], bool]) -> Kind:
+def _make_fixed(text: str, holds: Callable[[str], bool], *uses: str) -> Kind:
     """A constraint without parameters."""
-    return Kind(lambda random, split: {}, lambda _: text, lambda answer, _: float(holds(answer)))
+    return Kind(lambda random, split: {}, lambda _: text, lambda answer, _: float(holds(answer)), uses)
 
 
-def _make_counted(low: int, high: int, text: str, count: Callable[[str], int]) -> Kind:
+def _make_counted(low: int, high: int, text: str, count: Callable[[str], int], *uses: str) -> Kind:
     """At least `n` of something, with n from low to high. Fewer are worth their share."""
     return Kind(
         lambda random, split: {"n": random.randint(low, high)},
         lambda its: text.format(n=its["n"], s="s" if its["n"] > 1 else ""),
         lambda answer, its: min(1.0, count(answer) / its["n"]),
+        uses,
     )
 
 
@@ -87,7 +88,7 @@ def _plain(text: str) -> str:
     return " ".join(words_of(text))
 
 
-_KINDS: dict[str, Kind] = {
+KINDS: dict[str, Kind] = {
     "keywords": Kind(
         _draw_words(2),
         lambda its: f"Use the words {_quote(its['words'])}.",
@@ -112,8 +113,11 @@ _KINDS: dict[str, Kind] = {
         lambda random, split: {"n": random.randint(8, 15)},
         lambda its: f"Use at most {its['n']} words.",
         lambda answer, its: float(len(answer.split()) <= its["n"]),
+        ("length",),
     ),
-    "at_least_words": _make_counted(14, 22, "Use at least {n} words.", lambda answer: len(answer.split())),
+    "at_least_words": _make_counted(
+        14, 22, "Use at least {n} words.", lambda answer: len(answer.split()), "length"
+    ),
     "placeholders": _make_counted(
         1,
         2,
@@ -131,26 +135,35 @@ _KINDS: dict[str, Kind] = {
         3,
         "Write {n} bullet points that begin with a hyphen.",
         lambda answer: len(re.findall(r"^\s*[-*] +\S", answer, re.MULTILINE)),
+        "start",
+        "length",
     ),
     "capital_words": _make_counted(
         1,
         3,
         "Write at least {n} word{s} in all capital letters.",
         lambda answer: len(re.findall(r"\b[A-Z]{2,}\b", answer)),
+        "case",
     ),
     "first_words": Kind(
         _draw_phrase,
         lambda its: f'Begin with the words "{its["phrase"]}".',
         lambda answer, its: float(_plain(answer).startswith(_plain(its["phrase"]))),
+        ("start",),
     ),
     "last_words": Kind(
         _draw_phrase,
         lambda its: f'End with the words "{its["phrase"]}".',
         lambda answer, its: float(_plain(answer).endswith(_plain(its["phrase"]))),
+        ("end",),
     ),
-    "postscript": _make_fixed('Add a postscript that begins with "P.S."', lambda answer: "P.S." in answer),
-    "title": _make_fixed("Give it a title in double angle brackets, such as <<title>>.", _has_title),
-    "json": _make_fixed("Answer with a JSON object.", _is_json),
+    "postscript": _make_fixed(
+        'Add a postscript that begins with "P.S."', lambda answer: "P.S." in answer, "end", "case"
+    ),
+    "title": _make_fixed(
+        "Give it a title in double angle brackets, such as <<title>>.", _has_title, "start", "case"
+    ),
+    "json": _make_fixed("Answer with a JSON object.", _is_json, "start", "end", "case", "length"),
     "quotation": _make_fixed(
         "Put the whole answer into double quotation marks.",
         lambda answer: (
@@ -158,29 +171,14 @@ _KINDS: dict[str, Kind] = {
             and answer[0] in '"\N{LEFT DOUBLE QUOTATION MARK}'
             and answer[-1] in '"\N{RIGHT DOUBLE QUOTATION MARK}'
         ),
+        "start",
+        "end",
     ),
-    "lower_case": _make_fixed("Use small letters only.", lambda answer: answer == answer.lower()),
-    "upper_case": _make_fixed("Use capital letters only.", lambda answer: answer == answer.upper()),
+    "lower_case": _make_fixed("Use small letters only.", lambda answer: answer == answer.lower(), "case"),
+    "upper_case": _make_fixed("Use capital letters only.", lambda answer: answer == answer.upper(), "case"),
     "no_comma": _make_fixed("Do not use any commas.", lambda answer: "," not in answer),
     "question": _make_fixed("Write it as a question.", lambda answer: answer.rstrip('"').endswith("?")),
 }
-
-_USES = {
-    "at_most_words": "length",
-    "at_least_words": "length",
-    "capital_words": "case",
-    "lower_case": "case",
-    "upper_case": "case",
-    "first_words": "start",
-    "title": "start case",
-    "bullets": "start length",
-    "last_words": "end",
-    "postscript": "end case",
-    "json": "start end case length",
-    "quotation": "start end",
-}
-
-KINDS = {name: replace(kind, uses=frozenset(_USES.get(name, "").split())) for name, kind in _KINDS.items()}
 
 
 def draw_kinds(random: Random, names: Sequence[str], number: int) -> list[str]:
@@ -190,5 +188,5 @@ def draw_kinds(random: Random, names: Sequence[str], number: int) -> list[str]:
     for name in random.sample(sorted(set(names)), len(set(names))):
         if len(drawn) < number and used.isdisjoint(KINDS[name].uses):
             drawn.append(name)
-            used |= KINDS[name].uses
+            used.update(KINDS[name].uses)
     return drawn

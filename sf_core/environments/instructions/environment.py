@@ -65,7 +65,7 @@ class Instructions(Environment):
             reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
             [choice] = reply.choices
             answer = {"text": choice.message.content or "", "is_whole": choice.finish_reason == "stop"}
-            if not answer["is_whole"] or not (broken := self._broken(task, answer)):
+            if not answer["is_whole"] or not (broken := self._explain_broken(task, answer)):
                 break
             messages.append({"role": "assistant", "content": answer["text"]})
             messages.append({"role": "user", "content": broken})
@@ -81,7 +81,7 @@ class Instructions(Environment):
             name: KINDS[name].check(text, its) / len(drawn) if counts else 0.0 for name, its in drawn.items()
         }
 
-    def _broken(self, task: Task, answer: dict[str, Any]) -> str:
+    def _explain_broken(self, task: Task, answer: dict[str, Any]) -> str:
         """What to tell of an answer; empty if it keeps everything."""
         drawn, kept = task.metadata["constraints"], self.reward(task, answer)
         broken = [KINDS[name].tell(its) for name, its in drawn.items() if kept[name] < 1 / len(drawn)]

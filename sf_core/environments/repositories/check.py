@@ -29,13 +29,13 @@ async def fault_of(environment: Repositories, instance_id: str) -> str | None:
     cannot be told."""
     if fault := await environment.fault_of_row(instance_id):
         return fault
-    failing = await environment.failing(instance_id, environment.instances[instance_id].patch)
+    failing = await environment.find_failing(instance_id, environment.instances[instance_id].patch)
     if failing:
         test, why = next(iter(failing.items()))
         more = f", and {len(failing) - 1} more" if len(failing) > 1 else ""
         last = why.splitlines()[-1].removeprefix("E").strip()
         return f"with its patch {test} fails: {last}{more}"
-    if not await environment.failing(instance_id, ""):
+    if not await environment.find_failing(instance_id, ""):
         return "its tests pass without its patch"
     return None
 

@@ -16,9 +16,9 @@ from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
 from sf_core.config.programs import SandboxLimits
 from sf_core.environments.environment import Environment
 from sf_core.environments.repositories.dataset import Instance, read_instances
-from sf_core.environments.repositories.scoring import failing_tests, fault_of_row
+from sf_core.environments.repositories.scoring import fault_of_row, find_failing_tests
 from sf_core.environments.repositories.sources import check_sources, files_at
-from sf_core.environments.repositories.workspace import changes_of, commit_all, run_shell, without_originals
+from sf_core.environments.repositories.workspace import changes_of, commit_all, hide_originals, run_shell
 from sf_core.environments.splits import Split, split_of
 from sf_core.types import Endpoint, Task
 
@@ -77,8 +77,7 @@ class Repositories(Environment):
     @asynccontextmanager
     async def prepare(self, task: Task) -> AsyncIterator[Checkout]:
         """The repository in a sandbox of its own."""
-        base = await asyncio.to_thread(self.files, task)
-        async with open_sandbox(without_originals(self.sandbox, base), base) as box:
+        async with self._open(task.task_id) as (box, _, _):
             yield Checkout(box, await commit_all(box))
 
     async def agent(self, task: Task, endpoint: Endpoint, checkout: Checkout) -> str:
@@ -92,14 +91,14 @@ class Repositories(Environment):
     async def score(self, instance_id: str, answer: Any) -> float:
         """What a patch earns, or a mapping of changed files to their texts."""
         num_tests = len(self.instances[instance_id].tests)
-        share = (num_tests - len(await self.failing(instance_id, answer))) / num_tests
+        share = (num_tests - len(await self.find_failing(instance_id, answer))) / num_tests
         return share if self.reward_for == "share" else float(share == 1)
 
-    async def failing(self, instance_id: str, answer: Any) -> dict[str, str]:
+    async def find_failing(self, instance_id: str, answer: Any) -> dict[str, str]:
         """The named tests that do not pass with such an answer, and why. Raises ValueError with one sentence
         if the row is to blame."""
         async with self._open(instance_id) as given:
-            failing = await failing_tests(*given, answer, self.timeout_s)
+            failing = await find_failing_tests(*given, answer, self.timeout_s)
         if failing and (fault := await self.fault_of_row(instance_id)):
             number = list(self.instances).index(instance_id) + 1
             raise ValueError(
@@ -127,7 +126,7 @@ class Repositories(Environment):
         """A sandbox with the repository, the instance, and the repository's files."""
         instance = self.instances[instance_id]
         base = await asyncio.to_thread(self._base, instance)
-        async with open_sandbox(without_originals(self.sandbox, base), base) as box:
+        async with open_sandbox(hide_originals(self.sandbox, base), base) as box:
             yield box, instance, base
 
     def why_not_here(self) -> str | None:

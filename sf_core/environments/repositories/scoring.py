@@ -53,7 +53,7 @@ class CaseOutcome:
 NOT_RUN = CaseOutcome(False, "it is not there, was skipped, or the tests ended before it")
 
 
-async def failing_tests(
+async def find_failing_tests(
     box: Sandbox, instance: Instance, base: Mapping[str, bytes], answer: Any, timeout_s: float
 ) -> dict[str, str]:
     """Named tests that do not pass when the answer and then the hidden tests are put over the base, which is

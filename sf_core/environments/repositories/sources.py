@@ -23,7 +23,7 @@ def check_sources(place: str, commits: Iterable[tuple[str, str]]) -> None:
     for repo, wanted in by_repo.items():
         folder = _git_folder(place, repo)
         if folder is not None:
-            if missing := _missing(folder, wanted):
+            if missing := _find_missing(folder, wanted):
                 raise ValueError(f"{folder} has no commit {missing[0]}")
             continue
         for commit in wanted:
@@ -63,7 +63,7 @@ def _git_folder(place: str, repo: str) -> Path | None:
     return None
 
 
-def _missing(folder: Path, commits: list[str]) -> list[str]:
+def _find_missing(folder: Path, commits: list[str]) -> list[str]:
     asked = "".join(f"{commit}^{{commit}}\n" for commit in commits)
     told = _git(folder, "cat-file", "--batch-check", stdin=asked.encode()).decode().splitlines()
     return [commit for commit, line in zip(commits, told, strict=True) if line.split()[1] != "commit"]

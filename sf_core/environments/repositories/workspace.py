@@ -29,7 +29,7 @@ git add -A && git diff --cached --binary --no-renames --no-ext-diff --no-textcon
 """
 
 
-def without_originals(limits: SandboxLimits, names: Iterable[str]) -> SandboxLimits:
+def hide_originals(limits: SandboxLimits, names: Iterable[str]) -> SandboxLimits:
     """These limits for a sandbox in which the installed packages of the repository's own names are not seen:
     the agent could copy what it is to repair."""
     tops = {name.removeprefix("src/").partition("/")[0] for name in names}

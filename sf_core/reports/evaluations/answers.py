@@ -49,7 +49,7 @@ def read_answers(uris: list[str]) -> dict[str, list[GivenAnswer]]:
 
 def answers_of(view: RunView, version: int) -> dict[str, list[GivenAnswer]]:
     """Answers to the held-out tasks of a version's evaluation; nothing if it was not evaluated."""
-    found = view.sampling(version, "evaluate")
+    found = view.find_session_set(version, "evaluate")
     return read_answers(found.uris) if found is not None and found.uris else {}
 
 

@@ -71,26 +71,27 @@ def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dic
         source = SOURCES.get(message["role"], "system")
         step = {"step_id": len(steps) + 1, "source": source, "message": message["content"]}
         if source == "agent":
-            step |= _said(message)
+            step |= _convert_answer(message)
             step |= _metrics(conversation, turn) if turn else {"is_copied_context": True}
         steps.append(step)
     return steps
 
 
-def _said(message: Message) -> dict[str, Any]:
+def _convert_answer(message: Message) -> dict[str, Any]:
     """What an answer has beside its text."""
     said: dict[str, Any] = {}
     if thought := message.get("reasoning_content"):
         said["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
-        said["tool_calls"] = [{"tool_call_id": call["id"], **_convert(call["function"])} for call in calls]
+        said["tool_calls"] = list(map(_convert_call, calls))
     if unparsed := message.get("unparsed_calls"):
         said["extra"] = {"unparsed_calls": unparsed}
     return said
 
 
-def _convert(function: dict[str, Any]) -> dict[str, Any]:
-    return {"function_name": function["name"], "arguments": function["arguments"]}
+def _convert_call(call: dict[str, Any]) -> dict[str, Any]:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return {"tool_call_id": call["id"], "function_name": name, "arguments": arguments}
 
 
 def _metrics(conversation: StoredChat, turn: Turn) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class ShareGpt(Format):
         for message in messages:
             if message["role"] == "system":
                 continue
-            speaker, value = _said(message)
+            speaker, value = _convert_message(message)
             if turns and turns[-1]["from"] == speaker and speaker in _JOINTS:
                 turns[-1]["value"] += _JOINTS[speaker] + value
             else:
@@ -37,7 +37,7 @@ _JOINTS = {"human": "\n", "observation": "\n</tool_response>\n<tool_response>\n"
 """Separators between joined messages of one speaker; messages of the policy's side are never joined."""
 
 
-def _said(message: Message) -> tuple[str, str]:
+def _convert_message(message: Message) -> tuple[str, str]:
     if message["role"] == "tool":
         return "observation", message["content"]
     if message["role"] != "assistant":

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from storage import files
-from storage.metrics import Kind, Point, newer_points
+from storage.metrics import KINDS, Kind, Point, newer_points
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -23,9 +23,8 @@ def write_events(run: RunDirectory, newest: int) -> None:
     Never raises, because the run matters more than its curves. A failure is one line of the log, and the next
     call writes what is missing."""
     try:
-        _write_kind(run, "train", newest)
-        _write_kind(run, "devices", newest)
-        _write_kind(run, "evaluation", newest + 1)
+        for kind in KINDS:
+            _write_kind(run, kind, newest)
     except Exception as error:  # the next call writes what is missing
         log.warning("run %s: metrics are not written for TensorBoard: %s", run.run_id, error)
 

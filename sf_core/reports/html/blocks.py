@@ -21,7 +21,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.reports.html.session_list import SessionFacts, list_sessions, telling
+from sf_core.reports.html.session_list import SessionFacts, choose_telling, list_sessions
 from sf_core.reports.view import SessionSet
 from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory
 from storage.trajectories import to_rows
@@ -64,7 +64,7 @@ def embed_sessions(samplings: Sequence[SessionSet], budget: int) -> Embedded:
     """Blocks of at most `budget` characters in total. Raises ValueError if a file is missing or broken."""
     newest_first = [(sampling, list_sessions(sampling)) for sampling in reversed(samplings)]
     embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
-    told = {session.session_id for _, sessions in newest_first for session in telling(sessions)}
+    told = {session.session_id for _, sessions in newest_first for session in choose_telling(sessions)}
     for are_telling in (True, False):
         misses = 0
         for sampling, sessions in newest_first:

@@ -49,7 +49,7 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
 
 def render(view: RunView, max_bytes: int) -> bytes:
     """The page as UTF-8."""
-    run, figures, said = view.run, run_figures(view), _said(view)
+    run, figures, said = view.run, run_figures(view), _collect_texts(view)
     base = len(_fill(run, figures, said, Embedded()))
     if base > max_bytes:
         raise ValueError(
@@ -57,7 +57,7 @@ def render(view: RunView, max_bytes: int) -> bytes:
         )
     # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)
-    embedded = embed_sessions(list(view.samplings()), budget)
+    embedded = embed_sessions(list(view.iter_session_sets()), budget)
     page = _fill(run, figures, said, embedded)
     while len(page) > max_bytes and embedded.blocks:
         _drop_last_block(embedded)
@@ -71,7 +71,7 @@ def _drop_last_block(embedded: Embedded) -> None:
     del embedded.facts[kept:], embedded.block_of[kept:]
 
 
-def _said(view: RunView) -> dict[str, object]:
+def _collect_texts(view: RunView) -> dict[str, object]:
     """What the page says in words: why little was learned, and the settings of the run as YAML."""
     series = RunSeries(view)
     failed = [f"failed sessions: {failures_text(series.failures)}"] if series.failures else []

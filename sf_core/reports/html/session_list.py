@@ -29,7 +29,7 @@ class SessionFacts:
 
     session_id: str
     kind: str
-    """Kind of the session's Sampling; `number` and `fate` are the Sampling's too."""
+    """Kind of the set that the session is in; `number` and `fate` are the set's too."""
     number: int
     fate: str
     task_id: str
@@ -70,7 +70,7 @@ def list_sessions(sampling: SessionSet) -> list[SessionFacts]:
     ]
 
 
-def telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
+def choose_telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
     """The two most extreme sessions by each criterion: interruptions, branches, versions, tokens, reward."""
     reasons: tuple[Callable[[SessionFacts], float], ...] = (
         lambda session: session.interruptions,

@@ -104,8 +104,7 @@ def extreme_tasks(tasks: Sequence[TaskFigures], most: int) -> tuple[list[TaskFig
     """The tasks with the smallest share of right sessions, and those with the largest, at most `most` of
     each and none in both. Among equal shares those come first that cost most tokens."""
     measured = [task for task in tasks if task.sessions]
-    hardest = sorted(measured, key=lambda task: (task.share, -task.tokens))[
-        : min(most, -(-len(measured) // 2))
-    ]
-    others = [task for task in measured if all(task is not hard for hard in hardest)]
-    return hardest, sorted(others, key=lambda task: (-task.share, -task.tokens))[:most]
+    ranked = sorted(measured, key=lambda task: (task.share, -task.tokens))
+    num_hardest = min(most, -(-len(measured) // 2))
+    easiest = sorted(ranked[num_hardest:], key=lambda task: (-task.share, -task.tokens))
+    return ranked[:num_hardest], easiest[:most]

@@ -17,7 +17,7 @@ from sf_core.reports.outcomes.figures import (
     count_tasks,
     extreme_tasks,
 )
-from sf_core.reports.tables import make_table, printable, short_number
+from sf_core.reports.tables import make_printable, make_table, shorten_number
 from sf_core.reports.view import open_run
 from storage.outcomes import read_outcomes
 
@@ -35,7 +35,7 @@ def inspect_tasks(uri: str) -> RenderableType:
     rows = list(read_outcomes(view.run, before=len(view.read_committed("rollout"))))
     rollout = view.run.read_config(RunConfig).rollout
     if not rows:
-        return Text(_absence(view.run.run_id, rollout.chooses))
+        return Text(_explain_absence(view.run.run_id, rollout.chooses))
     rules = rollout.curriculum
     tasks = count_tasks(rows, rollout.success or Success())
     named = sorted({source for stage in rules.stages for source in stage.shares}) if rules else []
@@ -53,7 +53,7 @@ def inspect_tasks(uri: str) -> RenderableType:
     )
 
 
-def _absence(run_id: str, chooses: bool) -> str:
+def _explain_absence(run_id: str, chooses: bool) -> str:
     if chooses:
         return f"run {run_id}: no batch with outcomes of its groups is committed yet"
     return (
@@ -80,15 +80,15 @@ def _tasks(title: str, tasks: Sequence[TaskFigures]) -> RenderableType:
     for name in ("share", "sessions", "groups", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for task in tasks:
-        names = (printable(task.task_id) or str(task.number), _source(task.source))
+        names = (make_printable(task.task_id) or str(task.number), _source(task.source))
         cells: Iterable[str] = (f"{task.share:.2f}", *map(_number, (task.sessions, task.groups, task.tokens)))
         table.add_row(*map(Text, names), *cells)
     return table
 
 
 def _source(name: str) -> str:
-    return printable(name) or "all"
+    return make_printable(name) or "all"
 
 
 def _number(value: int | None) -> str:
-    return "" if value is None else short_number(value)
+    return "" if value is None else shorten_number(value)

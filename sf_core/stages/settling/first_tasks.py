@@ -6,7 +6,7 @@ from __future__ import annotations
 from sf_core.agents.runner import first_index
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
-from sf_core.environments.calls import NoTaskError, same_in, what_differs
+from sf_core.environments.calls import NoTaskError, find_difference, find_same
 from sf_core.environments.registry import (
     draw_tasks,
     parts_of,
@@ -26,7 +26,7 @@ def foresee(config: RunConfig) -> list[str]:
         return []
     environment, first = config.environment, first_index(config.seed)
     held_out = draw_tasks(environment, "holdout", range(min(NUM_HELD_OUT, config.evaluate.num_tasks)))
-    both = same_in(held_out, draw_tasks(environment, "train", range(first, first + NUM_TRAINED)))
+    both = find_same(held_out, draw_tasks(environment, "train", range(first, first + NUM_TRAINED)))
     if not both:
         return []
     return [
@@ -74,7 +74,7 @@ def check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
         place = own_place(error)
         told = f"{type(error).__name__}: {error}" + (f", {place}" if place else "")
         raise ValueError(f"{setting}: {asked} raises {' '.join(told.split())}") from error
-    if differs := what_differs(one, other):
+    if differs := find_difference(one, other):
         changed = f'{source_of_tasks(environment)} changes between two calls with ("{split}", {index})'
         raise ValueError(
             f"environment.tasks: {changed}: {differs}. Equal arguments must give equal tasks, "

@@ -14,7 +14,7 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
-from sf_core.config.yaml_file import differing
+from sf_core.config.yaml_file import find_differences
 from sf_core.reports.view import RunView
 from sf_core.settings import quote
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
@@ -102,7 +102,7 @@ def _changes_to_another(config: RunConfig) -> list[tuple[str, Any, Any]]:
         return []
     return [
         (key, before, given)
-        for key, before, given in differing(read_with_derived(run), config)
+        for key, before, given in find_differences(read_with_derived(run), config)
         if not {key, key.split(".")[0]}.isdisjoint(FIXED)
         if given != _default(key.split(".")) and not _stays_derived(key, config)
     ]
@@ -126,7 +126,7 @@ def _merge_with_stored(
     stored = read_with_derived(run)
     data = stored.model_dump() | config.model_dump(include=set(PLACE))
     changed, kept = [], []
-    for key, before, given in differing(stored, config):
+    for key, before, given in find_differences(stored, config):
         *sections, name = path = key.split(".")
         if path[0] in PLACE or _stays_derived(key, config):
             continue

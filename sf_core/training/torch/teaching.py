@@ -22,7 +22,7 @@ from sf_core.recipes.weights import weigh
 from sf_core.training.packing import Microbatch, Row, share
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.trained_model import TrainedModel
-from storage.batches import training_rows
+from storage.batches import select_training_rows
 
 References = Callable[[int], AbstractContextManager[TrainedModel]]
 """The policy of a version, held by the same ranks, for as long as the block runs."""
@@ -84,7 +84,7 @@ def prepare_rows(
     loss, start = config.loss, scores.get("start")
     found = list(rows)
     if config.needs:
-        samples = replace(samples_of(training_rows(batch), version), scores=scores)
+        samples = replace(samples_of(select_training_rows(batch), version), scores=scores)
         samples = replace(samples, rewards=samples.rewards - _penalties(samples, loss))
         advantages, weights = weigh(samples, config.advantage, config.weights)
         maps = zip(found, advantages, weights, strict=True)

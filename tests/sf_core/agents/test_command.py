@@ -15,12 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from sf_core.agents.command import CommandEnd, CommandError, agent_of
+from sf_core.agents.command import CommandAgent, CommandEnd, CommandError
 from sf_core.agents.command_output import MAX_ANSWER, MAX_OUTPUT, Transcript
 from sf_core.child_processes import MARK, end_marked
 from sf_core.config.programs import Command
 from sf_core.types import Endpoint, Task
-from tests.e2e import echo_package
 from tests.patience import patience, wait_until
 
 TASK = Task("t-1", "sums", "What is 6*7?\n\N{GREEK SMALL LETTER PI}", "forty-two", {"level": 3})
@@ -40,7 +39,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run(*words: str, task: Task = TASK, **settings: Any) -> CommandEnd:
-    agent = agent_of(Command(command=words, **settings), GRACE_S)
+    agent = CommandAgent(Command(command=words, **settings), GRACE_S).run
     return asyncio.run(asyncio.wait_for(agent(task, ENDPOINT), patience()))
 
 
@@ -54,10 +53,6 @@ def failure(script: str, **settings: Any) -> CommandError:
     return failed.value
 
 
-def test_a_function_is_named_as_before() -> None:
-    assert agent_of("tests.e2e.echo_package:agent") is echo_package.agent
-
-
 def test_the_task_comes_on_standard_input_and_as_a_file_without_its_answer() -> None:
     assert shell("cat").answer == TASK.prompt
     told = shell("cat task.json").answer
@@ -67,7 +62,7 @@ def test_the_task_comes_on_standard_input_and_as_a_file_without_its_answer() -> 
 
 
 def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed() -> None:
-    agent = agent_of(Command(command=("sh", "-c", "cat a; echo more >> b/c"), answer="folder"))
+    agent = CommandAgent(Command(command=("sh", "-c", "cat a; echo more >> b/c"), answer="folder")).run
     end = asyncio.run(agent(TASK, ENDPOINT, {"a": "one\n", "b/c": b"two\n"}))
     assert (end.output, end.answer) == ("one\n", {"b/c": "two\nmore\n"})
 
@@ -81,7 +76,7 @@ def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed(
     ],
 )
 def test_what_is_no_files_is_not_prepared_for_a_command(prepared: Any, reason: str) -> None:
-    agent = agent_of(Command(command=("true",)))
+    agent = CommandAgent(Command(command=("true",))).run
     sentence = "environment.prepare must give a command a mapping of files in its folder " + reason
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         asyncio.run(agent(TASK, ENDPOINT, prepared))
@@ -137,14 +132,14 @@ def test_a_program_is_found_on_the_path_or_from_the_folder_of_the_worker(
     program.chmod(0o644)
     for name in ("bin/my-agent", "no-such-agent"):
         with pytest.raises(ValueError, match=f"^there is no program '{name}' on this host that can"):
-            agent_of(Command(command=(name,)))
+            CommandAgent(Command(command=(name,)))
 
 
 def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program = tmp_path / "agent"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    agent = agent_of(Command(command=(str(program),)))
+    agent = CommandAgent(Command(command=(str(program),))).run
     program.unlink()
     with pytest.raises(CommandError, match=r"gave no answer: it cannot be started: .* No such file"):
         asyncio.run(asyncio.wait_for(agent(TASK, ENDPOINT), patience()))
@@ -285,7 +280,7 @@ def test_a_session_that_is_taken_back_leaves_nothing(tmp_path: Path, scratch: Pa
     pid_file = tmp_path / "pid"
 
     async def take_back() -> list[psutil.Process]:
-        agent = agent_of(Command(command=lasting(pid_file)), GRACE_S)
+        agent = CommandAgent(Command(command=lasting(pid_file)), GRACE_S).run
         working = asyncio.ensure_future(agent(TASK, ENDPOINT))
         processes = await asyncio.to_thread(family_of, pid_file)
         working.cancel()
@@ -303,11 +298,11 @@ STACK = "/stacks/test-command"
 
 WORKER = """
 import asyncio, sys, tempfile
-from sf_core.agents.command import agent_of
+from sf_core.agents.command import CommandAgent
 from sf_core.config.programs import Command
 from tests.sf_core.agents.test_command import ENDPOINT, GRACE_S, TASK
 tempfile.tempdir = sys.argv[1]
-asyncio.run(agent_of(Command(command=tuple(sys.argv[2:])), GRACE_S)(TASK, ENDPOINT))
+asyncio.run(CommandAgent(Command(command=tuple(sys.argv[2:])), GRACE_S).run(TASK, ENDPOINT))
 """
 
 
@@ -335,7 +330,7 @@ def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, sc
     pid_file = tmp_path / "pid"
 
     async def work() -> None:
-        agent = agent_of(Command(command=("sh", "-c", with_a_child(pid_file))), GRACE_S)
+        agent = CommandAgent(Command(command=("sh", "-c", with_a_child(pid_file))), GRACE_S).run
         working = asyncio.ensure_future(agent(TASK, ENDPOINT))
         keeper, *others = await asyncio.to_thread(family_of, pid_file)
         keeper.kill()
@@ -351,7 +346,7 @@ def test_commands_run_side_by_side(tmp_path: Path) -> None:
     script = (
         f"echo > {tmp_path}/$(cat); while [ $(ls {tmp_path} | grep -c begun) -lt 8 ]; do sleep 0.01; done"
     )
-    agent = agent_of(Command(command=("sh", "-c", script)))
+    agent = CommandAgent(Command(command=("sh", "-c", script))).run
 
     async def work() -> None:
         tasks = [Task(f"t{n}", "e", f"begun-{n}") for n in range(8)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sf_core.agents.command import agent_of
+from sf_core.agents.command import CommandAgent
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Task
@@ -51,7 +51,7 @@ def rows_of(server: Server) -> list[Trajectory]:
 
 
 def python(script: str, **settings: Any) -> Any:
-    return agent_of(Command(command=(sys.executable, "-c", script), **settings))
+    return CommandAgent(Command(command=(sys.executable, "-c", script), **settings)).run
 
 
 def test_the_public_clients_find_the_endpoint_in_the_variables(
@@ -93,7 +93,7 @@ def test_the_documented_script_is_an_agent(
     def reward(task: Task, answer: str) -> float:
         return float(answer == "42\n")
 
-    run_until_ready(server, make_runner(server.url, agent=agent_of(command), reward=reward))
+    run_until_ready(server, make_runner(server.url, agent=CommandAgent(command).run, reward=reward))
     [row] = rows_of(server)
     assert row.reward == 1.0
     assert row.output is not None and re.fullmatch(r"tokens: \d+", row.output.replace("42\n", "").strip())

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sf_core.agents import loop_watch
-from sf_core.agents.loop_watch import place_of_step, telling_of_blocks
+from sf_core.agents.loop_watch import place_of_step, watch_for_blocks
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +22,7 @@ async def test_each_block_of_the_loop_is_told_once(
     async def agent(number: int) -> None:
         wait_until(lambda: len(caplog.messages) == number)
 
-    with telling_of_blocks(lambda: 7):
+    with watch_for_blocks(lambda: 7):
         for number in (1, 2):
             await asyncio.create_task(agent(number))
             # the watch sees that the loop turns, and looks again

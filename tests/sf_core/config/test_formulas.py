@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.validation import ConfigError, kinds_of, validate_config
-from sf_core.config.yaml_file import differences, differing, load_config, settings_page
+from sf_core.config.yaml_file import describe_differences, find_differences, load_config, settings_page
 from sf_core.recipes.advantages import AnyAdvantage, LeaveOneOut
 from sf_core.recipes.gates import AnyGate
 from sf_core.recipes.losses import AnyPolicyLoss, Cispo, Clip
@@ -44,8 +44,8 @@ def test_a_formula_is_changed_as_a_whole(tmp_path: Path) -> None:
     assert changed.train.loss.policy == Cispo(high=0.5)
     assert load_config(path, ["train.loss.policy.high=0.5"]).train.loss.policy == Clip(low=0.1, high=0.5)
     default, cispo = RunConfig(), Cispo(high=0.5)
-    assert list(differing(default, changed)) == [("train.loss.policy", Clip(), cispo)]
-    assert differences({}, {"train": {"loss": {"policy": cispo.model_dump()}}}) == [
+    assert list(find_differences(default, changed)) == [("train.loss.policy", Clip(), cispo)]
+    assert describe_differences({}, {"train": {"loss": {"policy": cispo.model_dump()}}}) == [
         "train.loss.policy {'high': 0.5, 'kind': 'cispo'} (deployed: {'beyond': 'truncate', "
         "'cap': 5.0, 'high': 0.28, 'kind': 'clip', ...})"
     ]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from sf_core.config import RunConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import ConfigError, validate_config
-from sf_core.config.yaml_file import differences, differing, load_config, merge_sections
+from sf_core.config.yaml_file import describe_differences, find_differences, load_config, merge_sections
 from sf_core.settings import Settings
 
 
@@ -139,7 +139,7 @@ def test_an_agent_is_a_function_or_a_command(config_file: Path) -> None:
     base = config.model_dump(mode="json", include={"environment"})
     assert merge_sections(base, changed)["environment"]["agent"]["answer"] == "file:out/a.txt"
     default = RunConfig().environment
-    assert list(differing(default, config.environment)) == [("agent", default.agent, agent)]
+    assert list(find_differences(default, config.environment)) == [("agent", default.agent, agent)]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_what_is_given_counts_over_what_is_deployed_setting_by_setting() -> None
     assert merge_sections(DEPLOYED, {}) == DEPLOYED
     assert merge_sections({}, given) == given
     assert merge_sections(DEPLOYED, {"policy": {"warmstart": None}})["policy"] == {"warmstart": None}
-    assert sorted(differences(DEPLOYED, merged)) == [
+    assert sorted(describe_differences(DEPLOYED, merged)) == [
         "rollout.max_tokens 24 (deployed: None)",
         "run_id 'r' (deployed: None)",
         "train.iterations 12 (deployed: 40)",
@@ -273,11 +273,11 @@ def test_what_is_given_counts_over_what_is_deployed_setting_by_setting() -> None
 def test_a_form_that_sends_all_settings_overrides_all_that_are_deployed() -> None:
     form = RunConfig().model_dump(mode="json")
     assert merge_sections(DEPLOYED, form) == form
-    assert sorted(differences(DEPLOYED, form)) == [
+    assert sorted(describe_differences(DEPLOYED, form)) == [
         "policy.warmstart.steps None (deployed: 250)",
         "train.betas [0.9, 0.95] (deployed: [0.8, 0.9])",
     ]
-    assert differences(form, form) == []
+    assert describe_differences(form, form) == []
 
 
 def test_what_the_user_names_and_lists_are_given_as_a_whole() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.config import EnvironmentConfig
-from sf_core.environments.calls import NoTaskError, check_call, giving_tasks, what_differs
+from sf_core.environments.calls import NoTaskError, check_call, find_difference, require_tasks
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.types import Task
 from sf_core.user_code import place_of
@@ -90,11 +90,11 @@ def test_what_is_no_task_is_refused_with_the_function_and_its_arguments(
 ) -> None:
     asked = f'my:tasks ({place_of(function)}) returned for ("train", 3) '
     with pytest.raises(NoTaskError, match="^" + re.escape(asked + told)):
-        giving_tasks(function, "my:tasks")("train", 3)
+        require_tasks(function, "my:tasks")("train", 3)
 
 
 def test_what_is_no_task_of_a_part_is_refused_with_the_name_of_the_part() -> None:
-    given = giving_tasks(lambda split, index, source: source, "my:tasks")
+    given = require_tasks(lambda split, index, source: source, "my:tasks")
     with pytest.raises(
         NoTaskError, match=r' returned for \("holdout", 2, "code"\) \'code\', which is no task'
     ):
@@ -107,18 +107,18 @@ built = st.builds(Task, texts, texts, texts, texts, st.dictionaries(texts, st.in
 
 @given(built, built)
 def test_tasks_differ_if_they_are_not_equal(one: Task, other: Task) -> None:
-    assert bool(what_differs(one, other)) is (one != other)
+    assert bool(find_difference(one, other)) is (one != other)
 
 
 def test_the_field_that_differs_is_named() -> None:
     one, other = Task("a", "e", "p", metadata={"n": 1}), Task("a", "e", "p", metadata={"n": 2})
-    assert what_differs(one, other) == "metadata was {'n': 1} and then {'n': 2}"
+    assert find_difference(one, other) == "metadata was {'n': 1} and then {'n': 2}"
 
 
 def test_arrays_are_compared_and_what_is_not_json_is_not() -> None:
     def holding(value: object) -> Task:
         return Task("a", "e", "p", metadata={"held": value})
 
-    assert what_differs(holding(np.arange(3)), holding(np.arange(3))) == ""
-    assert what_differs(holding(np.arange(3)), holding(np.arange(4))) != ""
-    assert what_differs(holding(object()), holding(object())) == ""
+    assert find_difference(holding(np.arange(3)), holding(np.arange(3))) == ""
+    assert find_difference(holding(np.arange(3)), holding(np.arange(4))) != ""
+    assert find_difference(holding(object()), holding(object())) == ""

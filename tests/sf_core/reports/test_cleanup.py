@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
 from sf_core.reports import cleanup, states
-from sf_core.reports.cleanup import Keep, spare_checkpoints, spare_weights, spares
+from sf_core.reports.cleanup import Keep, find_spare_checkpoints, find_spare_weights, find_spares
 from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import is_served
 from sf_core.reports.view import RunView
@@ -59,7 +59,7 @@ def served(
 
 
 def names(run: RunDirectory, **keep: int | bool) -> list[str]:
-    return [spare.name for spare in spares(run, Keep(**keep))]  # type: ignore[arg-type]
+    return [spare.name for spare in find_spares(run, Keep(**keep))]  # type: ignore[arg-type]
 
 
 def test_old_checkpoints_and_weights_go_and_the_newest_stay(root: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_run_itself_removes_old_checkpoints_while_it_trains(root: Path, keep: 
         run = make(root, "a", 4, url=url)
         config = configure(run, train={"keep_checkpoints": keep}).train
         # the one of version 4 may be written again: its step is not committed
-        spares = spare_checkpoints(run, 3, config)
+        spares = find_spare_checkpoints(run, 3, config)
         assert [spare.uri for spare in spares] == [run.checkpoint_dir(version) for version in gone]
 
 
@@ -105,7 +105,7 @@ def test_a_run_itself_removes_old_versions_while_it_goes_on(
     run = make(root, "a", 3)
     config = configure(run, train={"keep_weights": keep})
     # version 3 is being published
-    assert [spare.uri for spare in spare_weights(run, 2, config)] == [run.weights_dir(v) for v in gone]
+    assert [spare.uri for spare in find_spare_weights(run, 2, config)] == [run.weights_dir(v) for v in gone]
 
 
 def test_of_large_versions_the_newest_and_every_tenth_stay(
@@ -113,9 +113,9 @@ def test_of_large_versions_the_newest_and_every_tenth_stay(
 ) -> None:
     run = make(root, "a", 13)
     config = configure(run)
-    assert spare_weights(run, 12, config) == []
+    assert find_spare_weights(run, 12, config) == []
     monkeypatch.setattr(cleanup, "SMALL_BYTES", 1)
-    gone = {spare.uri for spare in spare_weights(run, 12, config)}
+    gone = {spare.uri for spare in find_spare_weights(run, 12, config)}
     assert gone == {run.weights_dir(version) for version in range(1, 11) if version != 10}
 
 
@@ -153,7 +153,7 @@ def test_a_run_never_removes_a_version_that_something_names(
             commit(run, version, "evaluate")
         if version in apart:
             files.write_atomic(f"{run.path(MEASURED)}/v{version:05d}-0a1b2c3d/config.json", b"{}")
-        for spare in spare_weights(run, version - 1, config, {v for v in held if v <= version}):
+        for spare in find_spare_weights(run, version - 1, config, {v for v in held if v <= version}):
             # a process that is killed has removed some of the files
             if interrupted == version:
                 files.remove(f"{spare.uri}/model.safetensors")
@@ -172,9 +172,9 @@ def test_what_changed_in_a_version_goes_with_it(root: Path) -> None:
     run = make(root, "a", 3)
     for version in (1, 2, 3):
         files.write_atomic(f"{run.weights_dir(version)}/delta.safetensors", b"d" * 10)
-    sizes = {spare.name: spare.bytes for spare in spares(run, Keep(checkpoints=9))}
+    sizes = {spare.name: spare.bytes for spare in find_spares(run, Keep(checkpoints=9))}
     assert sizes == {"weights/v00001": 110, "weights/v00002": 110}
-    for spare in spares(run, Keep(checkpoints=9)):
+    for spare in find_spares(run, Keep(checkpoints=9)):
         spare.remove()
     assert [uri.rsplit("/", 1)[1] for uri in files.list_folders(run.path("weights"))] == ["v00003"]
     # one whose base is gone is of no use to a newcomer, and in nobody's way

@@ -22,7 +22,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.stages.filter import filter, lag_histogram
 from sf_core.stages.rollout import rollout
 from sf_core.stages.run import RunRef
-from storage.batches import read_batch, training_rows
+from storage.batches import read_batch, select_training_rows
 from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
@@ -259,7 +259,7 @@ def test_what_is_kept_is_taught_as_a_batch_of_it_alone_would_be(
             one, [row for row, why in zip(rows, decisions, strict=True) if why == "train"], **made
         )
     assert batch["session_id"].to_pylist() == [row.session_id for row in rows], "all rows are there"
-    kept, left_out = training_rows(batch), batch.filter(pc.not_equal(batch["decision"], "train"))
+    kept, left_out = select_training_rows(batch), batch.filter(pc.not_equal(batch["decision"], "train"))
     assert set(left_out["decision"].to_pylist()) <= {"not_extreme"}
     for column in ("session_id", "advantages", "weights", "decision"):
         assert kept[column].to_pylist() == alone[column].to_pylist()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.agents.command import CommandEnd, CommandError, agent_of
+from sf_core.agents.command import CommandAgent, CommandEnd, CommandError
 from sf_core.agents.command_output import MAX_ANSWER
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
@@ -26,7 +26,7 @@ __all__ = ["model_dir", "renderer", "server"]
 
 
 def agent(*words: str, **settings: Any) -> Any:
-    return agent_of(Command.model_validate({"command": words, "sandbox": {}} | settings))
+    return CommandAgent(Command.model_validate({"command": words, "sandbox": {}} | settings)).run
 
 
 def shell(script: str, **settings: Any) -> CommandEnd:

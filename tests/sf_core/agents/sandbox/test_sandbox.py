@@ -10,7 +10,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from sf_core.agents.command import agent_of
+from sf_core.agents.command import CommandAgent
 from sf_core.agents.command_output import CommandOutput
 from sf_core.agents.sandbox import Ended, Sandbox, SandboxError, open_sandbox, why_no_sandbox
 from sf_core.agents.sandbox import porter as porter_module
@@ -232,7 +232,7 @@ def test_without_bubblewrap_a_sandbox_is_refused(no_programs: Path) -> None:
         run("true")
     command = Command(command=("/bin/sh",), sandbox=SandboxLimits())
     with pytest.raises(ValueError, match=r"^sandbox: there is no bubblewrap on this host"):
-        agent_of(command)
+        CommandAgent(command)
 
 
 def test_where_namespaces_cannot_be_made_a_sandbox_is_refused(no_programs: Path) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sf_core.cli.serving import blocking
-from sf_core.cli.serving.local_plane import listening
+from sf_core.cli.serving.local_plane import serve_app
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
 from tests.sf_core.cli.test_main import sf
@@ -185,7 +185,7 @@ def test_an_agent_is_tried_against_an_endpoint_elsewhere(
         return JSONResponse({"choices": [{"message": message, "finish_reason": "stop", "index": 0}]})
 
     app = Starlette(routes=[Route("/api/v1/chat/completions", answer, methods=["POST"])])
-    with listening(app) as url:
+    with serve_app(app) as url:
         code, output = sf("try", config, "--index", "4", "--endpoint", f"{url}/api/v1", "--model", "large")
     if status == 200:
         assert code == 0, output

@@ -17,7 +17,7 @@ from supervisor.options import ServerOptions
 from sf_core.child_processes import MARK
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
-from sf_core.cli.stack.supervisor import StackError, Supervisor, call, configuration, read_pid
+from sf_core.cli.stack.supervisor import StackError, Supervisor, call, make_configuration, read_pid
 from tests.patience import patience, wait_until
 
 SLEEP = ["sleep", "300"]
@@ -58,7 +58,7 @@ def marked(folder: str) -> list[psutil.Process]:
 def test_supervisord_reads_a_part_as_it_is(tmp_path: Path) -> None:
     part = Part("a", ["run", "50%", "two words"], {"B": """say "50%" or '\\'"""}, gives_way=True)
     file = tmp_path / "supervisord.conf"
-    file.write_text(configuration(tmp_path, tmp_path, [part], stop_s=2))
+    file.write_text(make_configuration(tmp_path, tmp_path, [part], stop_s=2))
     options = ServerOptions()
     options.realize(["-c", str(file)])
     read = options.process_group_configs[0].process_configs[0]

@@ -19,7 +19,8 @@ from storage.manifests import Manifest
 from storage.outcomes import write_outcomes
 from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
-from storage.trajectories import SCHEMA, read_trajectories, to_rows, write_trajectories
+from storage.schema import SCHEMA
+from storage.trajectories import read_trajectories, to_rows, write_trajectories
 from tests.patience import join
 from tests.sf_core.dataplane.stand import Server, say
 

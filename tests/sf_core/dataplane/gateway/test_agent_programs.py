@@ -18,7 +18,7 @@ from agents.models.multi_provider import MultiProvider
 from agents.run import RunConfig
 from openai import AsyncOpenAI
 
-from sf_core.agents.command import agent_of
+from sf_core.agents.command import CommandAgent
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.dialects.registry import find_dialect as dialect_of
@@ -266,6 +266,6 @@ def test_a_harness_as_a_command_writes_a_file_in_one_row(
     endpoint = Endpoint(f"{server.url}/sessions/{opened['session_id']}/v1", "none", "policy")
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}
     setting = Command(command=("bash", "-c", command), answer="file:answer.txt", variables=path)
-    end = asyncio.run(agent_of(setting)(Task("t", "e", "Write 42 into answer.txt."), endpoint))
+    end = asyncio.run(CommandAgent(setting).run(Task("t", "e", "Write 42 into answer.txt."), endpoint))
     assert end.answer == "42\n"
     assert is_one_sequence(server, opened["session_id"])

@@ -22,7 +22,7 @@ from sf_core.config.run_config import EnvironmentConfig
 from sf_core.environments.registry import agent_of, environment_of, prepare_of, reward_of
 from sf_core.environments.repositories.environment import Repositories
 from sf_core.environments.repositories.scoring import fault_of_row
-from sf_core.environments.repositories.workspace import without_originals
+from sf_core.environments.repositories.workspace import hide_originals
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.types import Endpoint, Task
 from tests.sf_core.agents.sandbox.inside import need_sandbox
@@ -254,7 +254,7 @@ def test_the_installed_original_of_a_library_is_not_seen() -> None:
     toolz = next(library for library in LIBRARIES if library.repo == "pytoolz/toolz")
 
     async def found() -> str:
-        limits = without_originals(SandboxLimits(), toolz.files())
+        limits = hide_originals(SandboxLimits(), toolz.files())
         async with open_sandbox(limits) as box:
             command = "import importlib.util as u; import pytest; print(u.find_spec('toolz.itertoolz'))"
             return (await box.run(["python3", "-c", command], timeout_s=60)).output

@@ -21,7 +21,7 @@ def test_once_blocks_do_not_fit_older_iterations_are_not_read(
         ids = rng.integers(0, 256, length, np.int32)
         row = trajectory(f"run-1.g{number}.0.a1", [number] * length, token_ids=ids, turns=[])
         commit_iteration(run, number, [row])
-    everything = list(RunView(run).samplings())
+    everything = list(RunView(run).iter_session_sets())
     size = blocks.embed_sessions(everything[-1:], 10**6).num_characters
     read = []
 
