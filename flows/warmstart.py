@@ -49,7 +49,7 @@ def start_policy(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> s
         made = submit(warmstart_task, run, warmed=warmed, prompts=first_prompts(config))
         result_of(made, "the warm start", config.cluster.stage_timeout_s)
         tell("version 0 is there")
-    return OpenRun(run).start_dir
+    return OpenRun(run).directory.start_dir
 
 
 def warm_up(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> None:

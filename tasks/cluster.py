@@ -1,4 +1,4 @@
-"""Submits Prefect tasks to Dask workers: the task runner, and submission by the tags that a task needs."""
+"""Submits Prefect tasks to Dask workers: the task runner, and submission by the tag that a task needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from sf_core import surroundings
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import owner_of, scheduler_of
 from sf_core.scheduling.leases import LeaseEnd
-from sf_core.scheduling.tags import TASK_KINDS
+from sf_core.scheduling.plan import TASK_KINDS
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import waiting_for
 
@@ -149,11 +149,11 @@ def dask_client() -> PrefectDaskClient:
 
 
 def submit(task: Task[..., Any], *args: Any, worker: str | None = None, **options: Any) -> TaskFuture:
-    """Submit a task to the workers that carry the tags of its kind, or to the named one of them. Its first
-    argument is the run. Raises KeyError for a task that sf_core.scheduling.tags does not know, because Dask
+    """Submit a task to the workers that carry the tag of its kind, or to the named one of them. Its first
+    argument is the run. Raises KeyError for a task that sf_core.scheduling.plan does not know, because Dask
     would run it anywhere."""
     kind = TASK_KINDS[task.name]
-    resources = dict.fromkeys(kind.needs if worker is None else (*kind.needs, f"@{worker}"), 1)
+    resources = dict.fromkeys([kind.tag, *([] if worker is None else [f"@{worker}"])], 1)
     run: RunRef = args[0]
     owner = run.within or owner_of(run.run_id, run.attempt)
     with dask.annotate(resources=resources, priority=kind.priority, owner=owner):

@@ -15,7 +15,7 @@ from prefect import Task, task
 
 from sf_core.dataplane.control.client import UNANSWERED
 from sf_core.scheduling.cluster import list_connected
-from sf_core.scheduling.leases import Action, Fail, Lease, LeaseSet, Retire, Revoke, SubmitLease
+from sf_core.scheduling.leases import Action, Lease, LeaseSet, Retire, Revoke
 from sf_core.scheduling.plan import Duty, Plan
 from sf_core.scheduling.worker_state import current_epoch, current_worker
 from sf_core.stages.lease import run_sessions, serve_lease
@@ -93,7 +93,7 @@ class Leases:
             return self._watcher.join(LOOK_S)
         self._watcher.join(RELEASED_S)
         begun = self._release()
-        self._follow(lambda: [])
+        self._follow()
         deadline = time.monotonic() + RELEASED_S
         for lease_id in self._leases.to_await(begun):
             self._futures[lease_id].wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -103,7 +103,8 @@ class Leases:
             if not future.wrapped_future.done():
                 # queued, or its worker is gone or hangs; if the lease begins, it finds nothing to do
                 future.wrapped_future.cancel()
-        self._follow(partial(self._leases.failures, flow_failed=error is not None))
+        self._follow()
+        self._leases.check_end(flow_failed=error is not None)
 
     def _watch(self) -> None:
         while not self._is_over.wait(LOOK_S) and self._leases.nobody_left is None:
@@ -114,7 +115,7 @@ class Leases:
             if self._leases.nobody_left is not None:
                 self._release()
 
-    def _follow(self, decide: Callable[[], list[Action]]) -> None:
+    def _follow(self, decide: Callable[[], list[Action]] = list) -> None:
         """Observe leases and workers (none if the scheduler does not answer), then do as is decided."""
         with self._changing:
             ended = {lease_id: end_of(future) for lease_id, future in self._futures.items()}
@@ -127,15 +128,14 @@ class Leases:
 
     def _do(self, action: Action) -> None:
         match action:
-            case SubmitLease(new):
-                self._futures[new.lease_id] = submit(HELD_BY[new.duty], self._ref, new, worker=new.worker)
+            case Lease():
+                held_by = HELD_BY[action.duty]
+                self._futures[action.lease_id] = submit(held_by, self._ref, action, worker=action.worker)
             case Revoke(lease_id):
                 self._run.dataplane.revoke(lease_id, self._run.config.cluster.yield_timeout_s)
             case Retire(holder):
                 with suppress(*UNANSWERED):
                     self._run.dataplane.retire(holder)
-            case Fail(error):
-                raise error
 
     def _release(self) -> set[str]:
         """Release all leases of the run; returns the holders that the data plane knows."""

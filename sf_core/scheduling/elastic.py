@@ -22,10 +22,6 @@ class Elastic:
         self._needed: deque[tuple[float, int]] = deque()
         """Times and the numbers needed then; falling, because an earlier, smaller number decides nothing."""
 
-    @property
-    def at_least(self) -> int:
-        return self._bounds.min
-
     def count_wanted(self, now_s: float, num_sessions: int) -> int:
         """Number of workers wanted now; `now_s` must not decrease between calls."""
         needed = math.ceil(num_sessions / self._concurrency)

@@ -55,13 +55,6 @@ class LeaseEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitLease:
-    """Submit this lease to its worker."""
-
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
 class Revoke:
     """Have the engine of this lease yield its device."""
 
@@ -75,14 +68,8 @@ class Retire:
     holder: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """End the run with this error."""
-
-    error: BaseException
-
-
-Action = SubmitLease | Revoke | Retire | Fail
+Action = Lease | Revoke | Retire
+"""What is to be done. A lease is to be submitted to its worker."""
 
 
 class LeaseSet:
@@ -132,10 +119,11 @@ class LeaseSet:
 
     def begin(self) -> list[Action]:
         """The permanent leases at the start."""
+        bounds = self._config.cluster.elastic
         return [
             self._hold(duty, worker)
             for duty, workers in self.plan.held.items()
-            for worker in workers[: self._elastic[duty].at_least if duty in self._elastic else None]
+            for worker in workers[: bounds[duty].min if duty in bounds else None]
         ]
 
     def replan(self) -> list[Action]:
@@ -165,11 +153,11 @@ class LeaseSet:
         return [Revoke(lease_id) for lease_id in former if lease_id in unsettled]
 
     def lend(self, iteration: int) -> list[Action]:
-        """If trainers are lent, lend each one until this iteration trains, and queue its next loan behind."""
+        """If trainers are lent, lend each one until this iteration trains, and queue its next loan behind.
+        Raises the error of a loan that failed."""
         if self._is_over:
             return []
-        if failures := self._failures(self._loans):
-            return failures
+        self._check(self._loans)
         self._loans = [loan for loan in self._loans if self._how(loan) is None]
         actions: list[Action] = []
         for worker in self.plan.trainers if self.plan.lent else ():
@@ -220,20 +208,23 @@ class LeaseSet:
             if lease.holder in begun and lease.worker in self._connected and lease.lease_id in unsettled
         ]
 
-    def failures(self, *, flow_failed: bool) -> list[Action]:
-        """What ends the run after all. A flow that failed knows why, unless nobody was left: the stage that
-        waited knows only that no worker works on the run any more."""
+    def check_end(self, *, flow_failed: bool) -> None:
+        """Raises what ends the run after all. A flow that failed knows why, unless nobody was left: the stage
+        that waited knows only that no worker works on the run any more."""
         if self.nobody_left is not None:
-            return [Fail(self.nobody_left)]
-        return [] if flow_failed else self._failures(self._leases())
+            raise self.nobody_left
+        if not flow_failed:
+            self._check(self._leases())
 
-    def _failures(self, leases: Iterable[Lease]) -> list[Action]:
-        """Errors of those of these leases whose workers are there. What was lost is only logged."""
+    def _check(self, leases: Iterable[Lease]) -> None:
+        """Raises the error of one of these leases that failed, if its worker is there. What was lost is only
+        logged."""
         there = [lease for lease in leases if lease.worker in self._connected]
         for lease in there:
             if self._how(lease) == "lost":
                 log.warning(self._sentence(lease))
-        return [Fail(error) for error in self._errors(there)]
+        for error in self._errors(there):
+            raise error
 
     def _list_lost_loans(self) -> list[Lease]:
         """Lost loans of connected trainers that could roll out again before they train. Training revokes
@@ -305,14 +296,14 @@ class LeaseSet:
         end = self._ended.get(lease.lease_id)
         return None if end is None else end.how
 
-    def _hold(self, duty: Duty, worker: str) -> SubmitLease:
+    def _hold(self, duty: Duty, worker: str) -> Lease:
         lease = self._permanent[duty, worker] = Lease(duty, worker, self._new_id(worker))
-        return SubmitLease(lease)
+        return lease
 
-    def _lend(self, worker: str, after: int | None) -> SubmitLease:
+    def _lend(self, worker: str, after: int | None) -> Lease:
         loan = Lease("rollout", worker, self._new_id(worker), after, self.plan.trainers)
         self._loans.append(loan)
-        return SubmitLease(loan)
+        return loan
 
     def _new_id(self, worker: str) -> str:
         self._given[worker] = self._now

@@ -1,7 +1,9 @@
 """Which worker does what: workers matched with the tags that a run needs. Pure.
 
-A worker's capability tags are its Dask resources. One more resource, @name, belongs to it alone: tasks are
-pinned by it, because a restarted worker declares it again (a pinned address would hang).
+Capability tags are free words for what a worker can do, and its Dask resources. Only this module says which
+of them a run's tasks need. A user's own tags (`h20`, `spot`) say which workers to prefer where there is a
+choice (`cluster.prefer`). One more resource, @name, belongs to the worker alone: tasks are pinned by it,
+because a restarted worker declares it again (a pinned address would hang).
 """
 
 from __future__ import annotations
@@ -16,7 +18,32 @@ from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import Device, step_of, train_priority
 from sf_core.config.pipelines import PIPELINES
 from sf_core.config.run_config import ClusterConfig
-from sf_core.scheduling.tags import COMPUTING, needed_tags
+
+COMPUTING = frozenset({"rollout", "train"})
+"""Tags of workers that compute on their device."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskKind:
+    tag: str
+    """Tag that a worker must carry."""
+    priority: int = 0
+    """Place in a worker's queue; higher goes first."""
+    is_optional: bool = False
+    """A run can do without such a worker: others do its work."""
+
+
+TASK_KINDS: dict[str, TaskKind] = {
+    "lease": TaskKind("rollout"),
+    "agents": TaskKind("agent"),
+    # without such workers the agent runners score
+    "rewards": TaskKind("reward", is_optional=True),
+    "warmstart": TaskKind("train"),
+    # ahead of the next lease, which waits in the same queue
+    "train": TaskKind("train", priority=1),
+    **dict.fromkeys(("demonstrate", "rollout", "filter", "publish", "evaluate", "finish"), TaskKind("cpu")),
+}
+"""Task kinds by the name of the Prefect task."""
 
 Duty = Literal["agent", "rollout", "reward"]
 """The tags under which a worker may be held throughout a run."""
@@ -101,7 +128,7 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     run could not start with. Its workers that run agents or score keep doing so."""
     carried = {tag for worker in workers for tag in worker.tags}
     without = ("agents",) if config.rollout.is_outside else ()
-    if missing := [repr(tag) for tag in needed_tags(without) if tag not in carried]:
+    if missing := [repr(tag) for tag in list_needed_tags(without) if tag not in carried]:
         raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_list_offers(workers)}")
     for worker in workers:
         if "cpu" in worker.tags and (long := sorted(worker.tags & {"agent", "reward"})):
@@ -136,13 +163,19 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     )
 
 
+def list_needed_tags(without: Collection[str]) -> list[str]:
+    """Every tag that some task of a run needs, without those of the task kinds that it does without."""
+    kinds = TASK_KINDS.items()
+    return sorted({kind.tag for name, kind in kinds if not kind.is_optional and name not in without})
+
+
 def choose_trainers(
     workers: list[Worker], config: RunConfig, *, trained: Collection[str] | None = None
 ) -> list[Worker]:
     """The members of the gang, rank 0 first; `trained` as in `make_plan`. Raises ValueError, one sentence, if
     they are too few."""
     ranks, needs = config.train.workers, _trainer_tags(config)
-    able = able_to_train(workers, config)
+    able = list_able(workers, config)
     key, fewest = "train.workers", ranks
     if trained is not None:
         busy = [w for w in able if w.name not in trained and duty_of(w, ()) not in (None, "rollout")]
@@ -175,17 +208,17 @@ def choose_trainers(
     return able[: config.train.largest_gang(len(able))]
 
 
-def able_to_train(workers: list[Worker], config: RunConfig) -> list[Worker]:
+def list_able(workers: list[Worker], config: RunConfig) -> list[Worker]:
     """Workers with the tags that the pipeline needs of a trainer, in the order in which they are chosen."""
     needs = _trainer_tags(config)
-    return sorted((w for w in workers if needs <= w.tags), key=lambda w: training_order(w, config))
+    return sorted((w for w in workers if needs <= w.tags), key=lambda w: order_key(w, config))
 
 
 def _trainer_tags(config: RunConfig) -> set[str]:
     return {"rollout", "train"} if PIPELINES[config.pipeline].lent else {"train"}
 
 
-def training_order(worker: Worker, config: RunConfig) -> tuple[int, float, bool, str]:
+def order_key(worker: Worker, config: RunConfig) -> tuple[int, float, bool, str]:
     """Sort key of trainers, the best first: with the tags that the user prefers, then compute-rich
     (train_priority; unknown devices last), then without the tag `rollout`, because the others are worth more
     as engines, then by name."""

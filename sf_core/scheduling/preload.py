@@ -16,8 +16,7 @@ import click
 from distributed.system import MEMORY_LIMIT
 
 from sf_core.config.devices import Device, find_device
-from sf_core.scheduling.plan import worker_of
-from sf_core.scheduling.tags import COMPUTING
+from sf_core.scheduling.plan import COMPUTING, worker_of
 from sf_core.scheduling.template.nanny import heavy_modules
 from sf_core.scheduling.worker_state import PLUGIN, WorkerState
 from sf_core.surroundings import check_names, computes_nothing

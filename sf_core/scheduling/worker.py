@@ -15,7 +15,7 @@ from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.config.devices import Device, find_device
 from sf_core.scheduling.cluster import read_workers
-from sf_core.scheduling.tags import COMPUTING
+from sf_core.scheduling.plan import COMPUTING
 from sf_core.scheduling.tls import require_tls
 from sf_core.settings import is_word
 from sf_core.surroundings import count_gpus, visible_cuda_devices

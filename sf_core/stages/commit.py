@@ -26,9 +26,10 @@ Stage = Callable[..., dict[str, Any]]
 """Function of a RunRef, an iteration, and the other arguments of `work`; returns the manifest's data."""
 
 
-def commits_once(work: Callable[..., StageResult]) -> Stage:
-    """Make a stage of `work`, which runs and commits only if the stage is not committed yet."""
-    name = work.__name__
+def commits_once(work: Callable[..., StageResult], name: str = "") -> Stage:
+    """Make a stage of `work`, which runs and commits only if the stage is not committed yet. The manifest has
+    the name, by default that of `work`."""
+    name = name or work.__name__
 
     def stage(ref: RunRef, iteration: int, *more: Any) -> dict[str, Any]:
         run = OpenRun(ref)

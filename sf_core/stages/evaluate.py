@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,8 @@ from sf_core.config.yaml_file import override_config
 from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import await_restarts, check_idle
 from sf_core.reports.view import RunView
-from sf_core.stages.commit import StageResult, commits_once
-from sf_core.stages.run import OpenRun
+from sf_core.stages.commit import StageResult, commit, commits_once
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.stored_config import read_stored_config, settle_to_measure
 from storage.files import FileRef, copy_folder, list_files, remove
 from storage.manifests import Manifest
@@ -126,28 +125,22 @@ class Measurement:
         """Write the run directory up to its start stage, unless it is there. Raises ValueError, one sentence,
         if the weights of the version are not there."""
         directory = self.directory
-        if directory.read_manifest(None, "start") is not None:
-            return
-        started, weights = time.time(), RunView(self.run).weights_of(self.version)
-        copies = copy_folder(self.run.start_dir, directory.start_dir, exclude=WEIGHT_FILES)
+        if directory.read_manifest(None, "start") is None:
+            run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
+            commit(run, None, "start", self._copy_policy)
+
+    def _copy_policy(self) -> StageResult:
+        folder, weights = self.directory.start_dir, RunView(self.run).weights_of(self.version)
+        copies = copy_folder(self.run.start_dir, folder, exclude=WEIGHT_FILES)
         try:
-            copied = copy_folder(weights, directory.start_dir, exclude=[DELTA_NAME])
+            copied = copy_folder(weights, folder, exclude=[DELTA_NAME])
         except (FileNotFoundError, ValueError):
             # a run that goes on has just removed it
             RunView(self.run).weights_of(self.version)
             raise
         copies += [copy for copy in copied if copy.uri.endswith((".safetensors", INDEX_NAME))]
-        directory.write_config(self.config)
-        times = {"started_at": started, "finished_at": time.time(), "waits": []}
-        start = Manifest(
-            run_id=directory.run_id,
-            iteration=None,
-            stage="start",
-            attempt=0,
-            outputs=copies,
-            data={"source": weights, "copied_s": 0.0, "parameters": 0, **times},
-        )
-        directory.commit_manifest(start)
+        self.directory.write_config(self.config)
+        return StageResult(outputs=copies, data={"source": weights, "copied_s": 0.0, "parameters": 0})
 
     def end(self) -> None:
         """Remove the copy of the weights; the answers, and what is needed to show them, stay."""

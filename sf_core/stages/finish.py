@@ -35,6 +35,6 @@ def export_policy(run: OpenRun) -> None:
         return
     version = run.resume_point().version
     folder = run.directory.policy_dir
-    copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
+    copy_folder(run.directory.start_dir, folder, exclude=WEIGHT_FILES)
     # version 0 has the dtype of policy.model
     save_weights(folder, load_weights(run.weights(version).uri), version, run.config.policy.dtype_name)

@@ -61,7 +61,7 @@ def serve_lease(worker: WorkerState, ref: RunRef, lease: Lease, epoch: int) -> s
     )
     with (
         Timeline(run.directory, lease.worker, "rollout", lease.lease_id) as timeline,
-        worker.engine.lend(run.config, run.start_dir, run.origin) as (engine, is_new),
+        worker.engine.lend(run.config, run.directory.start_dir, run.origin) as (engine, is_new),
     ):
         switching.begin_rollout(is_first_start=is_new)
         key = dataplane_key()

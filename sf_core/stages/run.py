@@ -74,11 +74,6 @@ class OpenRun:
         if self.ref.dataplane_url:
             self.dataplane.report_stage(iteration, name)
 
-    @property
-    def start_dir(self) -> str:
-        """Hugging Face folder that the run starts from; its weights are version 0."""
-        return self.directory.start_dir
-
     def weights(self, version: int) -> WeightsRef:
         return WeightsRef(version, self.directory.version_dir(version))
 
@@ -136,7 +131,7 @@ class OpenRun:
         self.dataplane.register(
             run_id=self.ref.run_id,
             run_dir=self.ref.uri,
-            model_dir=self.start_dir,
+            model_dir=self.directory.start_dir,
             tasks=source_of_tasks(config.environment),
             seed=config.seed,
             rollout=config.rollout.model_dump(),

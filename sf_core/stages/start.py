@@ -43,13 +43,14 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
     the warm start of the run has made of `policy.model`. `prompts`: the first ones, from which
     the context is derived. Raises ValueError if its files differ from those that were committed."""
     run = OpenRun(ref)
+    folder = run.directory.start_dir
 
     def work() -> StageResult:
-        copies, source, copied_s = prepare_start(run.start_dir, run.config, warmed=warmed)
-        parameters = count_parameters(run.start_dir)
-        derived = values_of(derive(run.config, parameters, run.start_dir, prompts))
+        copies, source, copied_s = prepare_start(folder, run.config, warmed=warmed)
+        parameters = count_parameters(folder)
+        derived = values_of(derive(run.config, parameters, folder, prompts))
         dtype = run.config.fill(derived).policy.dtype_name
-        named = {file.uri: file for file in (name_dtype(run.start_dir, dtype), *name_stops(run.start_dir))}
+        named = {file.uri: file for file in (name_dtype(folder, dtype), *name_stops(folder))}
         data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
         data["origin"] = ref.nonce
         return StageResult(

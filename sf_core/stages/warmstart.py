@@ -18,7 +18,7 @@ from sf_core.config.train_config import rate_for
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
-from sf_core.stages.commit import StageResult, commit
+from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import warm_rate
 from sf_core.training.demonstrations import Shown, demonstrations, encode
@@ -88,17 +88,10 @@ def iterations_left(ref: RunRef) -> list[int]:
     return [number for number in numbers if run.directory.read_manifest(number, "train") is None]
 
 
-def demonstrate(ref: RunRef, iteration: int) -> dict[str, Any]:
+def _show(run: OpenRun, iteration: int) -> StageResult:
     """Write the batch of an iteration of the warm start, in place of rollout and filter: demonstrations, a
     group for each step of the optimiser."""
-    run = OpenRun(ref)
-    if (manifest := run.directory.read_manifest(iteration, "filter")) is None:
-        manifest = commit(run, iteration, "filter", lambda: _batch(run, iteration))
-    return manifest.data
-
-
-def _batch(run: OpenRun, iteration: int) -> StageResult:
-    size, renderer = run.config.train.minibatches, open_renderer(run.start_dir)
+    size, renderer = run.config.train.minibatches, open_renderer(run.directory.start_dir)
     steps = range(iteration * size, (iteration + 1) * size)
     batches = zip(steps, demonstrations(run.config, steps), strict=True)
     rows = [
@@ -118,6 +111,9 @@ def _batch(run: OpenRun, iteration: int) -> StageResult:
         part=f"batch-{run.ref.attempt}",
     )
     return StageResult(outputs=[batch], data={"rows": len(rows)})
+
+
+demonstrate = commits_once(_show, "filter")
 
 
 def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iteration: int) -> Trajectory:

@@ -28,10 +28,6 @@ class TrainedRun(Protocol):
     def ref(self) -> Hashable:
         """Names the run and the attempt that works on it."""
 
-    @property
-    def start_dir(self) -> str:
-        """The Hugging Face folder whose weights are version 0."""
-
 
 class Trainer(Protocol):
     """One rank of a step. Every rank makes the same calls with the same arguments."""

@@ -5,7 +5,7 @@ Most of them are development routes, of which vLLM promises nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,38 +80,38 @@ class VllmClient:
         that it does not know yet."""
         # the token endpoint gives its requests this prefix
         ids = [f"generate-tokens-{request_id}" for request_id in request_ids]
-        await self._post("/abort_requests", {"request_ids": ids})
+        await self._call("/abort_requests", {"request_ids": ids})
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
         """Sample nothing until `resume`. abort: every stream ends; keep: they go on with `resume`. KV
         stays."""
-        await self._post("/pause", mode=mode, clear_cache="false")
+        await self._call("/pause", mode=mode, clear_cache="false")
 
     async def resume(self) -> None:
-        await self._post("/resume")
+        await self._call("/resume")
 
     async def reload(self, folder: str) -> None:
         """Take the weights of a model folder, while paused."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        await self._post("/collective_rpc", call, timeout_s=_WORK_S)
+        await self._call("/collective_rpc", call, timeout_s=_WORK_S)
 
     async def name_weights(self, label: str) -> None:
         """Give the weights a name, which finished requests then carry."""
-        await self._post("/update_weight_version", {"new_version": label})
+        await self._call("/update_weight_version", {"new_version": label})
 
     async def sleep(self, level: int) -> None:
         """Give the device's memory back. 1: weights move to the host's memory; 2: they are dropped."""
-        await self._post("/sleep", timeout_s=_WORK_S, level=str(level))
+        await self._call("/sleep", timeout_s=_WORK_S, level=str(level))
 
     async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        await self._post("/wake_up", timeout_s=_WORK_S, tags=what)
+        await self._call("/wake_up", timeout_s=_WORK_S, tags=what)
 
     async def drop_prefixes(self) -> None:
         """Forget the KV of requests that have ended."""
-        await self._post("/reset_prefix_cache")
+        await self._call("/reset_prefix_cache")
 
     async def check_health(self) -> None:
-        await self._call("GET", "/health")
+        await self._call("/health", method="GET")
 
     async def settings(self) -> dict[str, Any]:
         """The server's configuration. Raises ValueError, one sentence, if an engine cannot be made of it."""
@@ -131,14 +131,11 @@ class VllmClient:
                     f"the server at {self._url} answers {path} with {status}: it must be vLLM, started with "
                     f"{remedy}"
                 )
-        answer = await self._call("GET", "/server_info", config_format="json")
+        answer = await self._call("/server_info", method="GET", config_format="json")
         return dict(orjson.loads(answer)["vllm_config"])
 
-    async def _post(self, path: str, body: Any = None, timeout_s: float = _ANSWER_S, **query: str) -> None:
-        await self._call("POST", path, body, timeout_s, **query)
-
     async def _call(
-        self, method: str, path: str, body: Any = None, timeout_s: float = _ANSWER_S, **query: str
+        self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float = _ANSWER_S, **query: str
     ) -> bytes:
         status, answer = await self._request(method, path, body, timeout_s, query)
         if status != 200:
@@ -146,12 +143,7 @@ class VllmClient:
         return answer
 
     async def _request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        timeout_s: float = _ANSWER_S,
-        query: Mapping[str, str] | None = None,
+        self, method: str, path: str, body: Any, timeout_s: float = _ANSWER_S, query: Any = None
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         with _name_loss(path):

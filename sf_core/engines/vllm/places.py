@@ -11,7 +11,7 @@ from typing import Any
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import VllmServer, make_arguments
+from sf_core.engines.vllm.server import VllmServer
 from sf_core.types import WeightsRef
 from storage.files import absolute, is_local
 
@@ -51,21 +51,9 @@ class ServerOrigin:
 class OwnServer(ServerOrigin):
     """A server that is started here."""
 
-    def __init__(
-        self,
-        policy: PolicyFolder,
-        *,
-        dtype: str,
-        max_running: int,
-        context_length: int,
-        sleep_level: int,
-        more: Sequence[str],
-    ) -> None:
-        """sleep_level 0: the server computes on the CPU. It computes in `dtype`, whatever the weights have:
-        those of version 0 may have another one than those that are trained."""
-        self._policy, self._dtype, self._more = policy, dtype, more
-        self._max_running, self._context_length = max_running, context_length
-        self.sleep_level = sleep_level
+    def __init__(self, policy: PolicyFolder, arguments: Sequence[str], sleep_level: int) -> None:
+        """`arguments`: those of `make_arguments`. sleep_level 0: the server computes on the CPU."""
+        self._policy, self._arguments, self.sleep_level = policy, arguments, sleep_level
         self._server: VllmServer | None = None
 
     def take(self, weights: WeightsRef, folder: str) -> str:
@@ -75,7 +63,8 @@ class OwnServer(ServerOrigin):
     async def connect(self) -> tuple[VllmClient, bool]:
         is_new = self._server is None
         if self._server is None:
-            self._server = self._start()
+            on_cpu = self.sleep_level == 0
+            self._server = VllmServer(self._policy.path, self._arguments, on_cpu=on_cpu)
         client = VllmClient(socket=self._server.socket)
         try:
             await self._await_health(client, self._server)
@@ -99,18 +88,6 @@ class OwnServer(ServerOrigin):
 
     def last_lines(self) -> str:
         return self._server.last_lines() if self._server else ""
-
-    def _start(self) -> VllmServer:
-        on_cpu = self.sleep_level == 0
-        own = make_arguments(
-            dtype=self._dtype,
-            context_length=self._context_length,
-            max_running=self._max_running,
-            kv_bytes=self._policy.kv_bytes(self._max_running, self._context_length),
-            on_cpu=on_cpu,
-            more=self._more,
-        )
-        return VllmServer(self._policy.path, own, on_cpu=on_cpu)
 
     async def _await_health(self, client: VllmClient, server: VllmServer) -> None:
         give_up_at = time.monotonic() + _START_S

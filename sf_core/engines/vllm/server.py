@@ -45,7 +45,8 @@ FOLLOWS_GRAMMARS = "--logits-processors=sf_core.engines.vllm.grammar_processor:G
 def make_arguments(
     *, dtype: str, context_length: int, max_running: int, kv_bytes: int, on_cpu: bool, more: Sequence[str]
 ) -> list[str]:
-    """The server's arguments, without model and socket. What `more` repeats counts as it is there."""
+    """The server's arguments, without model and socket. What `more` repeats counts as it is there. The server
+    computes in `dtype`, whatever its weights have: those of version 0 may have another than later ones."""
     own = {
         # else float32 weights are served as bfloat16
         "dtype": dtype,

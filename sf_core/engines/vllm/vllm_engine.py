@@ -24,7 +24,7 @@ from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer, ServerOrigin
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, check_cpu_build
+from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, check_cpu_build, make_arguments
 from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.surroundings import has_gpu, vllm_key, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
@@ -54,14 +54,15 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     if settings.url is not None:
         place = AdoptedServer(settings.url, vllm_key(), policy, engine.context)
     else:
-        place = OwnServer(
-            policy,
+        arguments = make_arguments(
             dtype=config.policy.dtype_name,
-            max_running=engine.max_running,
             context_length=engine.context,
-            sleep_level=0 if on_cpu else settings.sleep_level,
+            max_running=engine.max_running,
+            kv_bytes=policy.kv_bytes(engine.max_running, engine.context),
+            on_cpu=on_cpu,
             more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
         )
+        place = OwnServer(policy, arguments, 0 if on_cpu else settings.sleep_level)
     vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
     return VllmEngine(place, policy.vocab_size, engine.context, engine.kv_on_update == "keep", vocabularies)
 

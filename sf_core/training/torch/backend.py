@@ -82,10 +82,10 @@ class TorchBackend:
                 yield self.make_model(config, folder, ranks, place)
 
         def make_critic(ranks: Ranks) -> TrainedModel:
-            return self.make_model(config, local_folder(run.start_dir), ranks, place, values=True)
+            return self.make_model(config, local_folder(run.directory.start_dir), ranks, place, values=True)
 
         trainer = ModelTrainer(
-            lambda ranks: self.make_model(config, local_folder(run.start_dir), ranks, place),
+            lambda ranks: self.make_model(config, local_folder(run.directory.start_dir), ranks, place),
             config.train,
             seed=config.seed,
             ranks=ranks,
@@ -111,7 +111,7 @@ class TorchBackend:
 @contextmanager
 def _policy_folder(run: TrainedRun, version: int) -> Iterator[str]:
     """A Hugging Face folder with a published policy, on this host."""
-    start = local_folder(run.start_dir)
+    start = local_folder(run.directory.start_dir)
     if version == 0:
         yield start
         return

@@ -13,13 +13,11 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.leases import (
     AGAIN_S,
     Action,
-    Fail,
     Lease,
     LeaseEnd,
     LeaseSet,
     Retire,
     Revoke,
-    SubmitLease,
     lease_of,
 )
 from sf_core.scheduling.plan import Worker, make_plan
@@ -55,8 +53,7 @@ class Bench:
         self.leases.observe(self.now, self.workers(), ended)
 
     def noted(self, actions: list[Action]) -> list[Action]:
-        submitted = [action.lease for action in actions if isinstance(action, SubmitLease)]
-        self.given |= {lease.lease_id: lease for lease in submitted}
+        self.given |= {action.lease_id: action for action in actions if isinstance(action, Lease)}
         return actions
 
     def begin(self) -> list[Action]:
@@ -87,9 +84,7 @@ class Bench:
 
 def given(actions: Iterable[Action]) -> list[tuple[str, int | None]]:
     """Worker and `after` of the submitted leases."""
-    return [
-        (action.lease.worker, action.lease.after) for action in actions if isinstance(action, SubmitLease)
-    ]
+    return [(action.worker, action.after) for action in actions if isinstance(action, Lease)]
 
 
 BROKEN = ValueError("module my_agent has no agent")
@@ -181,7 +176,8 @@ def test_a_lease_that_was_lost_does_not_end_the_run_and_one_that_failed_does(
     assert bench.lend(0) == []
     assert "lease t0-0.1 was lost (ConnectionError: no claim was answered)" in caplog.messages
     bench.end("t0", FAILED)
-    assert bench.lend(1) == [Fail(BROKEN)]
+    with pytest.raises(ValueError, match="module my_agent has no agent"):
+        bench.lend(1)
 
 
 def test_a_failed_lease_ends_the_run_at_its_end_unless_its_worker_is_gone_or_the_flow_failed_itself() -> None:
@@ -190,11 +186,12 @@ def test_a_failed_lease_ends_the_run_at_its_end_unless_its_worker_is_gone_or_the
     bench.end("r0", FAILED)
     bench.adapt()
     bench.leases.end()
-    assert bench.leases.failures(flow_failed=True) == []
-    assert bench.leases.failures(flow_failed=False) == [Fail(BROKEN)]
+    bench.leases.check_end(flow_failed=True)
+    with pytest.raises(ValueError, match="module my_agent has no agent"):
+        bench.leases.check_end(flow_failed=False)
     bench.connected.remove("r0")
     bench.observe()
-    assert bench.leases.failures(flow_failed=False) == []
+    bench.leases.check_end(flow_failed=False)
 
 
 def test_a_failed_lease_is_said_at_once_and_the_run_ends_when_nobody_is_left(
@@ -219,7 +216,8 @@ def test_a_failed_lease_is_said_at_once_and_the_run_ends_when_nobody_is_left(
     assert "nobody is left for `agent`, and the run ends" in caplog.messages
     bench.now += AGAIN_S + 1
     assert bench.adapt(sessions=2) == []
-    assert bench.leases.failures(flow_failed=True) == [Fail(BROKEN)]
+    with pytest.raises(ValueError, match="module my_agent has no agent"):
+        bench.leases.check_end(flow_failed=True)
 
 
 def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it() -> None:
@@ -307,17 +305,21 @@ class Cluster(RuleBasedStateMachine):
         self.is_over = False
         self.last_given: dict[str, float] = {}
         self.do(self.bench.begin())
-        self.do(self.bench.lend(0))
+        self.lend(0)
 
     def do(self, actions: list[Action]) -> None:
         assert not (self.is_over and given(actions)), "nothing is submitted after the end"
         for action in actions:
-            if isinstance(action, SubmitLease):
-                self.last_given[action.lease.worker] = self.bench.now
+            if isinstance(action, Lease):
+                self.last_given[action.worker] = self.bench.now
             elif isinstance(action, Revoke):
                 self.revoked.add(action.lease_id)
-            elif isinstance(action, Fail):
-                self.stop()
+
+    def lend(self, iteration: int) -> None:
+        try:
+            self.do(self.bench.lend(iteration))
+        except ValueError:
+            self.stop()
 
     def open(self, worker: str) -> list[Lease]:
         """Leases of this worker that go on and were not told to yield."""
@@ -350,7 +352,7 @@ class Cluster(RuleBasedStateMachine):
         self.revoked |= {lease_id for _, lease_id in bench.leases.to_revoke(self.trained)}
         bench.ended |= dict.fromkeys(self.revoked - bench.ended.keys(), LeaseEnd("revoked"))
         self.do(bench.replan())
-        self.do(bench.lend(self.trained + 1))
+        self.lend(self.trained + 1)
 
     @rule(sessions=st.none() | st.integers(0, 3), known=st.booleans())
     def adapt(self, sessions: int | None, known: bool) -> None:
@@ -362,9 +364,9 @@ class Cluster(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, Retire):
                 bench.ended[lease_of(action.holder)[1]] = LeaseEnd("returned")
-            if isinstance(action, SubmitLease):
-                self.check_pause(action.lease, before)
-                if action.lease.duty == "agent":
+            if isinstance(action, Lease):
+                self.check_pause(action, before)
+                if action.duty == "agent":
                     assert sum(len(self.open(worker)) for worker in bench.connected & {*AGENTS}) <= 2
         self.is_over = self.is_over or bench.leases.nobody_left is not None
 
