@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from pathlib import Path
 
 import uvicorn
 
@@ -12,6 +10,7 @@ from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.serving import server_config, tune_interpreter
+from storage import files
 
 
 def serve(
@@ -32,7 +31,7 @@ def serve(
     server = uvicorn.Server(server_config(make_app(key, options)))
     listening = listen_at(host, port)
     if port_file is not None:
-        _write_whole(Path(port_file), str(listening.getsockname()[1]))
+        files.write_atomic(port_file, str(listening.getsockname()[1]).encode())
     tune_interpreter()
     server.run(sockets=[listening])
 
@@ -41,9 +40,3 @@ def listen_at(host: str, port: int) -> socket.socket:
     """A socket that accepts connections there. Raises OSError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), backlog=2048, family=family)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sf_core.dataplane.control.metrics import MemoryUse, Runs
+from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.scheduling.worker import DASK_SETTINGS
@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "operations.md").read_text()
 
 
 def test_every_figure_in_the_docs_is_exported() -> None:
-    exported = Metrics(Runs({}), MemoryUse(Memory())).text().decode()
+    exported = Metrics(PlaneMetrics({}, Memory())).text().decode()
     families = set(re.findall(r"^# TYPE (\w+)", exported, re.MULTILINE))
     named = set(re.findall(r"\bsf_[a-z_]+\b(?!/|\.)", PAGE))
     assert {name.removesuffix("_bucket") for name in named} - {"sf_core"} <= families

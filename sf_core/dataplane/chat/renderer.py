@@ -23,12 +23,7 @@ from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
-from sf_core.dataplane.chat.template_probes import (
-    append_only_roles,
-    end_of_turn,
-    render_addition,
-    shows_tools,
-)
+from sf_core.dataplane.chat.template_probes import append_only_roles, end_of_turn, shows_tools
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.token_bytes import TokenBytes, control_tokens
@@ -137,12 +132,6 @@ class Renderer:
     def is_append_only(self, added: list[Message]) -> bool:
         """Whether these messages, added after an answer, leave the rendering of earlier ones unchanged."""
         return {message["role"] for message in added} <= self._append_only_roles
-
-    def render_addition(
-        self, messages: list[Message], opening_text: str, added: list[Message], tools: list[Tool]
-    ) -> str | None:
-        """See template_probes.render_addition."""
-        return render_addition(self.render, messages, opening_text, added, tools)
 
     def note_rewrite(self, added: list[Message]) -> None:
         """The template rewrote earlier messages despite the probes: render everything from now on."""

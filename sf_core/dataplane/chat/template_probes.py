@@ -41,7 +41,9 @@ def render_addition(
 
 def append_only_roles(render: Render) -> frozenset[str]:
     """Roles whose messages, added after an answer, render the same with and without the history before it."""
-    return frozenset(role for role in ("user", "tool") if all(map(_holds(render), _probes(role))))
+    return frozenset(
+        role for role in ("user", "tool") if all(_holds(render, probe) for probe in _probes(role))
+    )
 
 
 def shows_tools(render: Render) -> bool:
@@ -76,23 +78,20 @@ _Probe = tuple[list[Message], list[Message], list[Tool]]
 """A history that waits for an answer, that answer with what follows it, and the tools."""
 
 
-def _holds(render: Render) -> Callable[[_Probe], bool]:
-    def holds(probe: _Probe) -> bool:
-        history, added, tools = probe
-        try:
-            whole, before = render([*history, *added], tools), render(history, tools)
-        except jinja2.TemplateError:
-            return True  # cannot be rendered either way: such a request is refused
-        beginning = opening(history)
-        assert beginning is not None
-        try:
-            beginning_text = render(beginning, tools)
-        except jinja2.TemplateError:
-            return False
-        addition = render_addition(render, beginning, beginning_text, added, tools)
-        return addition is not None and whole == before + addition
-
-    return holds
+def _holds(render: Render, probe: _Probe) -> bool:
+    history, added, tools = probe
+    try:
+        whole, before = render([*history, *added], tools), render(history, tools)
+    except jinja2.TemplateError:
+        return True  # cannot be rendered either way: such a request is refused
+    beginning = opening(history)
+    assert beginning is not None
+    try:
+        beginning_text = render(beginning, tools)
+    except jinja2.TemplateError:
+        return False
+    addition = render_addition(render, beginning, beginning_text, added, tools)
+    return addition is not None and whole == before + addition
 
 
 _USER: Message = {"role": "user", "content": "ask"}

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocket
 
 from sf_core.dataplane.control.control_route import ControlRoute
 from sf_core.dataplane.control.engine_socket import serve_connection
-from sf_core.dataplane.control.metrics import MemoryUse, Runs
+from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.routes import CONTROL_ROUTES
 from sf_core.dataplane.gateway.agent_routes import REFUSALS, agent_routes
@@ -30,7 +30,7 @@ DEFAULTS = DataplaneOptions()
 def make_app(key: str | None = None, options: DataplaneOptions = DEFAULTS) -> Starlette:
     """The ASGI application. Raises ValueError if another data plane uses the journal directory."""
     plane = DataPlane(options)
-    metrics = Metrics(Runs(plane.runs), MemoryUse(plane.memory))
+    metrics = Metrics(PlaneMetrics(plane.runs, plane.memory))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -24,7 +24,8 @@ from sf_core.dataplane.gateway.dialects.checks import parse_json
 from sf_core.dataplane.gateway.endpoint import read_body
 
 Answer = Mapping[str, Any]
-Handler = Callable[..., Awaitable[Answer | Response]]
+Handler = Callable[..., Awaitable[Answer | Response | None]]
+"""None: the answer is an empty object."""
 
 JSON = "application/json"
 
@@ -60,7 +61,7 @@ class ControlRoute(Route):
         if isinstance(answer, Response):
             return answer
         # messages may hold integers of any size
-        return Response(msgspec.json.encode(answer), media_type=JSON)
+        return Response(msgspec.json.encode(answer or {}), media_type=JSON)
 
     async def _read(self, request: Request) -> dict[str, Any]:
         """All that a handler may take."""

@@ -32,12 +32,12 @@ _ENDS = {
 """Counters of a run for the ends of claimed sessions, by label."""
 
 
-class Runs(Collector):
-    """Metrics of all runs of a data plane. A released run has no gauges, which would stand still as if it
-    hung. Its counters stay, or sums over runs would fall."""
+class PlaneMetrics(Collector):
+    """Metrics of a data plane and all its runs. A released run has no gauges, which would stand still as if
+    it hung. Its counters stay, or sums over runs would fall."""
 
-    def __init__(self, runs: Mapping[str, ServedRun]) -> None:
-        self._runs = runs
+    def __init__(self, runs: Mapping[str, ServedRun], memory: Memory) -> None:
+        self._runs, self._memory = runs, memory
 
     def collect(self) -> Iterable[Metric]:
         per_run = ["run"]
@@ -86,26 +86,17 @@ class Runs(Collector):
         gauges = [waiting, running, sessions, answers, version, reward, engines]
         counters = [*_ends(self._runs), tokens, interruptions, moves, _branches(self._runs), carried]
         counters += _choices(self._runs)
-        return [*gauges, *counters, *_journals(self._runs)]
+        return [*gauges, *counters, *_journals(self._runs), *_memory_use(self._memory)]
 
 
-class MemoryUse(Collector):
-    """Metrics of the memory of a data plane."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-
-    def collect(self) -> Iterable[Metric]:
-        memory = self._memory
-        held = GaugeMetricFamily(
-            "sf_memory_bytes", "Memory of sessions and results, about.", value=memory.num_bytes
-        )
-        bound = GaugeMetricFamily(
-            "sf_memory_bound_bytes",
-            "Above it groups are begun one at a time and external sessions refused.",
-            value=memory.bound_bytes,
-        )
-        return [held, bound]
+def _memory_use(memory: Memory) -> Iterable[Metric]:
+    held = GaugeMetricFamily("sf_memory_bytes", "Memory of sessions and results, about.", memory.num_bytes)
+    bound = GaugeMetricFamily(
+        "sf_memory_bound_bytes",
+        "Above it groups are begun one at a time and external sessions refused.",
+        memory.bound_bytes,
+    )
+    return [held, bound]
 
 
 def _journals(runs: Mapping[str, ServedRun]) -> Iterable[Metric]:

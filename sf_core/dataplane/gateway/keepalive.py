@@ -90,11 +90,8 @@ class KeptAlive:
         if loop.time() - self._last_sent >= KEEP_ALIVE_S:
             self._last_sent = loop.time()
             if not self._is_sending and (self._line is None or self._line.done()):
-                self._line = asyncio.ensure_future(self._send_line())
+                self._line = asyncio.ensure_future(self._send(_LINE))
         self._timer = loop.call_at(self._last_sent + KEEP_ALIVE_S, self._tick)
-
-    async def _send_line(self) -> None:
-        await self._send(_LINE)
 
 
 def _is_event_stream(message: Message) -> bool:

@@ -14,7 +14,7 @@ _ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.
 class Metrics:
     """The metrics of one process, in a registry of their own."""
 
-    def __init__(self, *counted_elsewhere: Collector) -> None:
+    def __init__(self, counted_elsewhere: Collector) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "sf_requests",
@@ -49,8 +49,7 @@ class Metrics:
             ["origin"],
             registry=registry,
         )
-        for collector in counted_elsewhere:
-            registry.register(collector)
+        registry.register(counted_elsewhere)
 
     def text(self) -> bytes:
         """All metrics in the text format of Prometheus, version 0.0.4."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sf_core.dataplane.chat.renderer import Renderer, shows
-from sf_core.dataplane.chat.template_probes import opening
+from sf_core.dataplane.chat.template_probes import opening, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.sessions.identity import Conversation
 from sf_core.dataplane.sessions.tree import NO_TEXT, Seam, TextMark, TreePosition, Turn, place_at
@@ -29,7 +29,7 @@ def encode_request(
     """Encode what is not recorded of a request. `matched` is the deepest recorded turn whose conversation
     this one begins with. Raises jinja2.TemplateError."""
     if matched is not None:
-        rest = _render_addition(conversation, matched, tools, renderer)
+        rest = _render_after_prompt(conversation, matched, tools, renderer)
         if rest is not None and (extension := _extend(matched, rest, renderer)):
             return extension
     messages, num_first = list(conversation.messages), None
@@ -49,7 +49,7 @@ def encode_request(
     return _encode_behind(place, mark, text[mark.length :], renderer)
 
 
-def _render_addition(
+def _render_after_prompt(
     conversation: Conversation, matched: Turn, tools: list[Tool], renderer: Renderer
 ) -> str | None:
     """The rendering after that of the matched turn's prompt, made without the history between the opening
@@ -66,7 +66,8 @@ def _render_addition(
         return None
     if conversation.opening_text is None:
         conversation.opening_text = renderer.render(beginning, tools)
-    return renderer.render_addition(beginning, conversation.opening_text, [matched.message, *added], tools)
+    answered = [matched.message, *added]
+    return render_addition(renderer.render, beginning, conversation.opening_text, answered, tools)
 
 
 def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
