@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message, assistant_message
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.routing.generation import Generation
@@ -94,16 +95,9 @@ class Capture:
         return self.renderer.decode(self.words(num_tokens))
 
     def export(self) -> list[Trajectory]:
-        return export_session(
-            self.session,
-            policy="policy",
-            group_id="g",
-            stop_ids=self.renderer.stop_token_ids,
-            task_id="t",
-            environment="e",
-            reward=1.0,
-            reward_parts={},
-        )
+        report = FinishBody(status="finished", reward=1.0, task_id="t", environment="e")
+        stop_ids = self.renderer.stop_token_ids
+        return export_session(self.session, report, policy="policy", group_id="g", stop_ids=stop_ids)
 
     def _answer(self, prompt: Prompt, num_tokens: int, start: float) -> Message:
         seconds = time.perf_counter() - start

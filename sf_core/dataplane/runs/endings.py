@@ -109,8 +109,10 @@ def _end_opened(run: ServedRun, session: Session, report: FinishBody) -> ApiErro
 
 def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBody) -> ApiError | None:
     """End a session that a runner was given; the report has a reward, also that of a failure."""
-    report = _complete_report(report, session)
-    session.task_id, session.environment = report.task_id, report.environment
+    session.task_id = report.task_id or session.task_id
+    session.environment = report.environment or session.environment
+    if report.output is None:
+        report = report.model_copy(update={"output": session.output})
     if refuse_other_task(run, session):
         return None
     refusal, error = None, report.error or ""
@@ -120,7 +122,7 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
         refusal = _refuse_unrecorded(session, raised)
         error, earned = refusal.message, run.spec.rollout.failed_reward
         result = FinishedSession(
-            session.session_id, claim, earned, report.environment, None, None, [], "not_recorded"
+            session.session_id, claim, earned, session.environment, None, None, [], "not_recorded"
         )
     ended = _decide_end(run.state.ledger, claim, result, error)
     if result.status in REASONS:
@@ -203,16 +205,6 @@ def _decide_end(ledger: Ledger, claim: Claim, result: FinishedSession, error: st
     if decide.worth(ledger, claim, result.status, can_train) is None:
         return Failed(claim, result.status, error)
     return Finished(result)
-
-
-def _complete_report(report: FinishBody, session: Session) -> FinishBody:
-    """The report with what is known of its session."""
-    known = {
-        "task_id": report.task_id or session.task_id,
-        "environment": report.environment or session.environment,
-        "output": session.output if report.output is None else report.output,
-    }
-    return report.model_copy(update=known)
 
 
 def _describe_failure(report: FinishBody, session: Session, rules: RolloutConfig, error: str) -> FinishBody:

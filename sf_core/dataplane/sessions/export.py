@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from sf_core.config.failures import Status
+from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.tree import Node, line
@@ -23,34 +23,30 @@ from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 _Path = list[tuple[Node, int]]
 """The nodes of a branch from its root on, each with the position where its part of the branch ends."""
 
+_Reach = dict[Node, tuple[int, int]]
+"""How far the branches so far reach into a node, and the first of them that reaches as far."""
+
 
 def export_session(
     session: Session,
+    report: FinishBody,
     *,
     policy: str,
     group_id: str | None,
     stop_ids: tuple[int, ...],
-    task_id: str,
-    environment: str,
-    reward: float,
-    reward_parts: Mapping[str, float],
-    steps: Mapping[str, float] | None = None,
     status: Status = "finished",
-    output: str | None = None,
 ) -> list[Trajectory]:
-    """`steps` has what turns earned by themselves, by their ids."""
+    """The report of its end has a reward, even for a failure."""
+    assert report.reward is not None
     finished_at = time.time()
-    rewards = (
-        {turn: steps.get(session.turn_id(turn.prompt, turn.sample)) for turn in session.turns}
-        if steps
-        else {}
-    )
-    covered = _Covered()
+    steps = {session.turn_named(answer): step for answer, step in report.step_rewards.items()}
+    rewards = {turn: steps.get(session.turn_id(turn.prompt, turn.sample)) for turn in session.turns}
+    reach: _Reach = {}
     trajectories = []
     for branch, leaf in enumerate(_leaves(session.turns)):
         path = list(line(leaf, leaf.end))[::-1]
-        parent, shared_prefix = covered.find_shared(path)
-        covered.take(path, branch)
+        parent, shared_prefix = _find_shared(path, reach)
+        _cover(path, branch, reach)
         token_ids, logprobs, versions = _columns(path, leaf.end)
         mask = versions != NOT_SAMPLED
         for node, end in path:
@@ -62,8 +58,8 @@ def export_session(
         trajectories.append(
             Trajectory(
                 policy=policy,
-                task_id=task_id,
-                environment=environment,
+                task_id=report.task_id or session.task_id,
+                environment=report.environment or session.environment,
                 group_id=group_id,
                 session_id=session.session_id,
                 branch_id=f"{session.session_id}.b{branch}",
@@ -75,41 +71,36 @@ def export_session(
                 policy_versions=versions,
                 turns=_spans(path, stop_ids, rewards),
                 messages=msgspec.json.encode(_conversation(leaf)).decode(),
-                reward=reward,
-                reward_parts=dict(reward_parts),
+                reward=report.reward,
+                reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
                 status=status,
                 interruptions=sum(node.interruptions for node, _ in path if isinstance(node, Turn)),
                 started_at=session.started_at,
                 finished_at=finished_at,
                 tools=leaf.prompt.tools.decode() or None,
-                output=None if branch else output,
+                output=None if branch else report.output,
             )
         )
     return trajectories
 
 
-@dataclass
-class _Covered:
-    """For each node, how far the branches so far reach into it, and the first of them that reaches as far."""
+def _find_shared(path: _Path, reach: _Reach) -> tuple[int | None, int]:
+    """The branch this path forks from, and how many tokens they share; (None, 0) for a new root."""
+    branch, shared = None, 0
+    for node, end in path:
+        if node not in reach:
+            break
+        branch, reached = reach[node]
+        shared = min(reached, end)
+        if shared < end:
+            break
+    return branch, shared
 
-    reach: dict[Node, tuple[int, int]] = field(default_factory=dict)
 
-    def find_shared(self, path: _Path) -> tuple[int | None, int]:
-        """The branch this path forks from, and how many tokens they share; (None, 0) for a new root."""
-        branch, shared = None, 0
-        for node, end in path:
-            if node not in self.reach:
-                break
-            branch, reach = self.reach[node]
-            shared = min(reach, end)
-            if shared < end:
-                break
-        return branch, shared
-
-    def take(self, path: _Path, branch: int) -> None:
-        for node, end in path:
-            if node not in self.reach or self.reach[node][1] < end:
-                self.reach[node] = (branch, end)
+def _cover(path: _Path, branch: int, reach: _Reach) -> None:
+    for node, end in path:
+        if node not in reach or reach[node][1] < end:
+            reach[node] = (branch, end)
 
 
 def _leaves(turns: list[Turn]) -> list[Turn]:

@@ -55,23 +55,13 @@ def finish_session(
     """The result of a session that is not served any more. The report has a reward, even for a failure."""
     assert report.reward is not None
     status = judge_status(session, report)
-    environment = report.environment or session.environment
     trajectories = export_session(
         session,
+        report,
         policy=spec.served_model,
         group_id=_group_id(spec, session),
         stop_ids=stop_ids,
-        task_id=report.task_id or session.task_id,
-        environment=environment,
-        reward=report.reward,
-        reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
-        steps={
-            turn: step
-            for answer, step in report.step_rewards.items()
-            if step is not None and (turn := session.turn_named(answer)) is not None
-        },
         status=status,
-        output=report.output,
     )
     versions = [turn.versions for turn in session.turns if len(turn.versions)]
     session.release()
@@ -79,7 +69,7 @@ def finish_session(
         session.session_id,
         session.claim,
         report.reward,
-        environment,
+        report.environment or session.environment,
         min((int(sampled.min()) for sampled in versions), default=None),
         max((int(sampled.max()) for sampled in versions), default=None),
         trajectories,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message, assistant_message
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall
@@ -179,16 +180,9 @@ class Record:
         self.journal.append(read_turn_event(encode(event)))
 
     def export(self) -> list[Trajectory]:
-        return export_session(
-            self.session,
-            policy="policy",
-            group_id="g",
-            stop_ids=self.renderer.stop_token_ids,
-            task_id="t",
-            environment="e",
-            reward=1.0,
-            reward_parts={},
-        )
+        report = FinishBody(status="finished", reward=1.0, task_id="t", environment="e")
+        stop_ids = self.renderer.stop_token_ids
+        return export_session(self.session, report, policy="policy", group_id="g", stop_ids=stop_ids)
 
     def num_trained(self) -> int:
         return sum(len(turn.ids) for _, turn in self.turns if not turn.constrained)

@@ -251,10 +251,10 @@ def fail_to_export(monkeypatch: pytest.MonkeyPatch, session_id: str) -> None:
     """Make the export of this session fail."""
     export: Callable[..., list[Trajectory]] = finished.export_session
 
-    def failing(session: Any, **facts: Any) -> list[Trajectory]:
+    def failing(session: Any, *facts: Any, **more: Any) -> list[Trajectory]:
         if session.session_id.startswith(session_id):
             raise ValueError("could not broadcast input array from shape (3,) into shape (4,)")
-        return export(session, **facts)
+        return export(session, *facts, **more)
 
     monkeypatch.setattr(finished, "export_session", failing)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message, assistant_message, extend_chain
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall
@@ -60,16 +61,9 @@ def sample(
 
 
 def export(session: Session, renderer: Renderer) -> list[Trajectory]:
-    return export_session(
-        session,
-        policy="policy",
-        group_id="g",
-        stop_ids=renderer.stop_token_ids,
-        task_id="t",
-        environment="e",
-        reward=1.0,
-        reward_parts={},
-    )
+    report = FinishBody(status="finished", reward=1.0, task_id="t", environment="e")
+    stop_ids = renderer.stop_token_ids
+    return export_session(session, report, policy="policy", group_id="g", stop_ids=stop_ids)
 
 
 def test_the_next_turn_extends_the_recorded_ids(renderer: Renderer) -> None:
