@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.contents import CHARACTERS
 from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.gateway.dialects.checks import Body, asks_strictness, get, parse_object, refuse_undone
-from sf_core.dataplane.gateway.dialects.normalised import normalised
+from sf_core.dataplane.gateway.dialects.normalised import normalise
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
@@ -44,10 +43,7 @@ class TurnEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(receive)
         given, is_mended = parse_object(data)
-        body = self._dialect.read(given, scope["path"])
-        turns, session = self._find_session(scope, get(body, "model", (str,), ""))
-        body = _as_served(body, self._dialect, turns.spec)
-        requests = _parse(body, self._dialect, turns.spec, session)
+        body, turns, session, requests = _read(given, scope, self._dialect, self._find_session)
         told = {CHARACTERS: is_mended, "strict": asks_strictness(body)}
         for kind in (*requests[0].left_out.kinds, *(kind for kind, is_so in told.items() if is_so)):
             turns.counters[f"left_out.{kind}"] += 1
@@ -56,7 +52,7 @@ class TurnEndpoint:
         except ContextOverflow as error:
             await turns.note_overflow(session)
             raise error.reword(*self._dialect.overflow) from None
-        reply = self._dialect.reply(body, waiting[0].turn_id, session)
+        reply = self._dialect.reply(body, waiting[0].turn.turn_id, session)
         watcher = asyncio.ensure_future(_leave_when_gone(receive, waiting))
         try:
             if requests[0].stream:
@@ -79,32 +75,38 @@ class TokenCount:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given, _ = parse_object(await read_body(receive))
-        body = self._dialect.read(given, scope["path"])
         # a dialect may require max_tokens, which a count does not have
-        body = {"max_tokens": 1} | body
-        turns, session = self._find_session(scope, get(body, "model", (str,), ""))
-        body = _as_served(body, self._dialect, turns.spec)
-        [request] = _parse(body, self._dialect, turns.spec, session)
-        await send_body(send, 200, orjson.dumps({self._field: count_tokens(turns.renderer, request)}))
+        asked = _read({"max_tokens": 1} | given, scope, self._dialect, self._find_session)
+        num_tokens = count_tokens(asked.turns.renderer, asked.requests[0])
+        await send_body(send, 200, orjson.dumps({self._field: num_tokens}))
 
 
-def _as_served(body: Body, dialect: Dialect, spec: RunSpec) -> Body:
-    """The body as the run has it read. Raises ApiError for fields that are not done."""
-    rules = spec.rollout
-    done = dialect.schema_fields if spec.follows_grammars else ()
-    return normalised(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
+class Asked(NamedTuple):
+    """A request as its run reads it."""
+
+    body: Body
+    turns: LiveTurns
+    session: Session
+    requests: list[TurnRequest]
+    """One per prompt."""
 
 
-def _parse(body: Body, dialect: Dialect, spec: RunSpec, session: Session) -> list[TurnRequest]:
-    """The requests of a body. Raises ApiError also for parts that are no text, if the run refuses them."""
+def _read(given: Body, scope: Scope, dialect: Dialect, find_session: FindSession) -> Asked:
+    """Raises ApiError also for fields that are not done, and for parts that are no text if the run refuses
+    them."""
+    body = dialect.read(given, scope["path"])
+    turns, session = find_session(scope, get(body, "model", (str,), ""))
+    rules = turns.spec.rollout
+    done = dialect.schema_fields if turns.spec.follows_grammars else ()
+    body = normalise(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
     requests = dialect.parse(body, session)
     unseen = requests[0].left_out.unseen
-    if unseen and spec.rollout.unseen_parts == "refuse":
+    if unseen and rules.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
         raise ApiError(
             400, f"{told} (rollout.unseen_parts: replace puts a sentence in its place)", param=unseen[0]
         )
-    return requests
+    return Asked(body, turns, session, requests)
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -129,26 +131,26 @@ async def send_body(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _leave_when_gone(receive: Receive, turns: list[Subscriber]) -> None:
+async def _leave_when_gone(receive: Receive, subscribers: list[Subscriber]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    _leave(turns)
+    _leave(subscribers)
 
 
-def _leave(turns: list[Subscriber], has_answer: bool = False) -> None:
-    for turn in turns:
-        turn.leave(has_answer)
+def _leave(subscribers: list[Subscriber], has_answer: bool = False) -> None:
+    for subscriber in subscribers:
+        subscriber.leave(has_answer)
 
 
-async def _answer(turn: Subscriber) -> Answer:
-    async for _ in turn.pieces():
+async def _answer(subscriber: Subscriber) -> Answer:
+    async for _ in subscriber.pieces():
         pass
-    return turn.answer()
+    return subscriber.turn.answer()
 
 
-async def _stream(turns: list[Subscriber], reply: Reply, send: Send, request_id: str) -> None:
-    for turn in turns:
-        turn.check()
+async def _stream(subscribers: list[Subscriber], reply: Reply, send: Send, request_id: str) -> None:
+    for subscriber in subscribers:
+        subscriber.turn.check()
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
@@ -159,26 +161,27 @@ async def _stream(turns: list[Subscriber], reply: Reply, send: Send, request_id:
     async def forward(data: bytes, *, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
-    await forward(reply.start(turns[0].num_prompt_tokens))
+    await forward(reply.start(subscribers[0].turn.num_prompt_tokens))
     try:
         answers = await _together(
-            [_forward_turn(turn, functools.partial(reply.piece, i), forward) for i, turn in enumerate(turns)]
+            _forward_turn(one, functools.partial(reply.piece, i), forward)
+            for i, one in enumerate(subscribers)
         )
     except ApiError as error:
         # the status line is sent: only the stream itself can still say what happened
         return await forward(reply.fail(error, request_id), more=False)
     ends = b"".join(reply.end_turn(i, answer) for i, answer in enumerate(answers))
     await forward(ends + reply.end(answers), more=False)
-    _leave(turns, has_answer=True)
+    _leave(subscribers, has_answer=True)
 
 
 async def _forward_turn(
-    turn: Subscriber, piece: Callable[[Any], bytes], forward: Callable[[bytes], Awaitable[None]]
+    subscriber: Subscriber, piece: Callable[[Any], bytes], forward: Callable[[bytes], Awaitable[None]]
 ) -> Answer:
-    async for pieces in turn.pieces():
+    async for pieces in subscriber.pieces():
         if data := piece(pieces):
             await forward(data)
-    return turn.answer()
+    return subscriber.turn.answer()
 
 
 async def _together(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:

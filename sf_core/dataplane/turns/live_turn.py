@@ -344,21 +344,13 @@ class Subscriber:
     """One request that waits for a turn and gets all its pieces."""
 
     def __init__(self, turn: LiveTurn) -> None:
-        self._turn = turn
+        self.turn = turn
         self._is_gone = False
         turn.join(self)
 
-    @property
-    def turn_id(self) -> str:
-        return self._turn.turn_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._turn.num_prompt_tokens
-
     async def pieces(self) -> AsyncIterator[Pieces]:
         """All pieces of the turn's answer. Raises what the turn raised."""
-        turn, num_seen = self._turn, 0
+        turn, num_seen = self.turn, 0
         while True:
             while num_seen < len(turn.pieces):
                 num_seen += 1
@@ -372,18 +364,10 @@ class Subscriber:
             turn.check()
             await turn.changed.wait()
 
-    def check(self) -> None:
-        """Raises ApiError 503 while the turn cannot go on; see LiveTurn.check."""
-        self._turn.check()
-
-    def answer(self) -> Answer:
-        """The whole answer, once there are no more pieces."""
-        return self._turn.answer()
-
     def leave(self, has_answer: bool = False) -> None:
         """The client has its answer, or is gone: an unfinished turn goes on for a while, for a retry."""
         if not self._is_gone:
             self._is_gone = True
             if has_answer:
-                self._turn.set_delivered()
-            self._turn.leave(self)
+                self.turn.set_delivered()
+            self.turn.leave(self)

@@ -14,7 +14,7 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 far. Gateways that speak other APIs pass it on."""
 
 
-def normalised(body: Body, names: Collection[Normalisation]) -> Body:
+def normalise(body: Body, names: Collection[Normalisation]) -> Body:
     """The body without what these normalisations take out."""
     for name in names:
         body = _NORMALISATIONS[name](body)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sf_core.config.rollout_config import RolloutConfig
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.normalised import normalised
+from sf_core.dataplane.gateway.dialects.normalised import normalise
 from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.dataplane.turns import opening
@@ -34,7 +34,7 @@ def open_prompt(kind: str, tokenizer: str, request: Request, session: Session) -
     dialect = answering(request.path)
     assert dialect is not None
     body = dialect.read(json.loads(json.dumps(request.body)), request.path)
-    [parsed] = dialect.parse(normalised(body, RolloutConfig().normalised), session)
+    [parsed] = dialect.parse(normalise(body, RolloutConfig().normalised), session)
     return opening.open_prompt(renderer(kind, tokenizer), session, parsed)
 
 

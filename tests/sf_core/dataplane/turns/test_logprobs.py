@@ -89,10 +89,10 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
     """The answer of a turn whose engine samples these chunks."""
     session = Session("s")
     request = TurnRequest(text_or_ids="the", stop=stop, logprobs=True)
-    [turn] = open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
+    [subscriber] = open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
 
     async def read() -> None:
-        async for _ in turn.pieces():
+        async for _ in subscriber.pieces():
             pass
 
     reading = asyncio.ensure_future(read())
@@ -104,8 +104,8 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
         for _ in range(6):
             await asyncio.sleep(0)
     await asyncio.wait_for(reading, patience())
-    turn.leave()
-    return turn.answer()
+    subscriber.leave()
+    return subscriber.turn.answer()
 
 
 @settings(

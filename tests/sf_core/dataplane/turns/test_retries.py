@@ -256,7 +256,7 @@ class Asked:
         try:
             async for _ in subscriber.pieces():
                 pass
-            return subscriber.answer()
+            return subscriber.turn.answer()
         finally:
             subscriber.leave()
 

@@ -8,7 +8,7 @@ import pytest
 
 from sf_core.dataplane.chat.contents import Content
 from sf_core.dataplane.chat.messages import Message, text_of
-from sf_core.dataplane.gateway.dialects.normalised import normalised
+from sf_core.dataplane.gateway.dialects.normalised import normalise
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.registry import DIALECTS
 from sf_core.dataplane.sessions.session import Session
@@ -229,8 +229,8 @@ def test_the_header_of_claude_code_is_taken_out_wherever_a_gateway_puts_it() -> 
         (MESSAGES, {}, [{"role": "system", "content": parts}, HI]),
     ]
     for dialect, fields, history in cases:
-        cleaned = normalised({FIELDS[dialect.name]: history, **fields}, ["billing_header"])
+        cleaned = normalise({FIELDS[dialect.name]: history, **fields}, ["billing_header"])
         given = cleaned.pop(FIELDS[dialect.name])
         assert _said(dialect, given, **cleaned) == [brief, HI]
     said = {"messages": [{"role": "user", "content": header}]}
-    assert normalised(said, ["billing_header"]) == said
+    assert normalise(said, ["billing_header"]) == said

@@ -160,12 +160,12 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
     assert dialect is not None
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
     [request] = dialect.parse(body, session)
-    [turn] = open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
-    reply = dialect.reply(body, turn.turn_id, session)
-    sent = [reply.start(turn.num_prompt_tokens)]
+    [subscriber] = open_turns(run.turns, session, [request], RequestIdentity.of([], b""))
+    reply = dialect.reply(body, subscriber.turn.turn_id, session)
+    sent = [reply.start(subscriber.turn.num_prompt_tokens)]
 
     async def forward() -> None:
-        async for pieces in turn.pieces():
+        async for pieces in subscriber.pieces():
             sent.append(reply.piece(0, pieces))
 
     forwarding = asyncio.ensure_future(forward())
@@ -178,8 +178,8 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
         for _ in range(loops):
             await asyncio.sleep(0)
     await asyncio.wait_for(forwarding, patience())
-    answer = turn.answer()
-    turn.leave()
+    answer = subscriber.turn.answer()
+    subscriber.leave()
     sent += [reply.end_turn(0, answer), reply.end([answer])]
     events = re.findall(rb"data: (\{.*\})\n\n", b"".join(sent))
     said = READERS[path]([orjson.loads(event) for event in events])
