@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -15,9 +14,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
-    allowed_tools,
     answer_schema,
-    check_choice,
     check_conversation,
     function_tool,
     get,
@@ -25,12 +22,10 @@ from sf_core.dataplane.gateway.dialects.checks import (
     parse_stop,
     positive,
     read_sampling,
-    read_top_k,
     template_options,
-    tool_choice,
 )
-from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, logprob_entries, usage
-from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
+from sf_core.dataplane.gateway.dialects.openai import ChoicesReply, OpenAI, logprob_entries, read_choice
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, TokenLogprob
 from sf_core.dataplane.turns.request import TurnRequest
@@ -44,10 +39,10 @@ class Chat(OpenAI):
     schema_fields = frozenset({"response_format"})
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        body, tools = allowed_tools(body, parse_tools(body.get("tools")))
-        chosen = body["tool_choice"].get("function") if isinstance(body.get("tool_choice"), dict) else None
-        named = chosen.get("name") if isinstance(chosen, dict) else None
-        parallel = get(body, "parallel_tool_calls", (bool,), True)
+        chosen = body.get("tool_choice")
+        function = chosen.get("function") if isinstance(chosen, dict) else None
+        named = function.get("name") if isinstance(function, dict) else None
+        choice, tools = read_choice(body, _parse_tools(body.get("tools")), named)
         limit = positive(body, "max_completion_tokens")
         left_out = LeftOut()
         get(body, "stream_options", (dict,), {})
@@ -56,11 +51,11 @@ class Chat(OpenAI):
                 messages=check_conversation(_parse_messages(body.get("messages"), left_out), "messages"),
                 tools=tools,
                 template_options=template_options(body, body.get("reasoning_effort")),
-                tool_choice=check_choice(tool_choice(body, named, parallel), tools),
+                tool_choice=choice,
                 schema=answer_schema(body, "response_format"),
                 stop=parse_stop(body),
                 max_tokens=positive(body, "max_tokens") if limit is None else limit,
-                sampling=read_sampling(body, read_top_k(body)),
+                sampling=read_sampling(body),
                 seed=get(body, "seed", (int,), None),
                 num_samples=positive(body, "n", MAX_TURNS) or 1,
                 stream=get(body, "stream", (bool,), False),
@@ -70,17 +65,15 @@ class Chat(OpenAI):
         ]
 
     def reply(self, body: Body, turn_id: str, session: Session) -> ChatReply:
-        num_choices = body.get("n") or 1
-        return ChatReply(turn_id, body["model"], num_choices, bool(_include_usage(body)))
+        return ChatReply(f"chatcmpl-{turn_id}", body)
 
 
-class ChatReply:
-    """The response; all chunks of a stream share id and time."""
+class ChatReply(ChoicesReply):
+    chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, turn_id: str, model: str, num_choices: int, include_usage: bool) -> None:
-        self._head = {"id": f"chatcmpl-{turn_id}", "created": int(time.time()), "model": model}
-        self._num_calls = [0] * num_choices
-        self._include_usage = include_usage
+    def __init__(self, reply_id: str, body: Body) -> None:
+        super().__init__(reply_id, body)
+        self._num_calls = [0] * self._num_samples
 
     def whole(self, answers: list[Answer]) -> bytes:
         choices = [
@@ -92,7 +85,7 @@ class ChatReply:
             }
             for i, answer in enumerate(answers)
         ]
-        body = {"object": "chat.completion", "choices": choices, "usage": _usage(answers)}
+        body = {"object": "chat.completion", "choices": choices, "usage": self._usage(answers)}
         return msgspec.json.encode(self._head | body)
 
     def start(self, num_prompt_tokens: int) -> bytes:
@@ -116,14 +109,6 @@ class ChatReply:
     def end_turn(self, index: int, answer: Answer) -> bytes:
         return self._delta(index, {}, answer.finish_reason)
 
-    def end(self, answers: list[Answer]) -> bytes:
-        if not self._include_usage:
-            return DONE
-        return self._chunk({"choices": [], "usage": _usage(answers)}) + DONE
-
-    def fail(self, error: ApiError, request_id: str) -> bytes:
-        return data_event(error.body())
-
     def _delta(
         self,
         index: int,
@@ -137,13 +122,10 @@ class ChatReply:
             "finish_reason": finish_reason,
             "logprobs": _logprobs(logprobs),
         }
-        return self._chunk({"choices": [choice]})
-
-    def _chunk(self, body: dict[str, Any]) -> bytes:
-        return data_event(self._head | {"object": "chat.completion.chunk"} | body)
+        return self._chunk([choice])
 
 
-def parse_tools(tools: Any) -> list[Tool]:
+def _parse_tools(tools: Any) -> list[Tool]:
     if not tools:
         return []
     if not isinstance(tools, list):
@@ -194,15 +176,6 @@ def _parse_call(call: Any, where: str, left_out: LeftOut) -> dict[str, Any]:
         raise ApiError(400, f"{where} must have an id and a function with a name", param=where)
     arguments = parse_arguments(function.get("arguments"), left_out)
     return tool_call(str(call.get("id")), function["name"], arguments)
-
-
-def _include_usage(body: Body) -> Any:
-    return (body.get("stream_options") or {}).get("include_usage")
-
-
-def _usage(answers: list[Answer]) -> dict[str, int]:
-    # the samples share one prompt
-    return usage(answers, answers[0].num_prompt_tokens)
 
 
 def _message(answer: Answer) -> dict[str, Any]:

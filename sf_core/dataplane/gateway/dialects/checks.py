@@ -76,32 +76,6 @@ def check_choice(choice: ToolChoice, tools: list[Tool], where: str = "tool_choic
     return choice
 
 
-def tool_choice(body: Body, named: str | None, parallel: bool) -> ToolChoice:
-    """The choice in OpenAI's spelling. `named`: the function that tool_choice names if it is an object."""
-    choice = get(body, "tool_choice", (str, dict), "auto")
-    if isinstance(choice, dict) and isinstance(named, str):
-        return ToolChoice("required", named, parallel)
-    if choice not in ("auto", "none", "required"):
-        raise ApiError(
-            400, 'tool_choice must be "auto", "none", "required" or name a function', param="tool_choice"
-        )
-    return ToolChoice(choice, None, parallel)
-
-
-def allowed_tools(body: Body, tools: list[Tool]) -> tuple[Body, list[Tool]]:
-    """The body and its tools, of which a `tool_choice` of type allowed_tools leaves some: the model is not
-    shown the others, and the choice is the mode."""
-    choice = body.get("tool_choice")
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return body, tools
-    allowed = get(choice, "allowed_tools", (dict,), choice)  # where Responses has its fields beside the type
-    entries = get(allowed, "tools", (list,), [])
-    functions = [entry.get("function", entry) if isinstance(entry, dict) else None for entry in entries]
-    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
-    mode = {"tool_choice": get(allowed, "mode", (str,), "auto")}
-    return body | mode, named_tools(tools, names, "tool_choice")
-
-
 def named_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[Tool]:
     """The tools of these names. Raises ApiError if one names no tool."""
     known = [tool["function"]["name"] for tool in tools]
@@ -267,14 +241,16 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
     return {"enable_thinking": effort != "none"} | options | {"reasoning_effort": effort}
 
 
-def read_sampling(body: Body, top_k: int, hottest: float = 2.0) -> Sampling:
-    """How a request asks to be sampled; seeds are read and chosen apart from it."""
+def read_sampling(body: Body, top_k: int | None = None, hottest: float = 2.0) -> Sampling:
+    """How a request asks to be sampled; seeds are read and chosen apart from it. `top_k` is given by dialects
+    that have words of their own for it."""
+    top_k = _read_top_k(body) if top_k is None else top_k
     return Sampling(
         number(body, "temperature", 1.0, 0.0, hottest), number(body, "top_p", 1.0, 0.0, 1.0), top_k
     )
 
 
-def read_top_k(body: Body) -> int:
+def _read_top_k(body: Body) -> int:
     """`top_k` as vLLM's clients send it: 0 and -1 mean no limit."""
     value = get(body, "top_k", (int,), 0)
     if value < -1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import msgspec
@@ -15,11 +14,10 @@ from sf_core.dataplane.gateway.dialects.checks import (
     parse_stop,
     positive,
     read_sampling,
-    read_top_k,
     refuse,
 )
-from sf_core.dataplane.gateway.dialects.openai import DONE, OVERFLOW, OpenAI, usage
-from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
+from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, ChoicesReply, OpenAI
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Pieces, TokenLogprob
 from sf_core.dataplane.turns.request import TurnRequest
@@ -49,7 +47,7 @@ class Completions(OpenAI):
                 text_or_ids=prompt,
                 stop=parse_stop(body),
                 max_tokens=positive(body, "max_tokens") or DEFAULT_MAX_TOKENS,
-                sampling=read_sampling(body, read_top_k(body)),
+                sampling=read_sampling(body),
                 seed=get(body, "seed", (int,), None),
                 num_samples=num_samples,
                 stream=get(body, "stream", (bool,), False),
@@ -59,19 +57,14 @@ class Completions(OpenAI):
         ]
 
     def reply(self, body: Body, turn_id: str, session: Session) -> CompletionsReply:
-        include_usage = (body.get("stream_options") or {}).get("include_usage")
-        return CompletionsReply(turn_id, body["model"], body.get("n") or 1, bool(include_usage))
+        return CompletionsReply(f"cmpl-{turn_id}", body)
 
 
-class CompletionsReply:
-    def __init__(self, turn_id: str, model: str, num_samples: int, include_usage: bool) -> None:
-        self._head = {
-            "id": f"cmpl-{turn_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._num_samples, self._include_usage = num_samples, include_usage
+class CompletionsReply(ChoicesReply):
+    chunk_kind = "text_completion"
+
+    def __init__(self, reply_id: str, body: Body) -> None:
+        super().__init__(reply_id, body)
         self._lengths: dict[int, int] = {}
         """Number of characters, per choice, of the tokens whose log-probs were sent."""
 
@@ -80,7 +73,8 @@ class CompletionsReply:
             self._choice(i, answer.content, answer.finish_reason, answer.logprobs)
             for i, answer in enumerate(answers)
         ]
-        return msgspec.json.encode(self._head | {"choices": choices, "usage": self._usage(answers)})
+        body = {"object": self.chunk_kind, "choices": choices, "usage": self._usage(answers)}
+        return msgspec.json.encode(self._head | body)
 
     def start(self, num_prompt_tokens: int) -> bytes:
         return b""
@@ -93,17 +87,6 @@ class CompletionsReply:
 
     def end_turn(self, index: int, answer: Answer) -> bytes:
         return self._chunk([self._choice(index, "", answer.finish_reason, None)])
-
-    def end(self, answers: list[Answer]) -> bytes:
-        if not self._include_usage:
-            return DONE
-        return self._chunk([], usage=self._usage(answers)) + DONE
-
-    def fail(self, error: ApiError, request_id: str) -> bytes:
-        return data_event(error.body())
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return data_event(self._head | {"choices": choices} | more)
 
     def _choice(
         self, index: int, text: str, finish_reason: str | None, logprobs: list[TokenLogprob] | None
@@ -124,10 +107,6 @@ class CompletionsReply:
             "top_logprobs": None,
             "text_offset": offsets,
         }
-
-    def _usage(self, answers: list[Answer]) -> dict[str, int]:
-        # the samples of a prompt share it
-        return usage(answers, sum(answer.num_prompt_tokens for answer in answers[:: self._num_samples]))
 
 
 def _parse_prompts(prompt: Any) -> list[str | list[int]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.checks import Body
-from sf_core.dataplane.gateway.dialects.protocol import Count
+from sf_core.dataplane.gateway.dialects.checks import Body, check_choice, get, named_tools
+from sf_core.dataplane.gateway.dialects.protocol import Count, data_event
 from sf_core.dataplane.turns.answer import Answer, TokenLogprob
+from sf_core.dataplane.turns.request import ToolChoice
 
 DONE = b"data: [DONE]\n\n"
 OVERFLOW = (
@@ -35,13 +38,53 @@ class OpenAI:
         return {"object": "list", "data": [self.model_entry(name) for name in models]}
 
 
-def usage(answers: list[Answer], num_prompt_tokens: int) -> dict[str, int]:
-    sampled = sum(answer.num_sampled_tokens for answer in answers)
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": sampled,
-        "total_tokens": num_prompt_tokens + sampled,
-    }
+class ChoicesReply:
+    """What the responses of Chat and Completions share; all chunks of a stream have the same id and time."""
+
+    chunk_kind: str
+    """Their `object`."""
+
+    def __init__(self, reply_id: str, body: Body) -> None:
+        self._head = {"id": reply_id, "created": int(time.time()), "model": body["model"]}
+        self._num_samples = body.get("n") or 1
+        self._include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+
+    def end(self, answers: list[Answer]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return self._chunk([], usage=self._usage(answers)) + DONE
+
+    def fail(self, error: ApiError, request_id: str) -> bytes:
+        return data_event(error.body())
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return data_event(self._head | {"object": self.chunk_kind, "choices": choices} | more)
+
+    def _usage(self, answers: list[Answer]) -> dict[str, int]:
+        # the samples of a prompt share it
+        prompt = sum(answer.num_prompt_tokens for answer in answers[:: self._num_samples])
+        sampled = sum(answer.num_sampled_tokens for answer in answers)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def read_choice(body: Body, tools: list[Tool], named: Any) -> tuple[ToolChoice, list[Tool]]:
+    """The choice, and the tools that the model is shown: a choice of type allowed_tools leaves some, and has
+    a mode. `named`: the function that tool_choice names if it is an object."""
+    choice = get(body, "tool_choice", (str, dict), "auto")
+    parallel = get(body, "parallel_tool_calls", (bool,), True)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = get(choice, "allowed_tools", (dict,), choice)  # Responses has its fields beside the type
+        entries = get(allowed, "tools", (list,), [])
+        functions = [entry.get("function", entry) if isinstance(entry, dict) else None for entry in entries]
+        names = [function.get("name") if isinstance(function, dict) else None for function in functions]
+        tools, choice = named_tools(tools, names, "tool_choice"), get(allowed, "mode", (str,), "auto")
+    if isinstance(choice, dict) and isinstance(named, str):
+        return check_choice(ToolChoice("required", named, parallel), tools), tools
+    if choice not in ("auto", "none", "required"):
+        raise ApiError(
+            400, 'tool_choice must be "auto", "none", "required" or name a function', param="tool_choice"
+        )
+    return check_choice(ToolChoice(choice, None, parallel), tools), tools
 
 
 def logprob_entries(entries: list[TokenLogprob]) -> list[dict[str, Any]]:

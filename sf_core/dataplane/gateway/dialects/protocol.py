@@ -1,6 +1,6 @@
 """The interface of a dialect: parses request bodies, writes answers whole or as a stream of events.
 
-`whole`, `started`, `piece`, `end_turn`, `ended` and `failed` return bytes of an HTTP body.
+`whole`, `start`, `piece`, `end_turn`, `end` and `fail` return bytes of an HTTP body.
 """
 
 from __future__ import annotations

@@ -15,21 +15,17 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
-    allowed_tools,
     answer_schema,
-    check_choice,
     check_conversation,
     function_tool,
     get,
     parse_arguments,
     positive,
     read_sampling,
-    read_top_k,
     refuse,
     template_options,
-    tool_choice,
 )
-from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, OpenAI
+from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, OpenAI, read_choice
 from sf_core.dataplane.gateway.dialects.responses_reply import ResponsesReply
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.request import TurnRequest
@@ -61,10 +57,9 @@ class Responses(OpenAI):
         get(body, "text", (dict,), {})
         given = get(body, "tools", (list,), [])
         left_out = LeftOut([tool["type"] for tool in given if _is_left_out(tool)])
-        body, tools = allowed_tools(body, _parse_tools(given))
-        choice = body.get("tool_choice")
-        named = choice.get("name") if isinstance(choice, dict) else None
-        parallel = get(body, "parallel_tool_calls", (bool,), True)
+        chosen = body.get("tool_choice")
+        named = chosen.get("name") if isinstance(chosen, dict) else None
+        choice, tools = read_choice(body, _parse_tools(given), named)
         instructions = get(body, "instructions", (str,), "")
         messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
         messages += _previous_messages(body, session)
@@ -74,10 +69,10 @@ class Responses(OpenAI):
                 messages=check_conversation(messages, "input"),
                 tools=tools,
                 template_options=template_options(body, get(body, "reasoning", (dict,), {}).get("effort")),
-                tool_choice=check_choice(tool_choice(body, named, parallel), tools),
+                tool_choice=choice,
                 schema=answer_schema(body, "text.format"),
                 max_tokens=positive(body, "max_output_tokens"),
-                sampling=read_sampling(body, read_top_k(body)),
+                sampling=read_sampling(body),
                 stream=get(body, "stream", (bool,), False),
                 logprobs=LOGPROBS in get(body, "include", (list,), []),
                 left_out=left_out,

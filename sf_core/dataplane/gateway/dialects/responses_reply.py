@@ -61,13 +61,13 @@ class ResponsesReply:
         [answer] = answers
         status = "completed" if answer.calls else _status(answer)
         if answer.reasoning:
-            is_last = not answer.content
-            self._add_item(self._text_item("reasoning", answer.reasoning, status if is_last else "completed"))
+            ended = "completed" if answer.content else status
+            self._items.append(self._text_item("reasoning", answer.reasoning, ended))
         if answer.content or not answer.calls:
-            self._add_item(self._text_item("message", answer.content, status, answer.logprobs))
+            self._items.append(self._text_item("message", answer.content, status, answer.logprobs))
         for call in answer.calls:
-            self._add_item(self._call_item(call))
-        return msgspec.json.encode(self._finished(answer))
+            self._items.append(self._call_item(call))
+        return msgspec.json.encode(self._make_response(answer))
 
     def start(self, num_prompt_tokens: int) -> bytes:
         response = self._head | {"status": "in_progress", "output": [], "usage": None}
@@ -101,7 +101,7 @@ class ResponsesReply:
         return data
 
     def end(self, answers: list[Answer]) -> bytes:
-        response = self._finished(answers[0])
+        response = self._make_response(answers[0])
         return self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: ApiError, request_id: str) -> bytes:
@@ -116,7 +116,7 @@ class ResponsesReply:
         ended = {"status": "failed", "error": cause, "output": self._items, "usage": None}
         return told + self._event("response.failed", response=self._head | ended)
 
-    def _finished(self, answer: Answer) -> dict[str, Any]:
+    def _make_response(self, answer: Answer) -> dict[str, Any]:
         sampled = answer.num_sampled_tokens
         status = _status(answer)
         return self._head | {
@@ -134,30 +134,15 @@ class ResponsesReply:
 
     # --- items
 
-    def _add_item(self, item: dict[str, Any]) -> None:
-        self._items.append(item)
-
     def _text_item(
         self, kind: str, text: str, status: str, logprobs: list[TokenLogprob] | None = None
     ) -> dict[str, Any]:
         part = _part(kind, text)
         if logprobs is not None:
             part["logprobs"] = logprob_entries(logprobs)
-        if kind == "reasoning":
-            return {
-                "id": self._item_id("rs"),
-                "type": kind,
-                "summary": [],
-                "content": [part],
-                "status": status,
-            }
-        return {
-            "id": self._item_id("msg"),
-            "type": kind,
-            "role": "assistant",
-            "content": [part],
-            "status": status,
-        }
+        item_id = self._item_id("rs" if kind == "reasoning" else "msg")
+        own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        return {"id": item_id, "type": kind, **own, "content": [part], "status": status}
 
     def _call_item(self, call: MadeCall) -> dict[str, Any]:
         return {
@@ -188,7 +173,7 @@ class ResponsesReply:
         ended = self._end_item()
         self._open = kind
         item = self._text_item(kind, "", "in_progress")
-        self._add_item(item)
+        self._items.append(item)
         added = self._event(
             "response.output_item.added", output_index=len(self._items) - 1, item=item | {"content": []}
         )
@@ -227,7 +212,7 @@ class ResponsesReply:
 
     def _send_call(self, call: MadeCall) -> bytes:
         item = self._call_item(call)
-        self._add_item(item)
+        self._items.append(item)
         at = len(self._items) - 1
         begun = item | {"arguments": "", "status": "in_progress"}
         return b"".join(
