@@ -320,6 +320,33 @@ def test_a_turn_that_no_engine_took_in_time_goes_on_when_it_is_asked_for_again(
     asyncio.run(scenario())
 
 
+def test_a_turn_that_is_put_off_before_it_is_read_again_is_recorded_once(
+    tmp_path: Path, model_dir: str
+) -> None:
+    """Its reader, which reads token by token for a stop string, has read nothing of what was recorded."""
+
+    async def scenario() -> None:
+        asked = await Asked.begin(tmp_path, model_dir)
+        [_, _, request] = REQUESTS
+        num_sampled = await asked.refuse(request)
+        router = asked.run.router
+        router.close(asked.run.refusal())
+        with pytest.raises(ApiError, match="no flow works on it"):
+            await asked.ask(request)
+        router.closed = None
+        engine = asked.connect()
+        asking = asyncio.ensure_future(asked.ask(request))
+        while not asking.done():
+            await asyncio.sleep(0)
+            engine.act()
+        await asking
+        assert [sent.position for sent in engine.asked] == [num_sampled]
+        await asked.restart()
+        assert [turn.ids.tolist() for turn in asked.session.turns] == [ANSWER]
+
+    asyncio.run(scenario())
+
+
 def test_a_turn_that_was_refused_and_is_not_asked_for_again_is_abandoned_in_the_end(
     tmp_path: Path, model_dir: str
 ) -> None:
