@@ -49,6 +49,13 @@ class ApiError(Exception):
         }
 
 
+class WrongField(ApiError):
+    """A field of a request that is wrong; `param` is its name, or its place in the body."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(400, message, param=param)
+
+
 class ContextOverflow(ApiError):
     """A prompt that leaves no room for an answer. Each dialect words it as its provider does."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sf_core.dataplane.chat.json_text import kind_of
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import WrongField
 
 Content = str | list[dict[str, str]]
 """One text, or parts `{"type": "text", "text": ...}` if a message has several."""
@@ -68,9 +68,7 @@ def texts(content: Any, where: str, left_out: LeftOut | None = None) -> list[str
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise ApiError(
-            400, f"{where} must be a string or a list of parts, got {kind_of(content)}", param=where
-        )
+        raise WrongField(where, f"{where} must be a string or a list of parts, got {kind_of(content)}")
     return [_text(part, where, left_out) for part in content]
 
 
@@ -81,10 +79,10 @@ def _text(part: Any, where: str, left_out: LeftOut | None) -> str:
     if kind not in TEXTS:
         if left_out is not None:
             return left_out.sentence(KINDS.get(kind, OTHER), where)
-        raise ApiError(400, f"{where} has a part that is not text; only text is supported", param=where)
+        raise WrongField(where, f"{where} has a part that is not text; only text is supported")
     text = part.get(TEXTS[kind])
     if not isinstance(text, str):
-        raise ApiError(400, f"{where} has a part without text", param=where)
+        raise WrongField(where, f"{where} has a part without text")
     return text
 
 

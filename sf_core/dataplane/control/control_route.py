@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from sf_core.dataplane.bodies import MAX_INDEX
 from sf_core.dataplane.control.plane import DataPlane
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import parse_json
 from sf_core.dataplane.gateway.endpoint import read_body
 
@@ -91,7 +91,7 @@ def _parse_body(model: type[BaseModel], data: bytes) -> BaseModel:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"
-        raise ApiError(400, f"{where}: {first['msg']}", param=where) from None
+        raise WrongField(where, f"{where}: {first['msg']}") from None
 
 
 def _parse_wait_s(text: str) -> float:
@@ -100,5 +100,5 @@ def _parse_wait_s(text: str) -> float:
     except ValueError:
         wait_s = math.nan
     if math.isnan(wait_s):
-        raise ApiError(400, f"wait_s must be a number, got {text!r}", param="wait_s")
+        raise WrongField("wait_s", f"wait_s must be a number, got {text!r}")
     return min(max(wait_s, 0.0), MAX_WAIT_S)

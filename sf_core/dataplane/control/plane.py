@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.bodies import GroupBody, RunSpec, SessionBody
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, allowed, no_model
 from sf_core.dataplane.journal.journal import Journal
@@ -249,7 +249,7 @@ class DataPlane:
         try:
             is_here = is_local(spec.run_dir)
         except StorageError as error:
-            raise ApiError(400, f"run_dir: {error}", param="run_dir") from None
+            raise WrongField("run_dir", f"run_dir: {error}") from None
         if is_here:
             folder = RunDirectory(spec.run_dir).journal_dir
         else:

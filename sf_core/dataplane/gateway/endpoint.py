@@ -14,7 +14,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from sf_core.dataplane.chat.contents import CHARACTERS
-from sf_core.dataplane.errors import ApiError, ContextOverflow
+from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
 from sf_core.dataplane.gateway.dialects.checks import Body, asks_strictness, get, parse_object, refuse_undone
 from sf_core.dataplane.gateway.dialects.normalised import normalise
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
@@ -103,9 +103,7 @@ def _read(given: Body, scope: Scope, dialect: Dialect, find_session: FindSession
     unseen = requests[0].left_out.unseen
     if unseen and rules.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
-        raise ApiError(
-            400, f"{told} (rollout.unseen_parts: replace puts a sentence in its place)", param=unseen[0]
-        )
+        raise WrongField(unseen[0], f"{told} (rollout.unseen_parts: replace puts a sentence in its place)")
     return Asked(body, turns, session, requests)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, failures_text
 from sf_core.dataplane.bodies import FinishBody, RewardBody, RunSpec
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.events import Answered, Closed, Failed, Finished, Rewarded
 from sf_core.dataplane.runs.groups import Group
@@ -234,11 +234,11 @@ def _refuse_unrecorded(session: Session, error: Exception) -> ApiError:
 def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | None:
     """What is wrong with the reward that a session is given."""
     if isinstance(report, FinishBody) and not report.has_reward:
-        return ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
+        return WrongField("reward", "A finished session needs a reward that is a finite number.")
     for answer in report.step_rewards:
         if session.turn_named(answer) is None:
             sentence = f"step_rewards names {answer!r}, which is the id of no answer of this session."
-            return ApiError(400, sentence, param="step_rewards")
+            return WrongField("step_rewards", sentence)
     return None
 
 
@@ -254,7 +254,7 @@ def _fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError
     if not given:
         way_out = "it has no parts: return a mapping of them, or remove rollout.success.part"
     sentence = f"The reward has no part {success.part!r}, which rollout.success.part names; {way_out}."
-    return ApiError(400, sentence, param="reward_parts")
+    return WrongField("reward_parts", sentence)
 
 
 def time_of(session: Session, rules: RolloutConfig) -> float:

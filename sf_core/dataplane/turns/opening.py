@@ -15,7 +15,7 @@ from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import name_of
-from sf_core.dataplane.errors import ApiError, ContextOverflow
+from sf_core.dataplane.errors import ContextOverflow, WrongField
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.tree import Prompt
 from sf_core.dataplane.sessions.turn_events import RecordedTurn
@@ -64,7 +64,7 @@ def open_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> P
             messages = renderer.merge_late_system(messages)
         return session.open_prompt(messages, request.tools, renderer, forced)
     except jinja2.TemplateError as error:
-        raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from None
+        raise WrongField("messages", f"The chat template refuses these messages: {error}") from None
 
 
 def _join_or_begin(
@@ -116,7 +116,7 @@ def _open(turns: LiveTurns, session: Session, request: TurnRequest) -> tuple[Pro
 def _check_tools(renderer: Renderer, request: TurnRequest) -> None:
     """Raises ApiError if the request has tools to call and calls cannot be read."""
     if request.calls_tools and not renderer.tool_format:
-        raise ApiError(400, NO_FORMAT, param="tools")
+        raise WrongField("tools", NO_FORMAT)
 
 
 def _make_grammar(renderer: Renderer, request: TurnRequest) -> str:
@@ -130,7 +130,7 @@ def _make_grammar(renderer: Renderer, request: TurnRequest) -> str:
 def _given_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
     ids = renderer.encode(given).tolist() if isinstance(given, str) else given
     if not 0 <= min(ids) <= max(ids) < renderer.vocab_size:
-        raise ApiError(400, f"Token ids must be from 0 to {renderer.vocab_size - 1}.", param="prompt")
+        raise WrongField("prompt", f"Token ids must be from 0 to {renderer.vocab_size - 1}.")
     return ids
 
 

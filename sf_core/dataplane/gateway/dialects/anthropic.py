@@ -11,7 +11,7 @@ from sf_core.dataplane.chat.contents import LeftOut, canonical, result_text, tex
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     answer_schema,
@@ -61,13 +61,13 @@ class Anthropic:
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         max_tokens = positive(body, "max_tokens")
         if max_tokens is None:
-            raise ApiError(400, "max_tokens is required", param="max_tokens")
+            raise WrongField("max_tokens", "max_tokens is required")
         tools = _parse_tools(get(body, "tools", (list,), []))
         left_out = LeftOut()
         messages = _system_message(body.get("system"), "system")
         given = get(body, "messages", (list,), [])
         if not given:
-            raise ApiError(400, "messages must hold at least one message", param="messages")
+            raise WrongField("messages", "messages must hold at least one message")
         for i, message in enumerate(given):
             messages += _parse_message(message, f"messages[{i}]", left_out)
         if given[-1]["role"] == "assistant":
@@ -188,9 +188,9 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-            raise ApiError(400, f"{where} must be a tool with a name", param=where)
+            raise WrongField(where, f"{where} must be a tool with a name")
         if tool.get("type", "custom") != "custom":
-            raise ApiError(400, f"{where}: tools of type {tool['type']} are not supported", param=where)
+            raise WrongField(where, f"{where}: tools of type {tool['type']} are not supported")
         schema = get(tool, "input_schema", (dict,), {"properties": {}})
         parsed.append(function_tool(tool | {"parameters": {**schema, "type": schema.get("type", "object")}}))
     return parsed
@@ -218,7 +218,7 @@ def _parse_choice(body: Body) -> ToolChoice:
             return ToolChoice("required", None, parallel)
         case "tool" if isinstance(choice.get("name"), str):
             return ToolChoice("required", choice["name"], parallel)
-    raise ApiError(400, "tool_choice.type must be auto, any, none, or tool with a name", param="tool_choice")
+    raise WrongField("tool_choice", "tool_choice.type must be auto, any, none, or tool with a name")
 
 
 def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]:
@@ -226,14 +226,14 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]
     Empty blocks are no text."""
     role = message.get("role") if isinstance(message, dict) else message
     if role not in ("user", "assistant", "system"):
-        raise ApiError(400, f"{where}.role must be user, assistant or system, got {role!r}", param=where)
+        raise WrongField(where, f"{where}.role must be user, assistant or system, got {role!r}")
     content = message.get("content")
     if role == "system":
         return _system_message(content, f"{where}.content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise ApiError(400, f"{where}.content must be a string or a list of blocks", param=where)
+        raise WrongField(where, f"{where}.content must be a string or a list of blocks")
     blocks = [(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
     found = [text for block, at in blocks for text in _block_texts(block, role, at) if text]
     if role == "user":
@@ -256,7 +256,7 @@ def _block_texts(block: Any, role: str, where: str) -> list[str]:
     if kind in others:
         return []
     if kind != "text":
-        raise ApiError(400, f"{where}: {kind} blocks are not supported for {role}", param=where)
+        raise WrongField(where, f"{where}: {kind} blocks are not supported for {role}")
     return texts([block], where)
 
 
@@ -267,7 +267,7 @@ def _tool_result(block: dict[str, Any], where: str, left_out: LeftOut) -> Messag
 
 def _parse_call(block: dict[str, Any], where: str, left_out: LeftOut) -> dict[str, Any]:
     if not isinstance(block.get("name"), str) or not isinstance(block.get("id"), str):
-        raise ApiError(400, f"{where} must have a name and an id, both strings", param=where)
+        raise WrongField(where, f"{where} must have a name and an id, both strings")
     return tool_call(block["id"], block["name"], parse_arguments(block.get("input"), left_out))
 
 

@@ -11,7 +11,7 @@ from sf_core.dataplane.chat.contents import LeftOut, read_content, result_text
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     answer_schema,
@@ -129,19 +129,19 @@ def _parse_tools(tools: Any) -> list[Tool]:
     if not tools:
         return []
     if not isinstance(tools, list):
-        raise ApiError(400, f"tools must be a list, got {kind_of(tools)}", param="tools")
+        raise WrongField("tools", f"tools must be a list, got {kind_of(tools)}")
     parsed = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f"tools[{i}] must be a function with a name", param=f"tools[{i}]")
+            raise WrongField(f"tools[{i}]", f"tools[{i}] must be a function with a name")
         parsed.append(function_tool(function))
     return parsed
 
 
 def _parse_messages(messages: Any, left_out: LeftOut) -> list[Message]:
     if not isinstance(messages, list):
-        raise ApiError(400, f"messages must be a list, got {kind_of(messages)}", param="messages")
+        raise WrongField("messages", f"messages must be a list, got {kind_of(messages)}")
     return [_parse_message(message, f"messages[{i}]", left_out) for i, message in enumerate(messages)]
 
 
@@ -149,7 +149,7 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
     """The canonical message: only what a model can see, and equal for messages that mean the same."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
-        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", param=where)
+        raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}")
     parsed: Message = {"role": message["role"]}
     if message["role"] == "tool":
         parsed["content"] = result_text(message.get("content"), f"{where}.content", left_out)
@@ -162,7 +162,7 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
             parsed["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
             if not isinstance(calls, list):
-                raise ApiError(400, f"{where}.tool_calls must be a list, got {kind_of(calls)}", param=where)
+                raise WrongField(where, f"{where}.tool_calls must be a list, got {kind_of(calls)}")
             named = [(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
             parsed["tool_calls"] = [_parse_call(call, at, left_out) for call, at in named]
     if isinstance(message.get("name"), str):
@@ -173,7 +173,7 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
 def _parse_call(call: Any, where: str, left_out: LeftOut) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"{where} must have an id and a function with a name", param=where)
+        raise WrongField(where, f"{where} must have an id and a function with a name")
     arguments = parse_arguments(function.get("arguments"), left_out)
     return tool_call(str(call.get("id")), function["name"], arguments)
 

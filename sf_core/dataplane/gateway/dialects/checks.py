@@ -16,7 +16,7 @@ from sf_core.dataplane.chat.contents import CHARACTERS, LeftOut
 from sf_core.dataplane.chat.json_text import KINDS, MAX_DEPTH, TooDeepError, kind_of, mend_json
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.turns.request import ToolChoice
 from sf_core.settings import quote
 from sf_core.types import Sampling
@@ -51,17 +51,16 @@ def parse_object(data: bytes) -> tuple[Body, bool]:
 def check_conversation(messages: list[Message], where: str) -> list[Message]:
     """Checks that there are messages and that each tool result answers a call of the answer before it."""
     if not messages:
-        raise ApiError(400, f"{where} must hold at least one message", param=where)
+        raise WrongField(where, f"{where} must hold at least one message")
     open_calls: set[str] = set()
     for message in messages:
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
             if not isinstance(call_id, str) or call_id not in open_calls:
-                raise ApiError(
-                    400,
+                raise WrongField(
+                    where,
                     f"{where}: the tool result for {call_id!r} answers no tool call of the assistant message "
                     "before it",
-                    param=where,
                 )
         elif message["role"] not in ("system", "developer"):  # which may come between a call and its result
             open_calls = {call["id"] for call in message.get("tool_calls", [])}
@@ -70,9 +69,9 @@ def check_conversation(messages: list[Message], where: str) -> list[Message]:
 
 def check_choice(choice: ToolChoice, tools: list[Tool], where: str = "tool_choice") -> ToolChoice:
     if choice.kind == "required" and not tools:
-        raise ApiError(400, f"{where} asks for a call but there are no tools", param=where)
+        raise WrongField(where, f"{where} asks for a call but there are no tools")
     if choice.name is not None and choice.name not in {tool["function"]["name"] for tool in tools}:
-        raise ApiError(400, f"{where} names the unknown tool {choice.name!r}", param=where)
+        raise WrongField(where, f"{where} names the unknown tool {choice.name!r}")
     return choice
 
 
@@ -80,7 +79,7 @@ def named_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[T
     """The tools of these names. Raises ApiError if one names no tool."""
     known = [tool["function"]["name"] for tool in tools]
     if unknown := [repr(name) for name in names if name not in known]:
-        raise ApiError(400, f"{where} allows what is no function of tools: {', '.join(unknown)}", param=where)
+        raise WrongField(where, f"{where} allows what is no function of tools: {', '.join(unknown)}")
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
@@ -112,23 +111,23 @@ def parse_stop(body: Body, name: str = "stop") -> list[str]:
     stop = get(body, name, (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
     if not all(isinstance(text, str) and text for text in stop):
-        raise ApiError(400, f"{name} must be a non-empty string or a list of them", param=name)
+        raise WrongField(name, f"{name} must be a non-empty string or a list of them")
     return list(stop)
 
 
 def positive(body: Body, name: str, most: int | None = None) -> int | None:
     value = get(body, name, (int,), None)
     if value is not None and value < 1:
-        raise ApiError(400, f"{name} must be at least 1, got {value}", param=name)
+        raise WrongField(name, f"{name} must be at least 1, got {value}")
     if value is not None and most is not None and value > most:
-        raise ApiError(400, f"{name} must be at most {most}, got {value}", param=name)
+        raise WrongField(name, f"{name} must be at most {most}, got {value}")
     return None if value is None else int(value)
 
 
 def number(body: Body, name: str, default: float, low: float, high: float) -> float:
     value = get(body, name, (int, float), default)
     if not low <= value <= high:
-        raise ApiError(400, f"{name} must be between {low:g} and {high:g}, got {value}", param=name)
+        raise WrongField(name, f"{name} must be between {low:g} and {high:g}, got {value}")
     return float(value)
 
 
@@ -139,11 +138,9 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
         return default
     # bool is an int in Python but not in JSON
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ApiError(
-            400, f"{name} must be {' or '.join(KINDS[k] for k in kinds)}, got {kind_of(value)}", param=name
-        )
+        raise WrongField(name, f"{name} must be {' or '.join(KINDS[k] for k in kinds)}, got {kind_of(value)}")
     if isinstance(value, int) and value.bit_length() > 64:
-        raise ApiError(400, f"{name} must be an integer of at most 64 bits", param=name)
+        raise WrongField(name, f"{name} must be an integer of at most 64 bits")
     return value
 
 
@@ -155,11 +152,10 @@ def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[st
     refused = (name for name, value in given if value is not None and value not in UNDONE[name])
     if (name := next(refused, None)) is not None:
         instead = "".join(f", or make it {json.dumps(value)}" for value in UNDONE[name])
-        raise ApiError(
-            400,
+        raise WrongField(
+            name,
             f"{name} is not supported and would change the answer: leave it out{instead}, or name it in the "
             "run's rollout.ignored_fields to have it ignored.",
-            param=name,
         )
     for name in ignored:
         body = _without(body, name)
@@ -196,7 +192,7 @@ def answer_schema(body: Body, *names: str) -> Schema | None:
         if given is None:
             continue
         if not isinstance(given, dict):
-            raise ApiError(400, f"{name} must be an object, got {kind_of(given)}", param=name)
+            raise WrongField(name, f"{name} must be an object, got {kind_of(given)}")
         match given.get("type"):
             case "text":
                 continue
@@ -205,7 +201,7 @@ def answer_schema(body: Body, *names: str) -> Schema | None:
             case "json_schema":
                 return _inner_schema(given, name)
         kind = quote(given.get("type"))
-        raise ApiError(400, f"{name}.type must be text, json_object or json_schema, got {kind}", param=name)
+        raise WrongField(name, f"{name}.type must be text, json_object or json_schema, got {kind}")
     return None
 
 
@@ -214,7 +210,7 @@ def _inner_schema(given: Body, name: str) -> Schema:
     inner = given.get("json_schema", given)
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict | bool):
-        raise ApiError(400, f"{name} must hold a JSON Schema, got {kind_of(schema)}", param=name)
+        raise WrongField(name, f"{name} must hold a JSON Schema, got {kind_of(schema)}")
     return schema
 
 
@@ -231,7 +227,7 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
     options: dict[str, Any] = get(body, "chat_template_kwargs", (dict,), {})
     if taken := TEMPLATE_INPUTS & options.keys():
         named = ", ".join(sorted(taken))
-        raise ApiError(400, f"chat_template_kwargs must not hold {named}", param="chat_template_kwargs")
+        raise WrongField("chat_template_kwargs", f"chat_template_kwargs must not hold {named}")
     if effort is None:
         return options
     if effort not in EFFORTS:
@@ -254,11 +250,11 @@ def _read_top_k(body: Body) -> int:
     """`top_k` as vLLM's clients send it: 0 and -1 mean no limit."""
     value = get(body, "top_k", (int,), 0)
     if value < -1:
-        raise ApiError(400, f"top_k must be at least -1, got {value}", param="top_k")
+        raise WrongField("top_k", f"top_k must be at least -1, got {value}")
     return max(0, int(value))
 
 
 def refuse(body: Body, name: str, sentence: str, *allowed: Any) -> None:
     """Raises ApiError for a value that is neither null nor among those allowed."""
     if (value := body.get(name)) is not None and value not in allowed:
-        raise ApiError(400, sentence, param=name)
+        raise WrongField(name, sentence)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     get,
@@ -36,10 +36,10 @@ class Completions(OpenAI):
         refuse(body, "best_of", "best_of must equal n", num_samples)
         logprobs = get(body, "logprobs", (int,), None)
         if logprobs:
-            raise ApiError(400, "logprobs must be 0; the sampled token's log-prob is given", param="logprobs")
+            raise WrongField("logprobs", "logprobs must be 0; the sampled token's log-prob is given")
         prompts = _parse_prompts(body.get("prompt"))
         if len(prompts) * num_samples > MAX_TURNS:
-            raise ApiError(400, f"prompts times n must be at most {MAX_TURNS}", param="prompt")
+            raise WrongField("prompt", f"prompts times n must be at most {MAX_TURNS}")
         get(body, "stream_options", (dict,), {})
         refuse(body, "chat_template_kwargs", "chat_template_kwargs has no use without messages", {})
         return [
@@ -113,14 +113,10 @@ def _parse_prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str) or _is_ids(prompt):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise ApiError(
-            400, "prompt must be a text, a list of texts, token ids or a list of them", param="prompt"
-        )
+        raise WrongField("prompt", "prompt must be a text, a list of texts, token ids or a list of them")
     for i, one in enumerate(prompt):
         if not one or not (isinstance(one, str) or _is_ids(one)):
-            raise ApiError(
-                400, f"prompt[{i}] must be a non-empty text or a list of token ids", param="prompt"
-            )
+            raise WrongField("prompt", f"prompt[{i}] must be a non-empty text or a list of token ids")
     return prompt
 
 

@@ -17,7 +17,7 @@ from sf_core.dataplane.chat.google_schemas import exact, json_schema, spell
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     check_choice,
@@ -182,7 +182,7 @@ def _read_top_k(body: Body) -> int:
     """A whole number, which google-genai sends with a point."""
     value = number(body, "top_k", 0.0, 0.0, 1e9)
     if not value.is_integer():
-        raise ApiError(400, f"top_k must be a whole number, got {value}", param="top_k")
+        raise WrongField("top_k", f"top_k must be a whole number, got {value}")
     return int(value)
 
 
@@ -192,10 +192,10 @@ def _parse_tools(tools: list[Any], left_out: LeftOut) -> list[Tool]:
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if not isinstance(tool, dict):
-            raise ApiError(400, f"{where} must be an object, got {kind_of(tool)}", param=where)
+            raise WrongField(where, f"{where} must be an object, got {kind_of(tool)}")
         given = {kind for kind, value in tool.items() if value is not None} - {"function_declarations"}
         if other := sorted(given.difference(LEFT_OUT)):
-            raise ApiError(400, f"{where}: only functions are supported, not {other[0]}", param=where)
+            raise WrongField(where, f"{where}: only functions are supported, not {other[0]}")
         left_out.kinds += sorted(given)
         for n, declared in enumerate(get(tool, "function_declarations", (list,), [])):
             parsed.append(_parse_function(declared, f"{where}.function_declarations[{n}]"))
@@ -204,7 +204,7 @@ def _parse_tools(tools: list[Any], left_out: LeftOut) -> list[Tool]:
 
 def _parse_function(declared: Any, where: str) -> Tool:
     if not isinstance(declared, dict) or not isinstance(declared.get("name"), str):
-        raise ApiError(400, f"{where} must be a function with a name", param=where)
+        raise WrongField(where, f"{where} must be a function with a name")
     given = json_schema(get(declared, "parameters", (dict,), {"type": "object", "properties": {}}))
     schema = get(declared, "parameters_json_schema", (dict,), given)
     return function_tool(declared | {"parameters": schema})
@@ -220,7 +220,7 @@ def _answer_schema(body: Body) -> Schema | None:
     if mime != "text/plain" or schema is not None:
         where = "response_mime_type"
         expected = "application/json, where there is a schema, or text/plain"
-        raise ApiError(400, f"{where} must be {expected}, got {mime!r}", param=where)
+        raise WrongField(where, f"{where} must be {expected}, got {mime!r}")
     return None
 
 
@@ -232,7 +232,7 @@ def _parse_choice(body: Body, tools: list[Tool], left_out: LeftOut) -> tuple[Too
     left_out.kinds += ["strict"] * (mode == "VALIDATED")
     choice = MODES.get(mode)
     if choice is None:
-        raise ApiError(400, f"{where}.mode must be one of {', '.join(MODES)}", param=where)
+        raise WrongField(where, f"{where}.mode must be one of {', '.join(MODES)}")
     allowed = get(config, "allowed_function_names", (list,), [])
     shown = named_tools(tools, allowed, where) if allowed else tools
     if choice.kind == "required" and len(allowed) == 1:
@@ -267,10 +267,10 @@ def _parse_contents(contents: list[Any]) -> list[tuple[str, list[Placed]]]:
         where = f"contents[{i}]"
         given = get(content, "role", (str,), "user") if isinstance(content, dict) else "user"
         if (role := ROLES.get(given)) is None:
-            raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {given!r}", param=where)
+            raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {given!r}")
         parts = _parts(content, role, where)
         if role == "user" and not parts:
-            raise ApiError(400, f"{where}.parts must hold at least one part", param=where)
+            raise WrongField(where, f"{where}.parts must hold at least one part")
         if role == "model" and turns and turns[-1][0] == role:
             turns[-1][1].extend(parts)
         else:
@@ -281,7 +281,7 @@ def _parse_contents(contents: list[Any]) -> list[tuple[str, list[Placed]]]:
 def _parts(content: Any, role: str, where: str) -> list[Placed]:
     """The parts of a content. What a model thinks is a part of its own kind, `thought`."""
     if not isinstance(content, dict):
-        raise ApiError(400, f"{where} must be an object with parts, got {kind_of(content)}", param=where)
+        raise WrongField(where, f"{where} must be an object with parts, got {kind_of(content)}")
     known = {"text", _BESIDE_TEXT.get(role)}
     given_parts = get(content, "parts", (list,), [])
     if any(isinstance(part, dict) and "function_response" in part for part in given_parts):
@@ -290,14 +290,14 @@ def _parts(content: Any, role: str, where: str) -> list[Placed]:
     for i, part in enumerate(given_parts):
         at = f"{where}.parts[{i}]"
         if not isinstance(part, dict):
-            raise ApiError(400, f"{at} must be an object, got {kind_of(part)}", param=at)
+            raise WrongField(at, f"{at} must be an object, got {kind_of(part)}")
         given = {name: value for name, value in part.items() if value is not None and name not in _ABOUT}
         if len(given) != 1 or not given.keys() <= known:
             kinds = " and ".join(given) or "empty"
-            raise ApiError(400, f"{at}: {kinds} parts are not supported for {role}", param=at)
+            raise WrongField(at, f"{at}: {kinds} parts are not supported for {role}")
         [(kind, value)] = given.items()
         if not isinstance(value, str if kind == "text" else dict):
-            raise ApiError(400, f"{at}.{kind} must not be {kind_of(value)}", param=at)
+            raise WrongField(at, f"{at}.{kind} must not be {kind_of(value)}")
         is_thought = role == "model" and kind == "text" and part.get("thought")
         placed.append(({"thought": value} if is_thought else given, at))
     return placed
@@ -317,7 +317,7 @@ def _answer(parts: list[Placed], num_before: int, left_out: LeftOut) -> Message:
     for part, where in parts:
         if (made := part.get("function_call")) is not None:
             if not isinstance(made.get("name"), str):
-                raise ApiError(400, f"{where}.function_call must have a name", param=where)
+                raise WrongField(where, f"{where}.function_call must have a name")
             arguments = parse_arguments(made.get("args"), left_out)
             call_id = get(made, "id", (str,), "") or f"call_{num_before}.{len(calls)}"
             calls.append(tool_call(call_id, made["name"], arguments))
@@ -352,7 +352,7 @@ def _result(given: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> M
     found = [call for call in found if call_id or call["function"]["name"] == name]
     if not found:
         said = f"{where}: the result of {name!r} answers no open call of the model's content before it"
-        raise ApiError(400, said, param=where)
+        raise WrongField(where, said)
     calls.remove(found[0])
     response = get(given, "response", (dict,), {})
     [output] = response.values() if response.keys() in ({"output"}, {"result"}) else [response]

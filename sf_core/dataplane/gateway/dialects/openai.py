@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import Body, check_choice, get, named_tools
 from sf_core.dataplane.gateway.dialects.protocol import Count, data_event
 from sf_core.dataplane.turns.answer import Answer, TokenLogprob
@@ -81,9 +81,7 @@ def read_choice(body: Body, tools: list[Tool], named: Any) -> tuple[ToolChoice, 
     if isinstance(choice, dict) and isinstance(named, str):
         return check_choice(ToolChoice("required", named, parallel), tools), tools
     if choice not in ("auto", "none", "required"):
-        raise ApiError(
-            400, 'tool_choice must be "auto", "none", "required" or name a function', param="tool_choice"
-        )
+        raise WrongField("tool_choice", 'tool_choice must be "auto", "none", "required" or name a function')
     return check_choice(ToolChoice(choice, None, parallel), tools), tools
 
 

@@ -12,7 +12,7 @@ from sf_core.dataplane.chat.contents import LeftOut, joined, read_content, resul
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     answer_schema,
@@ -115,9 +115,9 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
             continue
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else kind_of(tool)
-            raise ApiError(400, f"{where}: only functions are supported, not {kind}", param=where)
+            raise WrongField(where, f"{where}: only functions are supported, not {kind}")
         if not isinstance(tool.get("name"), str):
-            raise ApiError(400, f"{where} must have a name", param=where)
+            raise WrongField(where, f"{where} must have a name")
         parsed.append(function_tool(tool))
     return parsed
 
@@ -130,12 +130,12 @@ def _parse_input(items: Any, session: Session, left_out: LeftOut) -> list[Messag
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise ApiError(400, f"input must be a string or a list of items, got {kind_of(items)}", param="input")
+        raise WrongField("input", f"input must be a string or a list of items, got {kind_of(items)}")
     messages: list[Message] = []
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if not isinstance(item, dict):
-            raise ApiError(400, f"{where} must be an object, got {kind_of(item)}", param=where)
+            raise WrongField(where, f"{where} must be an object, got {kind_of(item)}")
         if item.get("type") == "item_reference":
             _recall(messages, item.get("id"), session, where)
         elif item.get("type") == "additional_tools":
@@ -176,7 +176,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_ou
             _add_message(messages, item, where)
         case "function_call":
             if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
-                raise ApiError(400, f"{where} must have a name and a call_id", param=where)
+                raise WrongField(where, f"{where} must have a name and a call_id")
             arguments = parse_arguments(item.get("arguments"), left_out)
             # in vLLM's order, which is another one in Chat (chat/messages.py)
             function = {"name": item["name"], "arguments": arguments}
@@ -186,15 +186,13 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_ou
             content = result_text(item.get("output"), f"{where}.output", left_out)
             messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         case kind:
-            raise ApiError(400, f"{where}: items of type {kind} are not supported", param=where)
+            raise WrongField(where, f"{where}: items of type {kind} are not supported")
 
 
 def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> None:
     role = item.get("role")
     if role not in ("system", "developer", "user", "assistant"):
-        raise ApiError(
-            400, f"{where}.role must be system, developer, user or assistant, got {role!r}", param=where
-        )
+        raise WrongField(where, f"{where}.role must be system, developer, user or assistant, got {role!r}")
     content = read_content(item.get("content"), f"{where}.content")
     last = messages[-1] if messages else {}
     if role == "assistant" and last.get("role") == role and not last["content"]:
@@ -212,7 +210,7 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
     parts = get(item, "content", (list,), []) or get(item, "summary", (list,), [])
     text = parts[0].get("text") if parts and isinstance(parts[0], dict) else ""
     if not isinstance(text, str):
-        raise ApiError(400, f"{where} has a part without text", param=where)
+        raise WrongField(where, f"{where} has a part without text")
     return text
 
 
