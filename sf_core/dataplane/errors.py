@@ -37,10 +37,6 @@ class ApiError(Exception):
     def superseded(cls, run_id: str, attempt: int) -> ApiError:
         return cls(409, f"Attempt {attempt} of run {run_id} was superseded by a later one.")
 
-    @classmethod
-    def no_session(cls, session_id: str) -> ApiError:
-        return cls(404, f"Session {session_id} is unknown or over.", code="session_not_found")
-
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "requests" if self.status == 429 else kind

@@ -103,11 +103,8 @@ def _named(scope: Scope, send: Send) -> Send:
 
 def _trace_context(headers: dict[bytes, bytes]) -> Context:
     """The agent's trace context, so that its trace shows the turns it caused."""
-    carrier = {
-        name: headers[name.encode()].decode("latin-1")
-        for name in ("traceparent", "tracestate")
-        if name.encode() in headers
-    }
+    names = b"traceparent", b"tracestate"
+    carrier = {name.decode(): headers[name].decode("latin-1") for name in names if name in headers}
     return _propagator.extract(carrier, Context()) if carrier else Context()
 
 

@@ -45,10 +45,10 @@ def admit(ledger: Ledger, limit: int, is_full: bool = False) -> Iterator[Admitte
     Each is to be begun before the next one is decided. While memory `is_full`, a group is begun only if the
     next batch needs it and none is in flight."""
     missing = limit - sum(1 for _ in islice(_open_sessions(ledger), limit))
-    for _ in range(_num_admissible(ledger, is_full) - _num_groups(ledger)):
+    for _ in range(_num_admissible(ledger, is_full) - len(_of_kind(ledger))):
         if missing <= 0:
             return
-        admitted = _pick(ledger, ledger.next_group, _num_groups(ledger))
+        admitted = _pick(ledger, ledger.next_group, len(_of_kind(ledger)))
         missing -= admitted.pick.size
         yield admitted
 
@@ -66,7 +66,7 @@ def claim_held_out(ledger: Ledger, limit: int) -> list[Claim]:
 
 def declare(ledger: Ledger, size: int) -> list[Claim]:
     """The sessions of a new group from outside; none if no batch within the lag bound has a place."""
-    if _num_groups(ledger, outside=True) >= _num_admissible(ledger, outside=True):
+    if len(_of_kind(ledger, outside=True)) >= _num_admissible(ledger, outside=True):
         return []
     index, attempt = ledger.next_group, ledger.first_attempt
     return [Claim(SessionSlot("train", index, member), attempt, 0, True) for member in range(size)]
@@ -170,7 +170,7 @@ def num_sessions_left(ledger: Ledger) -> int:
 def num_open_sessions(ledger: Ledger, is_full: bool = False) -> int:
     """Number of sessions that claims could get now; fewer if the curriculum makes groups smaller."""
     groups = [*ledger.evaluations.values(), *ledger.groups.values()]
-    to_admit = max(0, _num_admissible(ledger, is_full) - _num_groups(ledger))
+    to_admit = max(0, _num_admissible(ledger, is_full) - len(_of_kind(ledger)))
     size = ledger.rules.group_size + ledger.rules.spare_sessions
     return sum(group.num_open for group in groups) + size * to_admit
 
@@ -196,13 +196,9 @@ def _places(ledger: Ledger, outside: bool) -> int:
     return from_outside if outside else ledger.rules.groups_per_batch - from_outside
 
 
-def _of_kind(ledger: Ledger, outside: bool) -> list[Group]:
-    return [group for group in ledger.groups.values() if group.is_outside is outside]
-
-
-def _num_groups(ledger: Ledger, outside: bool = False) -> int:
+def _of_kind(ledger: Ledger, outside: bool = False) -> list[Group]:
     """Groups of one kind that are accepted or in flight."""
-    return sum(group.is_outside is outside for group in ledger.groups.values())
+    return [group for group in ledger.groups.values() if group.is_outside is outside]
 
 
 def _num_admissible(ledger: Ledger, is_full: bool = False, outside: bool = False) -> int:
@@ -224,7 +220,7 @@ def _missing(ledger: Ledger, accepted: list[Group], outside: bool) -> str:
     if num_accepted >= needed:
         return ""
     kind = "groups from outside" if outside else "groups"
-    in_flight = _num_groups(ledger, outside) - num_accepted
+    in_flight = len(_of_kind(ledger, outside)) - num_accepted
     return f"{needed - num_accepted} of {needed} {kind}; {in_flight} are in flight"
 
 

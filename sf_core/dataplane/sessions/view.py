@@ -7,6 +7,9 @@ from typing import Any
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 
+_NO_REWARD: dict[str, Any] = {"reward": None, "reward_parts": {}, "step_rewards": {}}
+"""The fields of a session that was given no reward yet."""
+
 
 def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
     """Prompts and turns refer to each other by their positions in the two lists."""
@@ -21,23 +24,16 @@ def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
         "task_id": session.task_id,
         "environment": session.environment,
         "metadata": session.metadata,
-        **_earned(session),
+        **(_NO_REWARD if session.earned is None else session.earned.model_dump()),
         "started_at": session.started_at,
         "turns_running": len(session.running),
         "branch_reasons": dict(session.branch_reasons),
-        "prompts": [_prompt(prompt, numbers) for prompt in session.prompts],
-        "turns": [_turn(turn) for turn in session.turns],
+        "prompts": [_describe_prompt(prompt, numbers) for prompt in session.prompts],
+        "turns": [_describe_turn(turn) for turn in session.turns],
     }
 
 
-def _earned(session: Session) -> dict[str, Any]:
-    """The fields of the tree that tell the reward that the session was given before its end."""
-    if session.earned is None:
-        return {"reward": None, "reward_parts": {}, "step_rewards": {}}
-    return session.earned.model_dump()
-
-
-def _prompt(prompt: Prompt, numbers: dict[Turn, int]) -> dict[str, Any]:
+def _describe_prompt(prompt: Prompt, numbers: dict[Turn, int]) -> dict[str, Any]:
     return {
         "parent_turn": None if prompt.continues is None else numbers[prompt.continues],
         "num_tokens": prompt.end,
@@ -47,7 +43,7 @@ def _prompt(prompt: Prompt, numbers: dict[Turn, int]) -> dict[str, Any]:
     }
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
+def _describe_turn(turn: Turn) -> dict[str, Any]:
     versions = turn.versions
     return {
         "prompt": turn.prompt.index,
