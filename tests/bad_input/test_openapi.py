@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
-from sf_core.dataplane.control.openapi import document
+from sf_core.dataplane.control.openapi import make_document
 from sf_core.dataplane.gateway.dialects.registry import AGENTS_PATH
 from tests.bad_input.refusals import check_sentence
 from tests.patience import patience
@@ -32,9 +32,9 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-API = schemathesis.openapi.from_dict(document(make_app().routes))
+API = schemathesis.openapi.from_dict(make_document(make_app().routes))
 API.config.phases.coverage.enabled = False
-WIDE = schemathesis.openapi.from_dict(document(make_app().routes))
+WIDE = schemathesis.openapi.from_dict(make_document(make_app().routes))
 
 
 @pytest.fixture(scope="module")

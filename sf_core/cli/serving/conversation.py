@@ -62,7 +62,7 @@ class SessionPrinter:
             self._printer.message(message)
         new = f", {len(prompt.ids)} of them new" if prompt.start else ""
         tokens = f"{prompt.end} tokens{new}"
-        self._printer.say(f"prompt, {tokens}", self._renderer.shown(prompt.ids.tolist()), "dim")
+        self._printer.say(f"prompt, {tokens}", self._renderer.decode_with_special(prompt.ids.tolist()), "dim")
 
     def _show_turn(self, turn: Turn) -> None:
         self._num_turns += 1

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from sf_core.cli.serving.conversation import Printer, in_words
 from sf_core.dataplane.chat.json_text import mend_json
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.registry import answering
+from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.sessions.session import Session
 
 _OURS = {"host", "content-length", "accept-encoding", "connection", "authorization", "x-api-key"}
@@ -71,7 +71,7 @@ class Forward:
         return StreamingResponse(parts(), answer.status_code, media_type=media)
 
     def _show_request(self, path: str, body: bytes) -> None:
-        if (dialect := answering(path)) is None:
+        if (dialect := find_dialect(path)) is None:
             return
         try:
             sent, _ = mend_json(body)

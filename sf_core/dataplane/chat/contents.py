@@ -60,7 +60,7 @@ def kind_of_media(mime_type: str) -> str:
     return _MEDIA.get(mime_type.partition("/")[0], OTHER)
 
 
-def texts(content: Any, where: str, left_out: LeftOut | None = None) -> list[str]:
+def read_texts(content: Any, where: str, left_out: LeftOut | None = None) -> list[str]:
     """The texts of a string or a list of parts; absent content has none. Raises ApiError for parts that are
     no text, or with `left_out` puts a sentence in their place."""
     if content is None:
@@ -88,18 +88,18 @@ def _text(part: Any, where: str, left_out: LeftOut | None) -> str:
 
 def read_content(content: Any, where: str) -> Content:
     """The canonical content of a message that is no tool result. Raises ApiError."""
-    return content if isinstance(content, str) else canonical(texts(content, where))
+    return content if isinstance(content, str) else canonical(read_texts(content, where))
 
 
 def canonical(found: list[str]) -> Content:
     return [{"type": "text", "text": text} for text in found] if len(found) > 1 else "".join(found)
 
 
-def joined(content: Content, between: str = "") -> str:
+def join_texts(content: Content, between: str = "") -> str:
     """All text of a canonical content."""
     return content if isinstance(content, str) else between.join(part["text"] for part in content)
 
 
-def result_text(content: Any, where: str, left_out: LeftOut) -> str:
+def read_result(content: Any, where: str, left_out: LeftOut) -> str:
     """The content of a tool result, of which chat templates take one text."""
-    return "\n".join(texts(content, where, left_out))
+    return "\n".join(read_texts(content, where, left_out))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
-from sf_core.dataplane.chat.contents import joined
+from sf_core.dataplane.chat.contents import join_texts
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
 
@@ -46,7 +46,7 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 def text_of(message: Message) -> str:
     """The text of a message, parts each on a line of their own as vLLM joins them."""
-    return joined(message["content"], "\n")
+    return join_texts(message["content"], "\n")
 
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
@@ -64,7 +64,7 @@ def extend_chain(key: bytes, message: Message) -> bytes:
 def as_said(message: Message) -> Message:
     """An answer without its reasoning and name, in one part: how a recorded one is known."""
     said = {name: value for name, value in message.items() if name not in ("reasoning_content", "name")}
-    return said | {"content": joined(said["content"])}
+    return said | {"content": join_texts(said["content"])}
 
 
 def without_ids(message: Message) -> Message:

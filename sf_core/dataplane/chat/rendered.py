@@ -29,7 +29,7 @@ class Reader:
         Texts are compared, because sampled ids may differ from those the tokenizer makes of the same text."""
         if not messages:
             return False
-        text = self._renderer.shown(list(seen))
+        text = self._renderer.decode_with_special(list(seen))
         *before, last = messages
         try:
             prompt = self._renderer.render(before, tools)
@@ -44,4 +44,4 @@ class Reader:
     def _readings(self, rendered: str) -> Iterator[str]:
         """The text, and the text encoded and decoded: a decoder may leave out or add spaces."""
         yield rendered
-        yield self._renderer.shown(self._renderer.encode(rendered).tolist())
+        yield self._renderer.decode_with_special(self._renderer.encode(rendered).tolist())

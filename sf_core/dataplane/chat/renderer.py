@@ -167,9 +167,9 @@ class Renderer:
         if self._skipped.keys().isdisjoint(marks):
             return self.decode
         hidden = {token for shown, token in self._skipped.items() if shown not in marks}
-        return lambda ids: self.shown([token for token in ids if token not in hidden])
+        return lambda ids: self.decode_with_special([token for token in ids if token not in hidden])
 
-    def shown(self, ids: list[int]) -> str:
+    def decode_with_special(self, ids: list[int]) -> str:
         """Text with special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 

@@ -59,7 +59,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 variables,
-                messages=[self._given(message) for message in messages],
+                messages=[self._adapt(message) for message in messages],
                 tools=tools or None,
                 documents=None,
             )
@@ -68,7 +68,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
-    def _given(self, message: Message) -> Message:
+    def _adapt(self, message: Message) -> Message:
         """The message as the template gets it: its text in parts if the template loops over them."""
         content = message["content"]
         if "reasoning_content" in message:

@@ -174,14 +174,14 @@ class DataplaneClient:
         is_awaited: Callable[[EngineStatus], bool],
         patience_s: float = ENGINE_PATIENCE_S,
     ) -> dict[str, Any]:
-        def awaited() -> str:
+        def tell_awaited() -> str:
             with suppress(httpx.HTTPError):
                 response = self._http.get(self._run, timeout=2.0).raise_for_status()
                 engines = [e for e in response.json()["engines"] if is_awaited(e)]
                 return ", ".join(f"engine {e['id']} is {e['state']}" for e in engines)
             return "the data plane does not answer"
 
-        with waiting_for(what, patience_s, reason=awaited, tell=self._show) as wait:
+        with waiting_for(what, patience_s, reason=tell_awaited, tell=self._show) as wait:
             try:
                 return self._post(path, body, timeout_s=patience_s)
             except httpx.ReadTimeout:

@@ -61,7 +61,7 @@ async def serve_connection(socket: WebSocket, find_run: Callable[[str], ServedRu
     run = find_run(hello.run_id)
     if run is None:
         return await socket.close(wire.UNKNOWN_RUN, f"run {hello.run_id} is not registered")
-    if (reason := _stale(run, hello)) is not None:
+    if (reason := _admit(run, hello)) is not None:
         await socket.send_bytes(wire.pack(wire.Yield(reason)))
         return await socket.close()
     for former in [engine for engine in run.router.engines if engine.lease_id == hello.lease_id]:
@@ -69,8 +69,8 @@ async def serve_connection(socket: WebSocket, find_run: Callable[[str], ServedRu
     await _serve(socket, run, hello)
 
 
-def _stale(run: ServedRun, hello: wire.Hello) -> str | None:
-    """Why this engine must not serve; None if it may."""
+def _admit(run: ServedRun, hello: wire.Hello) -> str | None:
+    """Note the epoch of an engine that may serve; why another one must not."""
     if hello.attempt < run.spec.attempt:
         return "superseded by a later attempt of the flow"
     if hello.lease_id in run.state.revoked_leases:

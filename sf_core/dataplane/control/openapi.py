@@ -41,7 +41,7 @@ REFUSALS = {
 }
 
 
-def document(routes: Iterable[BaseRoute]) -> Schema:
+def make_document(routes: Iterable[BaseRoute]) -> Schema:
     """The document of the control routes among these."""
     components: dict[str, Schema] = {}
     paths: dict[str, Schema] = {}

@@ -16,7 +16,7 @@ from typing import Any
 from sf_core.dataplane.bodies import GroupBody, RunSpec, SessionBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
 from sf_core.dataplane.gateway.keys import Caller
-from sf_core.dataplane.gateway.lookup import Lookup, allowed, no_model
+from sf_core.dataplane.gateway.lookup import Lookup, check_allowed, no_model
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
@@ -151,7 +151,7 @@ class DataPlane:
         may be starting, 429 while memory is full, and 404 once it is complete."""
         if (run := self.runs.get(run_id)) is None:
             raise _not_served(run_id)
-        run = allowed(run, caller)
+        run = check_allowed(run, caller)
         if run.released:
             raise _complete(run) if run.is_complete else _not_served(run_id)
         if self.memory.is_full:

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from sf_core.dataplane import bodies
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream, batch_files
 from sf_core.dataplane.control.control_route import MAX_WAIT_S, Answer, ControlRoute, Handler
-from sf_core.dataplane.control.openapi import document
+from sf_core.dataplane.control.openapi import make_document
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, run_status
 from sf_core.dataplane.errors import ApiError
@@ -40,11 +40,11 @@ def _declare(
 ) -> Callable[[Handler], Handler]:
     """The decorated handler answers this route; see ControlRoute."""
 
-    def declared(handler: Handler) -> Handler:
+    def add_route(handler: Handler) -> Handler:
         CONTROL_ROUTES.append(ControlRoute(method, path, summary, handler, *refusals, **more))
         return handler
 
-    return declared
+    return add_route
 
 
 _get, _post = partial(_declare, "GET"), partial(_declare, "POST")
@@ -263,4 +263,4 @@ async def health(plane: DataPlane) -> Answer:
 
 @_get("/openapi.json", "This document.")
 async def openapi(request: Request) -> Answer:
-    return document(request.app.routes)
+    return make_document(request.app.routes)

@@ -16,7 +16,7 @@ from sf_core.dataplane.runs.run import ServedRun
 
 def batch_status(run: ServedRun, batch: int) -> dict[str, Any]:
     ready = run.readiness(batch)
-    return asdict(ready) | {"waiting_for": _awaited_groups(run, ready), **_workforce(run)}
+    return asdict(ready) | {"waiting_for": _say_awaited_groups(run, ready), **_workforce(run)}
 
 
 def evaluation_status(run: ServedRun, group: Group) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def evaluation_status(run: ServedRun, group: Group) -> dict[str, Any]:
         "done": not missing,
         "finished": group.num_done,
         "num_tasks": group.size,
-        "waiting_for": _awaited(run, sessions),
+        "waiting_for": _say_awaited(run, sessions),
         **_workforce(run),
     }
 
@@ -45,7 +45,7 @@ def run_status(run: ServedRun) -> RunStatus:
         "groups_needed": ready.needed,
         "groups_in_flight": ready.in_flight,
         "tokens_left": _tokens_left(run),
-        "waiting_for": _awaited_groups(run, ready),
+        "waiting_for": _say_awaited_groups(run, ready),
         "sessions_running": len(run.sessions),
         "straggler": straggler(run),
         "work": work_of(run),
@@ -130,16 +130,16 @@ def _workforce(run: ServedRun) -> dict[str, Any]:
     }
 
 
-def _awaited_groups(run: ServedRun, ready: Readiness) -> str:
+def _say_awaited_groups(run: ServedRun, ready: Readiness) -> str:
     what = ready.waiting_for
     if what and (dropped := Counter(run.state.ledger.rejected.values())):
         what += f"; {dropped.total()} dropped since the last batch: {failures_text(dropped)}"
     if what and run.memory.is_full:
         what += f"; {run.memory}, so that groups are begun one at a time: raise --memory-mb"
-    return _awaited(run, what)
+    return _say_awaited(run, what)
 
 
-def _awaited(run: ServedRun, what: str) -> str:
+def _say_awaited(run: ServedRun, what: str) -> str:
     """One sentence: what is waited for, and all that keeps it from coming; empty without a wait."""
     return "; ".join([what, *_obstacles(run)]) if what else ""
 

@@ -29,16 +29,16 @@ def agent_routes(sessions: Lookup[Any]) -> list[Route]:
 
 
 def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
-    def served(request: Request) -> list[str]:
+    def list_served(request: Request) -> list[str]:
         caller = request.scope["caller"]
         return sessions.list_models(caller.session_id(request.scope), caller)
 
     async def models(request: Request) -> Response:
-        return _json(dialect_of(request.scope).model_list(served(request)))
+        return _json(dialect_of(request.scope).model_list(list_served(request)))
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in served(request):
+        if name not in list_served(request):
             raise no_model(name)
         return _json(dialect_of(request.scope).model_entry(name))
 

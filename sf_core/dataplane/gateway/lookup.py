@@ -60,7 +60,7 @@ class Lookup(Generic[Host]):
         """An open session and its run. Raises ApiError 404, and 401 if the caller may not use it."""
         for run in self._runs.values():
             if (session := run.turns.sessions.get(session_id)) is not None:
-                return allowed(run, caller), session
+                return check_allowed(run, caller), session
         raise ApiError(404, f"Session {session_id} is unknown or over.", code="session_not_found")
 
     def list_models(self, session_id: str | None, caller: Caller) -> list[str]:
@@ -68,7 +68,7 @@ class Lookup(Generic[Host]):
         return sorted({run.turns.spec.served_model for run in runs if caller.may_use(run.turns.spec)})
 
 
-def allowed(run: Host, caller: Caller) -> Host:
+def check_allowed(run: Host, caller: Caller) -> Host:
     """The run, if the caller may use it. Raises ApiError 401."""
     if not caller.may_use(run.turns.spec):
         raise wrong_key()

@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sf_core.dataplane.gateway.dialects.registry import answering
+from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.gateway.endpoint import ID_HEADERS
 from sf_core.dataplane.gateway.keepalive import KeptAlive
 from sf_core.dataplane.gateway.metrics import Metrics
@@ -36,8 +36,8 @@ class Observed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            send = _named(scope, send)
-        dialect = answering(scope["path"]) if scope["type"] == "http" else None
+            send = _give_id(scope, send)
+        dialect = find_dialect(scope["path"]) if scope["type"] == "http" else None
         if dialect is None:
             return await self._app(scope, receive, send)
         exchange = _Exchange(receive, send)
@@ -88,7 +88,7 @@ class _Exchange:
         await self._connection.send(message)
 
 
-def _named(scope: Scope, send: Send) -> Send:
+def _give_id(scope: Scope, send: Send) -> Send:
     """Give the request an id, and a `send` that tells it to the client."""
     scope["request_id"] = f"req_{secrets.token_hex(12)}"
     name = scope["request_id"].encode()

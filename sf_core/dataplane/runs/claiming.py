@@ -172,7 +172,7 @@ def _take_judged(run: ServedRun, runner: str, limit: int) -> list[Session]:
 def _take_whole(run: ServedRun, group: Group) -> list[Session]:
     """The answers of a group that no runner has; none if the end of one of them came in between. Then the
     group is rejected, if that one was scored, or the others wait for another answer."""
-    unjudged = [session for session in run.state.answered_of(group) if not session.runner]
+    unjudged = [session for session in run.state.list_answered(group) if not session.runner]
     if not unjudged or run.reject_halves([group]):
         return []
     if len(unjudged) == group.num_left:

@@ -131,9 +131,9 @@ def readiness(ledger: Ledger, batch: int) -> Readiness:
     waiting_for = ""
     if batch > ledger.next_batch:
         waiting_for = f"batch {ledger.next_batch}, which comes first"
-    elif missing := [text for outside in (False, True) if (text := _missing(ledger, accepted, outside))]:
+    elif missing := [text for outside in (False, True) if (text := _say_missing(ledger, accepted, outside))]:
         waiting_for = " and ".join(missing)
-    elif rules.on_max_lag == "wait" and (late := _late(ledger, _take_earliest(ledger), batch)):
+    elif rules.on_max_lag == "wait" and (late := _find_late(ledger, _take_earliest(ledger), batch)):
         waiting_for = f"groups that would exceed the lag bound of {ledger.lag_bound}: {late}"
     return Readiness(not waiting_for, len(accepted), needed, in_flight, waiting_for)
 
@@ -147,7 +147,7 @@ def choose(ledger: Ledger, batch: int) -> Batch:
         raise ValueError(f"batch {batch} was sealed before this data plane knew the run")
     chosen = _take_earliest(ledger)
     # with `wait` none is late, or the batch would not be ready
-    late = _late(ledger, chosen, batch)
+    late = _find_late(ledger, chosen, batch)
     gone = {*chosen, *late}
     dropped = late + [
         group.index
@@ -213,7 +213,7 @@ def _num_admissible(ledger: Ledger, is_full: bool = False, outside: bool = False
     return num_groups
 
 
-def _missing(ledger: Ledger, accepted: list[Group], outside: bool) -> str:
+def _say_missing(ledger: Ledger, accepted: list[Group], outside: bool) -> str:
     """What the next batch lacks of one kind; empty if nothing."""
     num_accepted = sum(group.is_outside is outside for group in accepted)
     needed = _places(ledger, outside)
@@ -248,7 +248,7 @@ def _take_earliest(ledger: Ledger) -> list[int]:
     return [group.index for group in sorted(chosen, key=lambda group: (deadline(group), group.index))]
 
 
-def _late(ledger: Ledger, chosen: list[int], batch: int) -> list[int]:
+def _find_late(ledger: Ledger, chosen: list[int], batch: int) -> list[int]:
     """In-flight groups that keep `batch` from being made of `chosen`: were they left behind, the batches up
     to some deadline could not hold all groups due by then. As few as possible, earliest first."""
     taken = set(chosen)

@@ -236,7 +236,7 @@ def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | No
     if isinstance(report, FinishBody) and not report.has_reward:
         return WrongField("reward", "A finished session needs a reward that is a finite number.")
     for answer in report.step_rewards:
-        if session.turn_named(answer) is None:
+        if session.find_turn_id(answer) is None:
             sentence = f"step_rewards names {answer!r}, which is the id of no answer of this session."
             return WrongField("step_rewards", sentence)
     return None

@@ -230,7 +230,7 @@ class Ledger:
         answer to the last seal."""
         return batch == self.next_batch or (batch == self.next_batch - 1 and batch in self.batches)
 
-    def done_before(self, batch: int) -> list[int]:
+    def list_done_before(self, batch: int) -> list[int]:
         """Groups consumed or rejected before this batch, which is the last sealed one or the next."""
         later = {group for b, sealed in self.batches.items() if b >= batch for group in sealed.groups}
         later |= {group for b, sealed in self.batches.items() if b >= batch for group in sealed.rejected}

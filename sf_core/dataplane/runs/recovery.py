@@ -209,12 +209,12 @@ async def begin_attempt(run: ServedRun, spec: RunSpec) -> bool:
     starts_over = not run.state.ledger.knows_batch(spec.iteration)
     if spec.attempt > run.spec.attempt:
         run.fault = ""
-        for session in _claimed(run):
+        for session in _list_claimed(run):
             lose(run, session)
             if session.session_id in run.sessions and spec.judges_groups != run.spec.judges_groups:
                 run.take_back(session, "answers are scored in another way from now on")
     if starts_over:
-        for session in _claimed(run):
+        for session in _list_claimed(run):
             run.take_back(session, "the run starts over")
         outside = run.reject_outside("started_over")
         past.events.extend(Rejected(index, "started_over") for index in outside)
@@ -225,7 +225,7 @@ async def begin_attempt(run: ServedRun, spec: RunSpec) -> bool:
     return starts_over
 
 
-def _claimed(run: ServedRun) -> list[Session]:
+def _list_claimed(run: ServedRun) -> list[Session]:
     return [session for session in run.sessions.values() if not session.is_external]
 
 
@@ -273,7 +273,7 @@ def _go_on(run: ServedRun) -> None:
         run.reject([index], reason)
     run.reject_halves(ledger.groups.values())
     run.fault = explain_drops(run.state)
-    for session in _claimed(run):
+    for session in _list_claimed(run):
         if not run.state.counts(session):
             run.state.forget(session.session_id)
         elif session.runner:

@@ -138,7 +138,7 @@ class Sealer:
         """Raises ValueError if every session of the batch failed by its agent or its reward."""
         run = self._run
         sessions = run.state.results_of(batch.groups)
-        if not all(failed_by_itself(session, run.spec.was_warmed) for session in sessions):
+        if not all(has_failed_by_itself(session, run.spec.was_warmed) for session in sessions):
             return
         counts = failures_text(count_failures(session.status for session in sessions))
         last = sessions[-1].error or run.state.recent.last_error
@@ -238,7 +238,7 @@ def _newest_version(result: FinishedSession) -> int:
     return result.max_version or 0
 
 
-def failed_by_itself(session: FinishedSession, was_warmed: bool) -> bool:
+def has_failed_by_itself(session: FinishedSession, was_warmed: bool) -> bool:
     """Whether a session failed by its agent or its reward, not by what the policy sampled. Calls that cannot
     be parsed are the policy's fault if a warm start has shown it how to write them."""
     if session.status not in ("agent_error", "reward_error", "unparsed_call"):

@@ -151,7 +151,7 @@ class RunState:
         """Results of these groups, in order."""
         return [self.results.by_place[place] for group in groups for place in self.places_of(group)]
 
-    def answered_of(self, group: Group) -> list[Session]:
+    def list_answered(self, group: Group) -> list[Session]:
         """Sessions of a group that have answered and are not scored yet, in order of their places."""
         sessions = self.sessions_of(group.split, group.index)
         return [session for session in sessions if session.answer is not None and self.counts(session)]
@@ -160,7 +160,7 @@ class RunState:
         """Whether some answers of a group were scored and another one will not be with them."""
         if not (self.spec.judges_groups and group.is_half_judged):
             return False
-        return sum(not session.waits_for_group for session in self.answered_of(group)) < group.num_left
+        return sum(not session.waits_for_group for session in self.list_answered(group)) < group.num_left
 
     # --- what events do
 
@@ -201,7 +201,7 @@ class RunState:
         together."""
         group = self.ledger.train_group_of(claim)
         if self.spec.judges_groups and group is not None:
-            self.scoring.queue_group(group, self.answered_of(group), self.serving_s)
+            self.scoring.queue_group(group, self.list_answered(group), self.serving_s)
 
     def _register(self, spec: RunSpec) -> None:
         if spec.attempt > self.spec.attempt:
@@ -321,7 +321,7 @@ class RunState:
             "iteration": iteration,
             "version": self.weights.version,
             "weights_uri": self.weights.uri,
-            "done_groups": ledger.done_before(iteration),
+            "done_groups": ledger.list_done_before(iteration),
         }
         head: list[RunEvent] = [events.Registered(self.spec.model_copy(update=progress))]
         head += map(events.Revoked, sorted(self.revoked_leases))

@@ -17,7 +17,7 @@ from sf_core.config.failures import Status
 from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
-from sf_core.dataplane.sessions.tree import Node, line
+from sf_core.dataplane.sessions.tree import Node, walk_line
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
 _Path = list[tuple[Node, int]]
@@ -39,12 +39,12 @@ def export_session(
     """The report of its end has a reward, even for a failure."""
     assert report.reward is not None
     finished_at = time.time()
-    steps = {session.turn_named(answer): step for answer, step in report.step_rewards.items()}
+    steps = {session.find_turn_id(answer): step for answer, step in report.step_rewards.items()}
     rewards = {turn: steps.get(session.turn_id(turn.prompt, turn.sample)) for turn in session.turns}
     reach: _Reach = {}
     trajectories = []
     for branch, leaf in enumerate(_leaves(session.turns)):
-        path = list(line(leaf, leaf.end))[::-1]
+        path = list(walk_line(leaf, leaf.end))[::-1]
         parent, shared_prefix = _find_shared(path, reach)
         _cover(path, branch, reach)
         token_ids, logprobs, versions = _columns(path, leaf.end)
@@ -120,7 +120,7 @@ def _whole_parent(turn: Turn) -> Turn | None:
     """The previous turn on this turn's line, if the line holds all of that turn and its tools are the same:
     a branch has one set of tools, even where the template does not show them."""
     prompt = turn.prompt
-    for node, end in line(prompt.parent, prompt.start):
+    for node, end in walk_line(prompt.parent, prompt.start):
         if isinstance(node, Turn):
             return node if end == node.end and node.prompt.tools == prompt.tools else None
     return None

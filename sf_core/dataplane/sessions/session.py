@@ -168,7 +168,7 @@ class Session:
         """The finished turn with this id; searched from the latest one back."""
         return next((t for t in reversed(self.turns) if self.turn_id(t.prompt, t.sample) == turn_id), None)
 
-    def turn_named(self, answer_id: str) -> str | None:
+    def find_turn_id(self, answer_id: str) -> str | None:
         """Id of the turn whose answer has this id in one of the APIs; None if it is of another session."""
         found = re.search(re.escape(self.session_id) + r"\.\d+\.\d+(?!\d)", answer_id)
         return None if found is None else found[0]

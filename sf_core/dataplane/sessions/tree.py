@@ -95,7 +95,7 @@ class Prompt:
     @property
     def version(self) -> int:
         """Policy version of the last sampled token before it; 0 if there is none."""
-        for node, end in line(self, self.end):
+        for node, end in walk_line(self, self.end):
             if isinstance(node, Turn) and end > node.start:
                 return int(node.versions[end - node.start - 1])
         return 0
@@ -180,7 +180,7 @@ class Turn:
 Node = Prompt | Turn
 
 
-def line(node: Node | None, end: int) -> Iterator[tuple[Node, int]]:
+def walk_line(node: Node | None, end: int) -> Iterator[tuple[Node, int]]:
     """The nodes that hold the first `end` tokens of a node's line, latest first, with the end of each."""
     while node is not None:
         yield node, end
@@ -207,7 +207,7 @@ class Tapes:
         """All ids up to the end of a node, int32."""
         parts: list[Ids] = []
         tape: array[int] = array("i")
-        for part, end in line(node, node.end):
+        for part, end in walk_line(node, node.end):
             kept = next((i for i, (tip, _) in enumerate(self._tapes) if tip is part), None)
             if kept is not None and end == part.end:
                 tape = self._tapes.pop(kept)[1]
@@ -263,7 +263,7 @@ def place_at(node: Node | None, at: int) -> TreePosition:
 
 def last_whole_turn(place: TreePosition) -> Turn | None:
     """The last turn that the line up to a place holds whole."""
-    for node, end in line(place.node, place.at):
+    for node, end in walk_line(place.node, place.at):
         if isinstance(node, Turn) and end == node.end:
             return node
     return None

@@ -93,7 +93,7 @@ class AnswerReader:
         pieces = renderer.token_bytes(ids)
         if start == 0 and pieces:
             # the text of an answer has no spaces where SentencePiece marks that it begins with a word
-            shown = renderer.shown(ids[:1]).encode()
+            shown = renderer.decode_with_special(ids[:1]).encode()
             if pieces[0].lstrip(b" ") == shown.lstrip(b" "):
                 pieces[0] = shown
         new = [

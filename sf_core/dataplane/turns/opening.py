@@ -55,10 +55,10 @@ def count_tokens(renderer: Renderer, request: TurnRequest) -> int:
 def open_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> Prompt:
     """The prompt of a request in its session. Raises ApiError if it cannot be rendered."""
     if request.text_or_ids is not None:
-        return session.open_ids(_given_ids(renderer, request.text_or_ids))
+        return session.open_ids(_read_ids(renderer, request.text_or_ids))
     try:
         renderer = renderer.with_options(request.template_options)
-        forced = _forced_text(request, renderer)
+        forced = _make_forced_text(request, renderer)
         messages = request.messages
         if request.merges_system:
             messages = renderer.merge_late_system(messages)
@@ -127,14 +127,14 @@ def _make_grammar(renderer: Renderer, request: TurnRequest) -> str:
     return answer_grammar(request.schema, request.tools if request.calls_tools else [], renderer)
 
 
-def _given_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
+def _read_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
     ids = renderer.encode(given).tolist() if isinstance(given, str) else given
     if not 0 <= min(ids) <= max(ids) < renderer.vocab_size:
         raise WrongField("prompt", f"Token ids must be from 0 to {renderer.vocab_size - 1}.")
     return ids
 
 
-def _forced_text(request: TurnRequest, renderer: Renderer) -> str:
+def _make_forced_text(request: TurnRequest, renderer: Renderer) -> str:
     """The beginning of an answer that must call a tool; empty if it need not."""
     choice = request.tool_choice
     if choice.kind != "required":

@@ -163,7 +163,7 @@ def test_what_is_shown_has_the_ids_of_the_whole_text(tokenizer: str) -> None:
         )
     ]
     shown = encode(made, Demonstration(messages))
-    said = made.shown(shown.token_ids[shown.said].tolist())
+    said = made.decode_with_special(shown.token_ids[shown.said].tolist())
     assert said == "a fox<|im_end|>quick<|im_end|>"
     whole = made.encode(made.render(messages, [])).tolist()
     assert shown.token_ids.tolist() == whole[: len(shown.token_ids)]

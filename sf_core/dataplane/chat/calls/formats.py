@@ -31,7 +31,7 @@ FORMATS = {
 
 def format_of(render: Callable[[list[Message], list[Tool]], str]) -> str:
     """The name of the format that reads the calls which a template writes; empty if none does."""
-    written = {num: _written(render, _CALLS[:num]) for num in (1, 2)}
+    written = {num: _show_calls(render, _CALLS[:num]) for num in (1, 2)}
     texts = {num: text for num, text in written.items() if text is not None}
     fitting = [
         name
@@ -46,7 +46,7 @@ def format_of(render: Callable[[list[Message], list[Tool]], str]) -> str:
     )
 
 
-def _written(render: Callable[[list[Message], list[Tool]], str], calls: list[ToolCall]) -> str | None:
+def _show_calls(render: Callable[[list[Message], list[Tool]], str], calls: list[ToolCall]) -> str | None:
     """What a template shows of calls, and what it shows behind them: where the rendering of an answer differs
     from that of another one. None if it refuses them."""
     made = [tool_call(f"abcdefgh{n}", call.name, call.arguments) for n, call in enumerate(calls)]

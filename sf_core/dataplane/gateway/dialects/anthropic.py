@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import LeftOut, canonical, result_text, texts
+from sf_core.dataplane.chat.contents import LeftOut, canonical, read_result, read_texts
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -129,7 +129,7 @@ class AnthropicReply:
             content.append({"type": "text", "text": answer.content})
         content += [_tool_use(call, msgspec.json.decode(call.arguments)) for call in answer.calls]
         usage = _usage(answer.num_prompt_tokens, answer.num_sampled_tokens)
-        return msgspec.json.encode(self._head | {"content": content, "usage": usage} | _stopped(answer))
+        return msgspec.json.encode(self._head | {"content": content, "usage": usage} | _describe_end(answer))
 
     def start(self, num_prompt_tokens: int) -> bytes:
         unstopped: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -153,7 +153,7 @@ class AnthropicReply:
 
     def end_turn(self, index: int, answer: Answer) -> bytes:
         usage = _usage(answer.num_prompt_tokens, answer.num_sampled_tokens)
-        delta = {"type": "message_delta", "delta": _stopped(answer), "usage": usage}
+        delta = {"type": "message_delta", "delta": _describe_end(answer), "usage": usage}
         return self._end() + encode_event(delta)
 
     def end(self, answers: list[Answer]) -> bytes:
@@ -204,7 +204,7 @@ def _effort(body: Body) -> Any:
 
 
 def _system_message(content: Any, where: str) -> list[Message]:
-    text = "".join(texts(content, where))
+    text = "".join(read_texts(content, where))
     return [{"role": "system", "content": text}] if text else []
 
 
@@ -257,11 +257,11 @@ def _block_texts(block: Any, role: str, where: str) -> list[str]:
         return []
     if kind != "text":
         raise WrongField(where, f"{where}: {kind} blocks are not supported for {role}")
-    return texts([block], where)
+    return read_texts([block], where)
 
 
 def _tool_result(block: dict[str, Any], where: str, left_out: LeftOut) -> Message:
-    content = result_text(block.get("content"), f"{where}.content", left_out)
+    content = read_result(block.get("content"), f"{where}.content", left_out)
     return {"role": "tool", "content": content, "tool_call_id": block.get("tool_use_id")}
 
 
@@ -275,7 +275,7 @@ def _tool_use(call: MadeCall, given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": given}
 
 
-def _stopped(answer: Answer) -> dict[str, Any]:
+def _describe_end(answer: Answer) -> dict[str, Any]:
     reason = STOP_REASONS[answer.finish_reason]
     if answer.stop is not None and reason == "end_turn":
         reason = "stop_sequence"

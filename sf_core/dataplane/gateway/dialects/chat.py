@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import LeftOut, read_content, result_text
+from sf_core.dataplane.chat.contents import LeftOut, read_content, read_result
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -152,7 +152,7 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
         raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}")
     parsed: Message = {"role": message["role"]}
     if message["role"] == "tool":
-        parsed["content"] = result_text(message.get("content"), f"{where}.content", left_out)
+        parsed["content"] = read_result(message.get("content"), f"{where}.content", left_out)
         parsed["tool_call_id"] = message.get("tool_call_id")
     else:
         parsed["content"] = read_content(message.get("content"), f"{where}.content")

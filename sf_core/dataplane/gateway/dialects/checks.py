@@ -75,7 +75,7 @@ def check_choice(choice: ToolChoice, tools: list[Tool], where: str = "tool_choic
     return choice
 
 
-def named_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[Tool]:
+def pick_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[Tool]:
     """The tools of these names. Raises ApiError if one names no tool."""
     known = [tool["function"]["name"] for tool in tools]
     if unknown := [repr(name) for name in names if name not in known]:
@@ -148,7 +148,7 @@ def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[st
     """The body without the fields that the run ignores. Refuses others that are not supported and would
     change the answer; `done` are those that are."""
     named = sorted(name for outer in _UNDONE.keys() & body.keys() for name in _UNDONE[outer])
-    given = ((name, _field(body, name)) for name in named if name not in ignored and name not in done)
+    given = ((name, _get_inner(body, name)) for name in named if name not in ignored and name not in done)
     refused = (name for name, value in given if value is not None and value not in UNDONE[name])
     if (name := next(refused, None)) is not None:
         instead = "".join(f", or make it {json.dumps(value)}" for value in UNDONE[name])
@@ -168,7 +168,7 @@ _UNDONE = {
 """Names in `UNDONE` by the field of the body that holds them: a body has few of them."""
 
 
-def _field(body: Body, name: str) -> Any:
+def _get_inner(body: Body, name: str) -> Any:
     outer, _, inner = name.partition(".")
     value = body.get(outer)
     if not inner:
@@ -188,7 +188,7 @@ def _without(body: Body, name: str) -> Body:
 def answer_schema(body: Body, *names: str) -> Schema | None:
     """The schema of the answer in one of these fields, in the form that OpenAI and Anthropic gave it."""
     for name in names:
-        given = _field(body, name)
+        given = _get_inner(body, name)
         if given is None:
             continue
         if not isinstance(given, dict):

@@ -24,10 +24,10 @@ from sf_core.dataplane.gateway.dialects.checks import (
     check_conversation,
     function_tool,
     get,
-    named_tools,
     number,
     parse_arguments,
     parse_stop,
+    pick_tools,
     positive,
     read_sampling,
     refuse,
@@ -151,7 +151,7 @@ class GoogleReply:
 
     def whole(self, answers: list[Answer]) -> bytes:
         candidates = [
-            _candidate(i, _said(answer), answer.logprobs) | _finished(answer)
+            _candidate(i, _said(answer), answer.logprobs) | _describe_end(answer)
             for i, answer in enumerate(answers)
         ]
         return msgspec.json.encode(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
@@ -168,7 +168,7 @@ class GoogleReply:
         return b""
 
     def end(self, answers: list[Answer]) -> bytes:
-        candidates = [_candidate(i, []) | _finished(answer) for i, answer in enumerate(answers)]
+        candidates = [_candidate(i, []) | _describe_end(answer) for i, answer in enumerate(answers)]
         return self._event(candidates, usageMetadata=_usage(answers))
 
     def fail(self, error: ApiError, request_id: str) -> bytes:
@@ -234,7 +234,7 @@ def _parse_choice(body: Body, tools: list[Tool], left_out: LeftOut) -> tuple[Too
     if choice is None:
         raise WrongField(where, f"{where}.mode must be one of {', '.join(MODES)}")
     allowed = get(config, "allowed_function_names", (list,), [])
-    shown = named_tools(tools, allowed, where) if allowed else tools
+    shown = pick_tools(tools, allowed, where) if allowed else tools
     if choice.kind == "required" and len(allowed) == 1:
         return ToolChoice("required", allowed[0]), tools
     return check_choice(choice, shown, where), shown
@@ -383,7 +383,7 @@ def _part(event: Event) -> dict[str, Any]:
     return {"text": event}
 
 
-def _finished(answer: Answer) -> dict[str, str]:
+def _describe_end(answer: Answer) -> dict[str, str]:
     return {"finishReason": FINISH_REASONS[answer.finish_reason]}
 
 

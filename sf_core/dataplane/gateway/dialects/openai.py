@@ -7,7 +7,7 @@ from typing import Any
 
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
-from sf_core.dataplane.gateway.dialects.checks import Body, check_choice, get, named_tools
+from sf_core.dataplane.gateway.dialects.checks import Body, check_choice, get, pick_tools
 from sf_core.dataplane.gateway.dialects.protocol import Count, data_event
 from sf_core.dataplane.turns.answer import Answer, TokenLogprob
 from sf_core.dataplane.turns.request import ToolChoice
@@ -77,7 +77,7 @@ def read_choice(body: Body, tools: list[Tool], named: Any) -> tuple[ToolChoice, 
         entries = get(allowed, "tools", (list,), [])
         functions = [entry.get("function", entry) if isinstance(entry, dict) else None for entry in entries]
         names = [function.get("name") if isinstance(function, dict) else None for function in functions]
-        tools, choice = named_tools(tools, names, "tool_choice"), get(allowed, "mode", (str,), "auto")
+        tools, choice = pick_tools(tools, names, "tool_choice"), get(allowed, "mode", (str,), "auto")
     if isinstance(choice, dict) and isinstance(named, str):
         return check_choice(ToolChoice("required", named, parallel), tools), tools
     if choice not in ("auto", "none", "required"):

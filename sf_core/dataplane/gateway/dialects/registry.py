@@ -42,7 +42,7 @@ _COUNTING = [
 ]
 
 
-def answering(path: str) -> Dialect | None:
+def find_dialect(path: str) -> Dialect | None:
     """The dialect that answers this path with turns."""
     below = _below(path)
     return next((dialect for pattern, dialect in _ANSWERING if pattern.match(below)), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sf_core.dataplane.chat.contents import LeftOut, joined, read_content, result_text
+from sf_core.dataplane.chat.contents import LeftOut, join_texts, read_content, read_result
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -157,7 +157,7 @@ def _recall(messages: list[Message], item_id: Any, session: Session, where: str)
     if named["kind"] == "msg":
         answer = {"role": "assistant", "content": turn.message["content"]}
         last = messages[-1] if messages else {}
-        if last.get("role") != "assistant" or not joined(last["content"]).endswith(turn.message["content"]):
+        if last.get("role") != "assistant" or not join_texts(last["content"]).endswith(answer["content"]):
             _add_message(messages, answer, where)
     elif named["kind"] == "rs":
         _add_reasoning(messages, turn.message.get("reasoning_content", ""))
@@ -183,7 +183,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_ou
             call = {"id": item["call_id"], "function": function, "type": "function"}
             _open_answer(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            content = result_text(item.get("output"), f"{where}.output", left_out)
+            content = read_result(item.get("output"), f"{where}.output", left_out)
             messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         case kind:
             raise WrongField(where, f"{where}: items of type {kind} are not supported")
@@ -199,7 +199,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
         last["content"] = content
     elif role == "assistant" and last.get("tool_calls"):
         # text after an unanswered call belongs to the same answer
-        last["content"] = joined(last["content"]) + joined(content)
+        last["content"] = join_texts(last["content"]) + join_texts(content)
     else:
         named = {"name": item["name"]} if isinstance(item.get("name"), str) else {}
         messages.append({"role": role, "content": content} | named)

@@ -119,7 +119,7 @@ class DialectTests:
             assert whole.end == self.ends[answer.finish_reason]
             assert whole.usage == (NUM_PROMPT_TOKENS, NUM_SAMPLED_TOKENS)
             for size in (1, 3, 1000):
-                streamed = _streamed(self._reply({"stream": True}), [answer], size)
+                streamed = _stream(self._reply({"stream": True}), [answer], size)
                 assert self.hear_stream(streamed) == [whole], f"in pieces of {size} characters"
                 assert len(list(read_events(streamed))) > 1
             # of which one comes where nothing is sampled for a while (keepalive.py)
@@ -136,7 +136,7 @@ class DialectTests:
         usage = (NUM_PROMPT_TOKENS, 3 * NUM_SAMPLED_TOKENS)
         for heard in (
             self.hear(self._reply(asked).whole(answers)),
-            self.hear_stream(_streamed(self._reply(asked | {"stream": True}), answers, 2)),
+            self.hear_stream(_stream(self._reply(asked | {"stream": True}), answers, 2)),
         ):
             assert [one.text for one in heard] == [answer.content for answer in answers]
             assert {one.usage for one in heard} == {usage}
@@ -217,7 +217,7 @@ def _answer(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> A
     return Answer("s.0.0", message, "stop", None, NUM_PROMPT_TOKENS, NUM_SAMPLED_TOKENS, None)
 
 
-def _streamed(reply: Reply, answers: list[Answer], size: int) -> bytes:
+def _stream(reply: Reply, answers: list[Answer], size: int) -> bytes:
     """The bytes of a stream in which texts come in pieces of `size` characters, answers in turns."""
     sent = [reply.start(NUM_PROMPT_TOKENS)]
     for events in zip_longest(*(_said(answer, size) for answer in answers)):

@@ -21,7 +21,7 @@ from openai import AsyncOpenAI
 from sf_core.agents.command import agent_of
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.gateway.dialects.registry import answering as dialect_of
+from sf_core.dataplane.gateway.dialects.registry import find_dialect as dialect_of
 from sf_core.types import Endpoint, Task
 from tests.patience import patience
 from tests.sf_core.dataplane.gateway.dialects.clients import CLIENTS

@@ -49,7 +49,7 @@ def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iter
             return
         start = len(prompt_ids)
         end = next((i for i in range(start, len(whole)) if whole[i] in made.stop_texts), None)
-        if end is None or not _is_said(said, text := made.shown(whole[start:end])):
+        if end is None or not _is_said(said, text := made.decode_with_special(whole[start:end])):
             return
         ids = [*odd_ids(made, text, rng), whole[end]]
         recorded = [*prompt.full_ids().tolist(), *ids]

@@ -11,7 +11,7 @@ from typing import Any
 from sf_core.config.rollout_config import RolloutConfig
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.normalised import normalise
-from sf_core.dataplane.gateway.dialects.registry import answering
+from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.dataplane.turns import opening
 from sf_core.surroundings import select_inherited, vllm_python
@@ -31,7 +31,7 @@ def ours(kind: str, tokenizer: str, request: Request) -> Ids | None:
 
 def open_prompt(kind: str, tokenizer: str, request: Request, session: Session) -> Prompt:
     """The prompt of a request in a session. Raises ApiError."""
-    dialect = answering(request.path)
+    dialect = find_dialect(request.path)
     assert dialect is not None
     body = dialect.read(json.loads(json.dumps(request.body)), request.path)
     [parsed] = dialect.parse(normalise(body, RolloutConfig().normalised), session)

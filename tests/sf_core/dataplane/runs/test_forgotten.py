@@ -51,7 +51,7 @@ def test_a_file_of_outcomes_that_cannot_be_read_is_named_and_a_run_goes_on_witho
             for operation in ("play", "seal", "publish"):
                 await getattr(driver, operation)()
         await driver.commit()
-        done = driver.run.state.ledger.done_before(3)
+        done = driver.run.state.ledger.list_done_before(3)
         at = {"attempt": 2, "iteration": 3, "version": driver.version, "done_groups": done}
         await driver.register(**at)
         await driver.plane.close()

@@ -54,7 +54,7 @@ def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Rende
     assert (run.state.ledger.next_batch, run.router.weights.version) == (6, 6)
     assert list(run.sessions) == [open_claim["session_id"]]
     assert len(run.sessions[open_claim["session_id"]].turns) == 2
-    assert run.state.ledger.done_before(6) == list(range(6))
+    assert run.state.ledger.list_done_before(6) == list(range(6))
     assert isinstance(asyncio.run(first_event(journal)), Registered)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.gateway.dialects.registry import answering
+from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.dataplane.runs.run import ServedRun
@@ -156,7 +156,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Rend
 
 async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, int]]) -> Said:
     """Content of a stream in this dialect; each chunk comes with the number of event loop turns after it."""
-    session, dialect = Session("s"), answering(path)
+    session, dialect = Session("s"), find_dialect(path)
     assert dialect is not None
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
     [request] = dialect.parse(body, session)
