@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sf_core.recipes.advantages import AnyAdvantage, GroupAdvantage
+from sf_core.recipes.advantages import AnyAdvantage, Grpo
 from sf_core.recipes.losses import Critic, LossConfig
 from sf_core.recipes.samples import Score
 from sf_core.recipes.selections import AnySelection
@@ -86,7 +86,7 @@ class TrainConfig(Settings):
     """Maximum gradient norm; larger gradients are scaled down to it. 1e9 leaves them as they are."""
     select: AnySelection | None = None
     """Which sessions of a batch train; advantages are made of these alone. Empty: all of them."""
-    advantage: AnyAdvantage = GroupAdvantage()
+    advantage: AnyAdvantage = Grpo()
     """Advantage of every token, from the rewards."""
     weights: tuple[AnyWeight, ...] = ()
     """What leaves tokens out, or shapes their advantage; one after the other."""

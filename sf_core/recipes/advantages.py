@@ -21,7 +21,7 @@ class Advantage(Component):
         raise NotImplementedError
 
 
-class GroupAdvantage(Advantage):
+class Grpo(Advantage):
     """Reward of a session minus the mean of its group, over a standard deviation (GRPO, Shao et al. 2024,
     eq. 3)."""
 
@@ -113,7 +113,7 @@ class TwoLevel(Advantage):
         codes = np.unique(np.stack(peers)[:, own], axis=1, return_inverse=True)[1].reshape(-1)
         scores = np.zeros(len(returns))
         scores[own] = standard(returns[own], codes, 1)
-        found = [row.copy() for row in GroupAdvantage()(samples)]
+        found = [row.copy() for row in Grpo()(samples)]
         for (row, tokens), score in zip(places, scores, strict=True):
             found[row][tokens] += np.where(masks[row][tokens], np.float32(self.omega * score), 0)
         return found
@@ -237,16 +237,7 @@ class CustomAdvantage(Advantage):
 
 # in the order in which the form tells them apart: those with few fields first
 AnyAdvantage = Annotated[
-    LeaveOneOut
-    | Relative
-    | RoleBaseline
-    | Tree
-    | Whitened
-    | CustomAdvantage
-    | TwoLevel
-    | Pair
-    | GroupAdvantage
-    | Gae,
+    LeaveOneOut | Relative | RoleBaseline | Tree | Whitened | CustomAdvantage | TwoLevel | Pair | Grpo | Gae,
     Field(discriminator="kind"),
     or_kind("group"),
 ]

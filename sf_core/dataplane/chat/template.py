@@ -31,7 +31,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        environment = _environment()
+        environment = _make_environment()
         tree = environment.parse(source)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         """Variables that it reads."""
@@ -209,7 +209,7 @@ class _Generation(jinja2.ext.Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _make_environment() -> ImmutableSandboxedEnvironment:
     # the environment that transformers gives to chat templates
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 import orjson
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from sf_core.dataplane.bodies import EngineStatus, RunStatus
 from sf_core.waits import Wait, waiting_for
@@ -53,8 +53,9 @@ UNANSWERED = (httpx.HTTPError, DataplaneError)
 """Errors of a data plane that is away or does not know the run."""
 
 
-class _UnavailableError(DataplaneError):
-    """The call was refused temporarily and is retried."""
+def _is_temporary(error: BaseException) -> bool:
+    is_refused = isinstance(error, DataplaneError) and error.status == 503
+    return is_refused or isinstance(error, httpx.TransportError)
 
 
 class DataplaneClient:
@@ -199,17 +200,15 @@ class DataplaneClient:
 
     def _call(self, method: str, path: str, **request: Any) -> Any:
         for attempt in Retrying(
-            retry=retry_if_exception_type((httpx.TransportError, _UnavailableError)),
+            retry=retry_if_exception(_is_temporary),
             stop=stop_after_delay(self._patience_s),
             wait=wait_exponential(multiplier=0.05, max=2.0),
             reraise=True,
         ):
             with attempt:
                 response = self._request(method, path, **request)
-                if response.status_code == 503:
-                    raise _UnavailableError(f"{method} {path}: {refusal_of(response)}", 503)
-        if response.status_code >= 400:
-            raise DataplaneError(f"{method} {path}: {refusal_of(response)}", response.status_code)
+                if response.status_code >= 400:
+                    raise DataplaneError(f"{method} {path}: {refusal_of(response)}", response.status_code)
         return msgspec.json.decode(response.content)
 
     def _request(self, method: str, path: str, **request: Any) -> httpx.Response:

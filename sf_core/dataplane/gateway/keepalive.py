@@ -95,7 +95,5 @@ class KeptAlive:
 
 
 def _is_event_stream(message: Message) -> bool:
-    return any(
-        name == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in message.get("headers", [])
-    )
+    kind: bytes = dict(message.get("headers", ())).get(b"content-type", b"")
+    return kind.startswith(b"text/event-stream")

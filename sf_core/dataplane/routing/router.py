@@ -135,7 +135,7 @@ class Router:
     def sweep(self) -> None:
         """Refuse requests that waited too long, drop silent engines, rebalance; called once a second."""
         now = time.monotonic()
-        for generation in self.waiting.find_waiting_since(now - self.limits.patience_s):
+        for generation in [g for g in self.waiting if g.waiting_since < now - self.limits.patience_s]:
             self._refuse(generation, self.obstacle(generation.floor))
         for engine in self.engines:
             if engine.is_still and now - engine.heard_at > self.limits.patience_s:

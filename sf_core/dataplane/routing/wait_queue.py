@@ -56,6 +56,3 @@ class WaitQueue:
     def keep(self, passed_over: list[Generation], num_seen: int) -> None:
         """Replace the first `num_seen` generations by those passed over, which go on waiting."""
         self._line[:num_seen] = passed_over
-
-    def find_waiting_since(self, moment: float) -> list[Generation]:
-        return [generation for generation in self._line if generation.waiting_since < moment]

@@ -132,10 +132,6 @@ class RecentResults:
         self.failures_in_a_row += 1
         self.last_error = error
 
-    def forget_discarded(self, sealed: Mapping[str, Any]) -> None:
-        """Leave out the discarded sessions that the answer about a sealed batch tells of."""
-        self.discarded -= Counter(sealed.get("discarded", {}))
-
     def forget_failures(self) -> None:
         """Reset the failures, whose cause may have been mended."""
         self.discarded.clear()

@@ -107,7 +107,7 @@ class RunState:
                 ledger.seal(index, batch)
                 self.answers[index] = answer
                 self.answers.pop(index - 2, None)
-                self.recent.forget_discarded(answer)
+                self.recent.discarded -= Counter(answer.get("discarded", {}))
                 for group in batch.groups:
                     self._drop_results(group)
                 return [dropped for group in batch.rejected for dropped in self._drop_group(group)]

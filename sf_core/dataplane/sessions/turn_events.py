@@ -37,9 +37,6 @@ class SampledTokens(NamedTuple):
     logprobs: npt.NDArray[np.float32]
     versions: Ids
 
-    def since(self, start: int) -> SampledTokens:
-        return SampledTokens(self.ids[start:], self.logprobs[start:], self.versions[start:])
-
     @classmethod
     def join(cls, parts: Sequence[SampledTokens]) -> SampledTokens:
         return cls(*map(np.concatenate, zip(*parts, strict=True))) if parts else NO_TOKENS
@@ -144,7 +141,8 @@ class TurnEnded(OfTurn, tag="ended"):
     @classmethod
     def of(cls, key: TurnKey, turn: Turn, num_recorded: int) -> TurnEnded:
         """The end of a turn whose first `num_recorded` tokens are recorded already."""
-        tail = SampledTokens(turn.ids, turn.logprobs, turn.versions).since(num_recorded)
+        rest = slice(num_recorded, None)
+        tail = SampledTokens(turn.ids[rest], turn.logprobs[rest], turn.versions[rest])
         facts = (getattr(turn, name) for name in _TURN_FACTS)
         return cls(key, tail, msgspec.json.encode(turn.message), *facts)
 

@@ -29,9 +29,8 @@ class AnswerReader:
         self.num_read = 0
         """Number of tokens read."""
         self.stops = StopStrings(request.stop)
-        has_one_call = request.calls_tools and not request.tool_choice.parallel
-        self._has_one_call = has_one_call
-        self.reads_singly = bool(request.stop) or has_one_call
+        self._has_one_call = request.calls_tools and not request.tool_choice.parallel
+        self.reads_singly = bool(request.stop) or self._has_one_call
         """Whether the answer may end before the engine ends it, so that tokens are read one by one."""
         self.logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
         """Log-probs of the tokens read; None if the request did not ask for them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, between_tags
+from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, read_between_tags
 from sf_core.dataplane.chat.calls.values import as_text, value_of
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
@@ -32,7 +32,7 @@ def _split(tools: list[Tool]) -> CallSplitter:
             at = argument.end()
         return ToolCall(name, arguments) if at == len(text) else None
 
-    return MarkedCalls(between_tags(parse), CALL_START)
+    return MarkedCalls(read_between_tags(parse), CALL_START)
 
 
 def _render(call: ToolCall) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sf_core.dataplane.chat.calls.json_calls import open_call, read_call, render_call
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, between_tags
+from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, read_between_tags
 from sf_core.dataplane.chat.tool_formats import CallSplitter, Tool, ToolFormat
 
 
 def _split(tools: list[Tool]) -> CallSplitter:
     return MarkedCalls(
-        between_tags(lambda text: read_call(text, tools, "arguments"), shows_end=True), CALL_START
+        read_between_tags(lambda text: read_call(text, tools, "arguments"), shows_end=True), CALL_START
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, between_tags
+from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START, MarkedCalls, read_between_tags
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.tool_formats import (
     CallSplitter,
@@ -27,7 +27,7 @@ def _split(tools: list[Tool]) -> CallSplitter:
         first, schema = next(iter(parameters.items()))
         return ToolCall(name, {first: _convert(argument, schema.get("type"))})
 
-    return MarkedCalls(between_tags(parse), CALL_START)
+    return MarkedCalls(read_between_tags(parse), CALL_START)
 
 
 def _render(call: ToolCall) -> str:

@@ -63,7 +63,7 @@ class MarkedCalls:
         return parts
 
 
-def between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: bool = False) -> Read:
+def read_between_tags(parse: Callable[[str], ToolCall | None], *, shows_end: bool = False) -> Read:
     """Reads calls between `<tool_call>` and `</tool_call>`. `shows_end`: no call that is cut parses, so that
     the last one needs no closing tag."""
 

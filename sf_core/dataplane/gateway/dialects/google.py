@@ -151,7 +151,7 @@ class GoogleReply:
 
     def whole(self, answers: list[Answer]) -> bytes:
         candidates = [
-            _candidate(i, _said(answer), answer.logprobs) | _describe_end(answer)
+            _candidate(i, _list_events(answer), answer.logprobs) | _describe_end(answer)
             for i, answer in enumerate(answers)
         ]
         return msgspec.json.encode(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
@@ -360,7 +360,7 @@ def _result(given: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> M
     return {"role": "tool", "content": content, "tool_call_id": found[0]["id"]}
 
 
-def _said(answer: Answer) -> list[Event]:
+def _list_events(answer: Answer) -> list[Event]:
     thought = [Reasoning(answer.reasoning)] if answer.reasoning else []
     return [*thought, *([answer.content] if answer.content else []), *answer.calls]
 

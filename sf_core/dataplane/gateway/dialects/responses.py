@@ -171,7 +171,7 @@ def _recall(messages: list[Message], item_id: Any, session: Session, where: str)
 def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_out: LeftOut) -> None:
     match item.get("type", "message"):
         case "reasoning":
-            _add_reasoning(messages, _reasoning(item, where))
+            _add_reasoning(messages, _read_reasoning(item, where))
         case "message":
             _add_message(messages, item, where)
         case "function_call":
@@ -205,7 +205,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
         messages.append({"role": role, "content": content} | named)
 
 
-def _reasoning(item: dict[str, Any], where: str) -> str:
+def _read_reasoning(item: dict[str, Any], where: str) -> str:
     """The text of a reasoning item: its content, or its summary. vLLM takes the first part."""
     parts = get(item, "content", (list,), []) or get(item, "summary", (list,), [])
     text = parts[0].get("text") if parts and isinstance(parts[0], dict) else ""

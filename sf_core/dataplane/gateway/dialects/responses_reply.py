@@ -167,6 +167,10 @@ class ResponsesReply:
         item = self._items[-1]
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **fields)
 
+    def _show_item(self, stage: str, item: dict[str, Any]) -> bytes:
+        """The last item is added or done."""
+        return self._event(f"response.output_item.{stage}", output_index=len(self._items) - 1, item=item)
+
     def _begin_item(self, kind: str) -> bytes:
         if self._open == kind:
             return b""
@@ -174,9 +178,7 @@ class ResponsesReply:
         self._open = kind
         item = self._text_item(kind, "", "in_progress")
         self._items.append(item)
-        added = self._event(
-            "response.output_item.added", output_index=len(self._items) - 1, item=item | {"content": []}
-        )
+        added = self._show_item("added", item | {"content": []})
         part = self._item_event("response.content_part.added", content_index=0, part=_part(kind, ""))
         return ended + added + part
 
@@ -200,31 +202,19 @@ class ResponsesReply:
         if kind == "message":
             part["logprobs"] += self._take_logprobs()
             logprobs = {"logprobs": part["logprobs"]}
-        return b"".join(
-            [
-                self._item_event(
-                    f"response.{part['type']}.done", content_index=0, text=part["text"], **logprobs
-                ),
-                self._item_event("response.content_part.done", content_index=0, part=part),
-                self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
-            ]
-        )
+        kind = f"response.{part['type']}.done"
+        data = self._item_event(kind, content_index=0, text=part["text"], **logprobs)
+        data += self._item_event("response.content_part.done", content_index=0, part=part)
+        return data + self._show_item("done", item)
 
     def _send_call(self, call: MadeCall) -> bytes:
         item = self._call_item(call)
         self._items.append(item)
-        at = len(self._items) - 1
-        begun = item | {"arguments": "", "status": "in_progress"}
-        return b"".join(
-            [
-                self._event("response.output_item.added", output_index=at, item=begun),
-                self._item_event("response.function_call_arguments.delta", delta=call.arguments),
-                self._item_event(
-                    "response.function_call_arguments.done", name=call.name, arguments=call.arguments
-                ),
-                self._event("response.output_item.done", output_index=at, item=item),
-            ]
-        )
+        data = self._show_item("added", item | {"arguments": "", "status": "in_progress"})
+        data += self._item_event("response.function_call_arguments.delta", delta=call.arguments)
+        kind = "response.function_call_arguments.done"
+        data += self._item_event(kind, name=call.name, arguments=call.arguments)
+        return data + self._show_item("done", item)
 
 
 def _status(answer: Answer) -> str:

@@ -220,14 +220,14 @@ def _answer(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> A
 def _stream(reply: Reply, answers: list[Answer], size: int) -> bytes:
     """The bytes of a stream in which texts come in pieces of `size` characters, answers in turns."""
     sent = [reply.start(NUM_PROMPT_TOKENS)]
-    for events in zip_longest(*(_said(answer, size) for answer in answers)):
+    for events in zip_longest(*(_cut_answer(answer, size) for answer in answers)):
         pieces = [(i, Pieces([event], None)) for i, event in enumerate(events) if event is not None]
         sent += [reply.piece(*piece) for piece in pieces]
     sent += [reply.end_turn(i, answer) for i, answer in enumerate(answers)]
     return b"".join([*sent, reply.end(answers)])
 
 
-def _said(answer: Answer, size: int) -> list[Event]:
+def _cut_answer(answer: Answer, size: int) -> list[Event]:
     thought = [Reasoning(part) for part in _cut(answer.reasoning, size)]
     return [*thought, *_cut(answer.content, size), *answer.calls]
 

@@ -133,7 +133,7 @@ def test_members_of_groups_that_have_begun_and_held_out_sessions_are_given_out_a
             ("holdout", 0, task) for task in range(3)
         ]
         group = driver.run.state.ledger.evaluations[0]
-        assert "memory" not in evaluation_status(driver.run, 0, group)["waiting_for"]
+        assert "memory" not in evaluation_status(driver.run, group)["waiting_for"]
         await driver.plane.close()
 
     asyncio.run(scenario())
