@@ -12,7 +12,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from sf_core.engines.protocol import StepEngine, WeightsRefusedError
-from sf_core.engines.testing import EngineTests, awake, drain, ids_of, raised, sampled_by, until
+from sf_core.engines.testing import EngineTests, awake, catch, drain, ids_of, sample_by_both, until
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
 
@@ -39,126 +39,124 @@ class ModelEngineTests(EngineTests):
         distribution that is drawn from."""
         raise NotImplementedError
 
-    def damaged(self) -> WeightsRef:
+    def make_damaged(self) -> WeightsRef:
         """Weights whose file is cut off."""
         raise NotImplementedError
 
     def test_a_stop_token_ends_a_request_and_is_part_of_it(self) -> None:
-        expected = self.alone()
-        engine = self.serving()
-        stop = expected[7]
-        # an id that never comes is no hindrance
-        engine.submit(replace(self.request("r"), stop_token_ids=(self.vocab_size - 1, stop)))
-        chunks = drain(engine)
-        ended = min(expected.index(token) for token in (self.vocab_size - 1, stop) if token in expected)
-        assert ids_of(chunks) == expected[: ended + 1]
-        assert chunks[-1].finish_reason is FinishReason.STOP
-        engine.rest()
+        expected = self.sample_alone()
+        with self.serve() as engine:
+            stop = expected[7]
+            # an id that never comes is no hindrance
+            engine.submit(replace(self.request("r"), stop_token_ids=(self.vocab_size - 1, stop)))
+            chunks = drain(engine)
+            ended = min(expected.index(token) for token in (self.vocab_size - 1, stop) if token in expected)
+            assert ids_of(chunks) == expected[: ended + 1]
+            assert chunks[-1].finish_reason is FinishReason.STOP
 
     def test_a_sequence_ends_at_the_end_of_the_context(self) -> None:
-        engine = self.serving()
-        prompt = [5 + i % 40 for i in range(self.context_length - 9)]
-        engine.submit(replace(self.request("r"), prompt_ids=prompt, max_tokens=100))
-        chunks = drain(engine)
-        assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (9, FinishReason.LENGTH)
-        engine.rest()
+        with self.serve() as engine:
+            prompt = [5 + i % 40 for i in range(self.context_length - 9)]
+            engine.submit(replace(self.request("r"), prompt_ids=prompt, max_tokens=100))
+            chunks = drain(engine)
+            assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (9, FinishReason.LENGTH)
 
     def test_requests_that_cannot_be_done_are_refused_at_once(self) -> None:
-        engine, request, length = self.serving(), self.request("r"), self.context_length
-        wrong = {
-            f"prompt has 0 tokens; allowed are 1 to {length - 1}": replace(request, prompt_ids=[]),
-            f"prompt has {length} tokens": replace(request, prompt_ids=[5] * length),
-            f"an id outside the vocabulary of {self.vocab_size}": replace(
-                request, prompt_ids=[5, self.vocab_size]
-            ),
-            "outside the vocabulary": replace(request, prompt_ids=[-1]),
-            "max_tokens is 0": replace(request, max_tokens=0),
-        }
-        for message, refused in wrong.items():
-            assert message in str(raised(lambda: engine.submit(refused), ValueError))  # noqa: B023
-        assert engine.num_requests == 0
-        engine.rest()
+        request, length = self.request("r"), self.context_length
+        with self.serve() as engine:
+            wrong = {
+                f"prompt has 0 tokens; allowed are 1 to {length - 1}": replace(request, prompt_ids=[]),
+                f"prompt has {length} tokens": replace(request, prompt_ids=[5] * length),
+                f"an id outside the vocabulary of {self.vocab_size}": replace(
+                    request, prompt_ids=[5, self.vocab_size]
+                ),
+                "outside the vocabulary": replace(request, prompt_ids=[-1]),
+                "max_tokens is 0": replace(request, max_tokens=0),
+            }
+            for message, refused in wrong.items():
+                assert message in str(catch(lambda: engine.submit(refused), ValueError))  # noqa: B023
+            assert engine.num_requests == 0
 
     def test_log_probs_are_those_of_a_full_forward_pass_under_every_sampling(self) -> None:
-        engine = self.serving()
-        requests = [
-            replace(self.request(f"{i}"), sampling=sampling) for i, sampling in enumerate(self.samplings)
-        ]
-        self.check_answers(engine, requests)
+        with self.serve() as engine:
+            requests = [
+                replace(self.request(f"{i}"), sampling=sampling) for i, sampling in enumerate(self.samplings)
+            ]
+            self.check_answers(engine, requests)
 
     def test_more_seeded_requests_than_a_step_prefills_all_end_with_right_log_probs(self) -> None:
-        engine = self.serving()
-        requests = [
-            replace(self.request(f"{i}", seed=i), prompt_ids=[*self.prompt, *([9 + i % 20] * (i % 17))])
-            for i in range(self.num_at_once)
-        ]
-        self.check_answers(engine, requests)
+        with self.serve() as engine:
+            requests = [
+                replace(self.request(f"{i}", seed=i), prompt_ids=[*self.prompt, *([9 + i % 20] * (i % 17))])
+                for i in range(self.num_at_once)
+            ]
+            self.check_answers(engine, requests)
 
     def test_tokens_before_an_update_are_by_the_old_weights_and_after_it_by_the_new(self) -> None:
-        engine = self.serving()
-        request = replace(self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt))
+        with self.serve() as engine:
+            request = replace(
+                self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt)
+            )
 
-        def update() -> list[Chunk]:
-            awake(engine, self.weights(0))
-            engine.submit(request)
-            chunks: list[Chunk] = []
-            until(lambda: chunks.extend(engine.step()), lambda: len(ids_of(chunks)) >= 3)
-            engine.pause()
-            chunks += awake(engine, self.weights(1))
-            engine.resume()
-            return chunks + drain(engine)
+            def update() -> list[Chunk]:
+                awake(engine, self.weights(0))
+                engine.submit(request)
+                chunks: list[Chunk] = []
+                until(lambda: chunks.extend(engine.step()), lambda: len(ids_of(chunks)) >= 3)
+                engine.pause()
+                chunks += awake(engine, self.weights(1))
+                engine.resume()
+                return chunks + drain(engine)
 
-        self.check_logprobs(request, sampled_by({0, 1}, update))
-        engine.rest()
+            self.check_logprobs(request, sample_by_both(update))
 
     def test_damaged_weights_are_refused_and_the_old_ones_serve_on(self) -> None:
-        expected = self.alone()
-        engine = self.serving()
-        engine.submit(self.request("r"))
-        chunks: list[Chunk] = []
+        expected = self.sample_alone()
+        with self.serve() as engine:
+            engine.submit(self.request("r"))
+            chunks: list[Chunk] = []
 
-        def go_on() -> None:
-            while True:
-                chunks.extend(engine.step())
+            def go_on() -> None:
+                while True:
+                    chunks.extend(engine.step())
 
-        engine.take_weights(self.damaged())
-        error = raised(go_on, WeightsRefusedError)
-        assert "safetensors" in str(error)
-        assert ids_of(chunks + drain(engine)) == expected
-        awake(engine, self.weights(2))
-        engine.rest()
-        engine.take_weights(self.damaged())
-        assert "safetensors" in str(raised(go_on, ValueError))
-        engine.rest()
+            engine.take_weights(self.make_damaged())
+            error = catch(go_on, WeightsRefusedError)
+            assert "safetensors" in str(error)
+            assert ids_of(chunks + drain(engine)) == expected
+            awake(engine, self.weights(2))
+            engine.rest()
+            engine.take_weights(self.make_damaged())
+            assert "safetensors" in str(catch(go_on, ValueError))
 
     def test_weights_that_follow_each_other_sample_under_their_own_names(self) -> None:
-        engine = self.serving()
-        request = replace(self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt))
-        engine.submit(request)
-        chunks: list[Chunk] = []
-        for i in range(12):
-            engine.pause()
-            engine.take_weights(self.weights(1 + i % 2))
-            # so that the next ones come at any moment of taking these
-            engine.wait(0.004 * i)
-            engine.take_weights(self.weights(2 - i % 2))
-            engine.resume()
-            chunks += engine.step()
-        self.check_logprobs(request, chunks + awake(engine, self.weights(0)) + drain(engine))
-        engine.rest()
+        with self.serve() as engine:
+            request = replace(
+                self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt)
+            )
+            engine.submit(request)
+            chunks: list[Chunk] = []
+            for i in range(12):
+                engine.pause()
+                engine.take_weights(self.weights(1 + i % 2))
+                # so that the next ones come at any moment of taking these
+                engine.wait(0.004 * i)
+                engine.take_weights(self.weights(2 - i % 2))
+                engine.resume()
+                chunks += engine.step()
+            self.check_logprobs(request, chunks + awake(engine, self.weights(0)) + drain(engine))
 
     def test_weights_that_took_the_place_of_others_and_are_refused_leave_an_engine_that_serves(self) -> None:
-        engine = self.serving()
-        for num_steps in range(8):
-            request = self.request("r", stream=True)
-            engine.submit(request)
-            engine.take_weights(self.weights(1 + num_steps % 2))
-            chunks = [chunk for _ in range(num_steps) for chunk in engine.step()]
-            # of a version that it does not hold yet
-            engine.take_weights(replace(self.damaged(), version=3))
-            raised(lambda: until(lambda: chunks.extend(engine.step()), lambda: False), WeightsRefusedError)  # noqa: B023
-            self.check_logprobs(request, chunks + drain(engine))
-        engine.rest()
+        with self.serve() as engine:
+            for num_steps in range(8):
+                request = self.request("r", stream=True)
+                engine.submit(request)
+                engine.take_weights(self.weights(1 + num_steps % 2))
+                chunks = [chunk for _ in range(num_steps) for chunk in engine.step()]
+                # of a version that it does not hold yet
+                engine.take_weights(replace(self.make_damaged(), version=3))
+                catch(lambda: until(lambda: chunks.extend(engine.step()), lambda: False), WeightsRefusedError)  # noqa: B023
+                self.check_logprobs(request, chunks + drain(engine))
 
     def check_answers(self, engine: StepEngine, requests: Sequence[GenerationRequest]) -> None:
         """Check the log-probs of requests that are sampled together."""
@@ -167,7 +165,6 @@ class ModelEngineTests(EngineTests):
         chunks = drain(engine)
         for request in requests:
             self.check_logprobs(request, [c for c in chunks if c.request_id == request.request_id])
-        engine.rest()
 
     def check_logprobs(self, request: GenerationRequest, chunks: Sequence[Chunk]) -> None:
         """Check every token's log-prob against the weights of its chunk's version."""

@@ -10,7 +10,8 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import Engine, StepEngine
@@ -42,15 +43,16 @@ def drain(engine: StepEngine) -> list[Chunk]:
     return chunks
 
 
-def sampled_by(versions: set[int], attempt: Callable[[], list[Chunk]]) -> list[Chunk]:
-    """Chunks of the first attempt in which the weights of all these versions sampled: engines that sample on
+def sample_by_both(attempt: Callable[[], list[Chunk]]) -> list[Chunk]:
+    """Chunks of the first attempt in which the weights of versions 0 and 1 sampled: engines that sample on
     between steps may have ended a request before it is interrupted."""
-    attempts: list[list[Chunk]] = []
-    until(
-        lambda: attempts.append(attempt()),
-        lambda: bool(attempts) and {chunk.version for chunk in attempts[-1] if chunk.token_ids} == versions,
-    )
-    return attempts[-1]
+    chunks: list[Chunk] = []
+
+    def try_again() -> None:
+        chunks[:] = attempt()
+
+    until(try_again, lambda: {chunk.version for chunk in chunks if chunk.token_ids} == {0, 1})
+    return chunks
 
 
 def ids_of(chunks: Sequence[Chunk], name: str | None = None) -> list[int]:
@@ -88,200 +90,191 @@ class EngineTests:
         engine.rest()
 
     def test_a_request_ends_once_with_a_log_prob_for_every_token(self) -> None:
-        engine = self.serving()
-        for name, stream in (("whole", False), ("streamed", True)):
-            engine.submit(self.request(name, stream=stream))
-        assert engine.num_requests == 2
-        chunks = drain(engine)
-        for name in ("whole", "streamed"):
-            own = [chunk for chunk in chunks if chunk.request_id == name]
-            assert [chunk.finish_reason is not None for chunk in own] == [False] * (len(own) - 1) + [True]
-            assert 0 < len(ids_of(own)) <= self.num_tokens
-            assert own[-1].finish_reason is not FinishReason.ABORT
-            if own[-1].finish_reason is FinishReason.LENGTH:
-                assert len(ids_of(own)) == self.num_tokens
-        for chunk in chunks:
-            assert len(chunk.token_ids) == len(chunk.logprobs)
-            assert all(math.isfinite(logprob) and logprob <= 0 for logprob in chunk.logprobs)
-            assert chunk.version == 0
-        engine.rest()
+        with self.serve() as engine:
+            for name, stream in (("whole", False), ("streamed", True)):
+                engine.submit(self.request(name, stream=stream))
+            assert engine.num_requests == 2
+            chunks = drain(engine)
+            for name in ("whole", "streamed"):
+                own = [chunk for chunk in chunks if chunk.request_id == name]
+                assert [chunk.finish_reason is not None for chunk in own] == [False] * (len(own) - 1) + [True]
+                assert 0 < len(ids_of(own)) <= self.num_tokens
+                assert own[-1].finish_reason is not FinishReason.ABORT
+                if own[-1].finish_reason is FinishReason.LENGTH:
+                    assert len(ids_of(own)) == self.num_tokens
+            for chunk in chunks:
+                assert len(chunk.token_ids) == len(chunk.logprobs)
+                assert all(math.isfinite(logprob) and logprob <= 0 for logprob in chunk.logprobs)
+                assert chunk.version == 0
 
     def test_a_streamed_request_is_reported_token_by_token(self) -> None:
-        engine = self.serving()
-        engine.submit(self.request("r", stream=True))
-        chunks = drain(engine)
-        assert len([chunk for chunk in chunks if chunk.token_ids]) == len(ids_of(chunks))
-        engine.rest()
+        with self.serve() as engine:
+            engine.submit(self.request("r", stream=True))
+            chunks = drain(engine)
+            assert len([chunk for chunk in chunks if chunk.token_ids]) == len(ids_of(chunks))
 
     def test_the_tokens_of_a_request_do_not_depend_on_the_others(self) -> None:
-        expected = self.alone()
-        engine = self.serving()
-        engine.submit(self.request("before", seed=4))
-        early = engine.step()
-        engine.submit(self.request("r"))
-        engine.submit(self.request("after", seed=5))
-        assert ids_of(early + drain(engine), "r") == expected
-        engine.rest()
+        expected = self.sample_alone()
+        with self.serve() as engine:
+            engine.submit(self.request("before", seed=4))
+            early = engine.step()
+            engine.submit(self.request("r"))
+            engine.submit(self.request("after", seed=5))
+            assert ids_of(early + drain(engine), "r") == expected
 
     def test_a_name_is_taken_until_its_request_has_ended(self) -> None:
-        expected = self.alone()
-        engine = self.serving()
-        engine.submit(self.request("r"))
-        error = raised(lambda: engine.submit(self.request("r")), ValueError)
-        assert "'r'" in str(error)
-        drain(engine)
-        engine.submit(self.request("r"))
-        assert ids_of(drain(engine)) == expected
-        engine.rest()
+        expected = self.sample_alone()
+        with self.serve() as engine:
+            engine.submit(self.request("r"))
+            error = catch(lambda: engine.submit(self.request("r")), ValueError)
+            assert "'r'" in str(error)
+            drain(engine)
+            engine.submit(self.request("r"))
+            assert ids_of(drain(engine)) == expected
 
     def test_an_aborted_request_goes_on_elsewhere_without_a_lost_or_repeated_token(self) -> None:
-        expected = self.alone()
+        expected = self.sample_alone()
         for num_steps in (0, 1, 3, 17):
-            engine = self.serving()
-            engine.submit(self.request("r", stream=num_steps == 3))
-            chunks = [chunk for _ in range(num_steps) for chunk in engine.step()]
-            if engine.num_requests:
-                chunks += engine.abort(["r", "unknown"])
-                # some engines sample on between steps, up to the end
-                assert chunks[-1].finish_reason is FinishReason.ABORT or ids_of(chunks) == expected
-            assert engine.num_requests == 0
-            engine.rest()
+            with self.serve() as engine:
+                engine.submit(self.request("r", stream=num_steps == 3))
+                chunks = [chunk for _ in range(num_steps) for chunk in engine.step()]
+                if engine.num_requests:
+                    chunks += engine.abort(["r", "unknown"])
+                    # some engines sample on between steps, up to the end
+                    assert chunks[-1].finish_reason is FinishReason.ABORT or ids_of(chunks) == expected
+                assert engine.num_requests == 0
             done = ids_of(chunks)
             if len(done) < len(expected):
-                other = self.serving()
-                other.submit(self.request("r", done=done))
-                done += ids_of(drain(other))
-                other.rest()
+                with self.serve() as other:
+                    other.submit(self.request("r", done=done))
+                    done += ids_of(drain(other))
             assert done == expected
 
     def test_abort_ends_all_requests_or_those_that_are_named(self) -> None:
-        engine = self.serving()
-        for name in "abc":
-            engine.submit(self.request(name))
-        assert [chunk.request_id for chunk in engine.abort(["b"])][-1:] == ["b"]
-        assert engine.num_requests == 2
-        assert sorted({chunk.request_id for chunk in engine.abort()}) == ["a", "c"]
-        assert engine.num_requests == 0 and engine.step() == []
-        engine.rest()
+        with self.serve() as engine:
+            for name in "abc":
+                engine.submit(self.request(name))
+            assert [chunk.request_id for chunk in engine.abort(["b"])][-1:] == ["b"]
+            assert engine.num_requests == 2
+            assert sorted({chunk.request_id for chunk in engine.abort()}) == ["a", "c"]
+            assert engine.num_requests == 0 and engine.step() == []
 
     def test_tokens_carry_the_version_of_the_weights_that_sampled_them(self) -> None:
-        engine = self.serving()
-        engine.submit(self.request("r"))
-        chunks = [chunk for _ in range(3) for chunk in engine.step()]
-        engine.pause()
-        chunks += awake(engine, self.weights(7))
-        engine.resume()
-        chunks += drain(engine)
-        versions = [chunk.version for chunk in chunks]
-        assert versions == sorted(versions) and set(versions) <= {0, 7}
-        assert chunks[-1].finish_reason is not None
-        engine.submit(self.request("next"))
-        assert {chunk.version for chunk in drain(engine)} == {7}
-        engine.rest()
+        with self.serve() as engine:
+            engine.submit(self.request("r"))
+            chunks = [chunk for _ in range(3) for chunk in engine.step()]
+            engine.pause()
+            chunks += awake(engine, self.weights(7))
+            engine.resume()
+            chunks += drain(engine)
+            versions = [chunk.version for chunk in chunks]
+            assert versions == sorted(versions) and set(versions) <= {0, 7}
+            assert chunks[-1].finish_reason is not None
+            engine.submit(self.request("next"))
+            assert {chunk.version for chunk in drain(engine)} == {7}
 
     def test_newer_weights_take_the_place_of_those_on_their_way(self) -> None:
-        engine = self.serving()
-        engine.submit(self.request("r"))
-        engine.take_weights(self.weights(1))
-        chunks = awake(engine, self.weights(2)) + drain(engine)
-        assert {chunk.version for chunk in chunks} <= {0, 2}
-        engine.rest()
+        with self.serve() as engine:
+            engine.submit(self.request("r"))
+            engine.take_weights(self.weights(1))
+            chunks = awake(engine, self.weights(2)) + drain(engine)
+            assert {chunk.version for chunk in chunks} <= {0, 2}
 
     def test_a_paused_engine_samples_nothing_and_takes_weights(self) -> None:
-        expected = self.alone()
-        engine = self.serving()
-        chunks: list[Chunk] = []
+        expected = self.sample_alone()
+        with self.serve() as engine:
+            chunks: list[Chunk] = []
 
-        def pause() -> None:
+            def pause() -> None:
+                engine.resume()
+                chunks[:] = drain(engine)
+                engine.submit(self.request("r", stream=True))
+                chunks[:] = engine.step()
+                engine.pause()
+                # what was sampled before may still be reported
+                chunks.extend(chunk for _ in range(20) for chunk in engine.step())
+
+            # some engines sample on between steps, up to the end
+            until(pause, lambda: engine.num_requests == 1)
+            assert ids_of([chunk for _ in range(20) for chunk in engine.step()]) == []
             engine.resume()
-            chunks[:] = drain(engine)
-            engine.submit(self.request("r", stream=True))
-            chunks[:] = engine.step()
+            assert ids_of(chunks + drain(engine)) == expected
             engine.pause()
-            # what was sampled before may still be reported
-            chunks.extend(chunk for _ in range(20) for chunk in engine.step())
-
-        # some engines sample on between steps, up to the end
-        until(pause, lambda: engine.num_requests == 1)
-        assert ids_of([chunk for _ in range(20) for chunk in engine.step()]) == []
-        engine.resume()
-        assert ids_of(chunks + drain(engine)) == expected
-        engine.pause()
-        assert awake(engine, self.weights(1)) == []
-        engine.submit(self.request("r"))
-        assert [engine.step() for _ in range(5)] == [[]] * 5
-        engine.resume()
-        assert {chunk.version for chunk in drain(engine)} == {1}
-        engine.rest()
+            assert awake(engine, self.weights(1)) == []
+            engine.submit(self.request("r"))
+            assert [engine.step() for _ in range(5)] == [[]] * 5
+            engine.resume()
+            assert {chunk.version for chunk in drain(engine)} == {1}
 
     def test_after_a_rest_it_serves_again(self) -> None:
-        expected = self.alone()
-        engine = self.serving()
-        engine.submit(self.request("forgotten"))
-        engine.step()
-        engine.rest()
-        assert (engine.version, engine.num_requests, engine.step()) == (None, 0, [])
-        engine.take_weights(self.weights(1))
-        engine.rest()
-        assert engine.step() == [] and engine.version is None
-        awake(engine, self.weights(0))
-        engine.submit(self.request("r"))
-        assert ids_of(drain(engine)) == expected
-        engine.rest()
+        expected = self.sample_alone()
+        with self.serve() as engine:
+            engine.submit(self.request("forgotten"))
+            engine.step()
+            engine.rest()
+            assert (engine.version, engine.num_requests, engine.step()) == (None, 0, [])
+            engine.take_weights(self.weights(1))
+            engine.rest()
+            assert engine.step() == [] and engine.version is None
+            awake(engine, self.weights(0))
+            engine.submit(self.request("r"))
+            assert ids_of(drain(engine)) == expected
 
     def test_any_sequence_of_calls_ends_every_request_once_without_a_lost_or_repeated_token(self) -> None:
-        expected = self.alone()
+        expected = self.sample_alone()
         for seed in range(self.num_sequences):
             self._try_calls(random.Random(seed), expected)
 
     def _try_calls(self, rng: random.Random, expected: list[int]) -> None:
-        engine, version, number, paused = self.serving(), 0, 0, False
-        got: dict[str, list[Chunk]] = defaultdict(list)
+        version, number, paused = 0, 0, False
+        with self.serve() as engine:
+            got: dict[str, list[Chunk]] = defaultdict(list)
 
-        def note(chunks: list[Chunk]) -> None:
-            for chunk in chunks:
-                got[chunk.request_id].append(chunk)
+            def note(chunks: list[Chunk]) -> None:
+                for chunk in chunks:
+                    got[chunk.request_id].append(chunk)
 
-        for _ in range(rng.randrange(8, 40)):
-            match rng.choice(("submit", "submit", "abort", "update", "pause", "rest", *["step"] * 6)):
-                case "submit":
-                    engine.submit(self.request(f"{number}", stream=rng.random() < 0.3))
-                    number += 1
-                case "abort":
-                    name = f"{rng.randrange(number + 1)}"
-                    note(engine.abort(None if rng.random() < 0.2 else [name]))
-                case "update":
-                    version += 1
-                    engine.take_weights(self.weights(version))
-                case "pause":
-                    paused = not paused
-                    (engine.pause if paused else engine.resume)()
-                case "rest" if rng.random() < 0.2:
-                    note(engine.abort())
-                    engine.rest()
-                    version += 1
-                    awake(engine, self.weights(version))
-                case _:
-                    note(engine.step())
-        engine.resume()
-        note(drain(engine))
-        assert sorted(got) == sorted(f"{i}" for i in range(number))
-        for chunks in got.values():
-            assert [c.finish_reason is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
-            versions = [chunk.version for chunk in chunks if chunk.token_ids]
-            assert versions == sorted(versions)
-            ids = ids_of(chunks)
-            if set(versions) <= {0}:
-                assert ids == expected[: len(ids)]
-            if chunks[-1].finish_reason is FinishReason.LENGTH:
-                assert len(ids) == self.num_tokens
-        engine.rest()
+            for _ in range(rng.randrange(8, 40)):
+                match rng.choice(("submit", "submit", "abort", "update", "pause", "rest", *["step"] * 6)):
+                    case "submit":
+                        engine.submit(self.request(f"{number}", stream=rng.random() < 0.3))
+                        number += 1
+                    case "abort":
+                        name = f"{rng.randrange(number + 1)}"
+                        note(engine.abort(None if rng.random() < 0.2 else [name]))
+                    case "update":
+                        version += 1
+                        engine.take_weights(self.weights(version))
+                    case "pause":
+                        paused = not paused
+                        (engine.pause if paused else engine.resume)()
+                    case "rest" if rng.random() < 0.2:
+                        note(engine.abort())
+                        engine.rest()
+                        version += 1
+                        awake(engine, self.weights(version))
+                    case _:
+                        note(engine.step())
+            engine.resume()
+            note(drain(engine))
+            assert sorted(got) == sorted(f"{i}" for i in range(number))
+            for chunks in got.values():
+                assert [c.finish_reason is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
+                versions = [chunk.version for chunk in chunks if chunk.token_ids]
+                assert versions == sorted(versions)
+                ids = ids_of(chunks)
+                if set(versions) <= {0}:
+                    assert ids == expected[: len(ids)]
+                if chunks[-1].finish_reason is FinishReason.LENGTH:
+                    assert len(ids) == self.num_tokens
 
-    def serving(self, version: int = 0) -> DrivenEngine:
-        """An engine that holds this version."""
+    @contextmanager
+    def serve(self) -> Iterator[DrivenEngine]:
+        """An engine that holds version 0 at the beginning of the block, and rests at its end."""
         engine = DrivenEngine(self.make())
-        awake(engine, self.weights(version))
-        return engine
+        awake(engine, self.weights(0))
+        yield engine
+        engine.rest()
 
     def request(
         self, name: str, *, done: Sequence[int] = (), seed: int = 3, stream: bool = False
@@ -290,12 +283,11 @@ class EngineTests:
         prompt, left = [*self.prompt, *done], self.num_tokens - len(done)
         return GenerationRequest(name, prompt, len(done), left, (), self.sampling(seed), stream)
 
-    def alone(self) -> list[int]:
+    def sample_alone(self) -> list[int]:
         """The tokens that the request gets from version 0 where nothing happens."""
-        engine = self.serving()
-        engine.submit(self.request("r"))
-        ids = ids_of(drain(engine))
-        engine.rest()
+        with self.serve() as engine:
+            engine.submit(self.request("r"))
+            ids = ids_of(drain(engine))
         return ids
 
 
@@ -307,7 +299,7 @@ def until(act: Callable[[], object], is_done: Callable[[], bool]) -> None:
         act()
 
 
-def raised(act: Callable[[], object], kind: type[Exception]) -> Exception:
+def catch(act: Callable[[], object], kind: type[Exception]) -> Exception:
     """The error of this kind that the act raises."""
     try:
         act()

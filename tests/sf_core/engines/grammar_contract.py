@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from sf_core.engines.protocol import StepEngine
-from sf_core.engines.testing import awake, drain, ids_of, raised
+from sf_core.engines.testing import awake, catch, drain, ids_of
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 from tests.properties import examples
 from tests.sf_core.engines.model_contract import FolderEngineTests
@@ -90,94 +90,95 @@ class GrammarEngineTests(FolderEngineTests):
         )
 
     def test_answers_follow_their_schemas_beside_others_that_follow_none(self) -> None:
-        engine = self.serving()
-        free = replace(self.asked("", "free"), max_tokens=20)
-        engine.submit(free)
-        alone = ids_of(drain(engine))
-
-        @settings(max_examples=examples(self.num_examples), deadline=None)
-        @given(st.lists(SCHEMAS, min_size=1, max_size=4))
-        def try_schemas(schemas: list[dict[str, Any]]) -> None:
-            for i, schema in enumerate(schemas):
-                engine.submit(self.asked(json_grammar(schema), f"r{i}", seed=i))
+        with self.serve() as engine:
+            free = replace(self.asked("", "free"), max_tokens=20)
             engine.submit(free)
-            chunks = drain(engine)
-            for i, schema in enumerate(schemas):
-                *ids, last = ids_of(chunks, f"r{i}")
-                assert last == STOP, (schema, text_of(ids))
-                jsonschema.validate(json.loads(text_of(ids)), schema)
-            assert ids_of(chunks, "free") == alone
+            alone = ids_of(drain(engine))
 
-        try_schemas()
-        engine.rest()
+            @settings(max_examples=examples(self.num_examples), deadline=None)
+            @given(st.lists(SCHEMAS, min_size=1, max_size=4))
+            def try_schemas(schemas: list[dict[str, Any]]) -> None:
+                for i, schema in enumerate(schemas):
+                    engine.submit(self.asked(json_grammar(schema), f"r{i}", seed=i))
+                engine.submit(free)
+                chunks = drain(engine)
+                for i, schema in enumerate(schemas):
+                    *ids, last = ids_of(chunks, f"r{i}")
+                    assert last == STOP, (schema, text_of(ids))
+                    jsonschema.validate(json.loads(text_of(ids)), schema)
+                assert ids_of(chunks, "free") == alone
+
+            try_schemas()
 
     def test_an_answer_that_is_interrupted_anywhere_goes_on_in_its_grammar(self) -> None:
-        engine = self.serving()
-        grammar = json_grammar(
-            {"type": "array", "items": {"enum": ["red", "a b"]}, "minItems": 4, "maxItems": 4}
-        )
-        engine.submit(self.asked(grammar))
-        whole = ids_of(drain(engine))
-        assert json.loads(text_of(whole[:-1])) and len(whole) > 12
-        for num in range(0, len(whole), 5):
-            engine.submit(self.asked(grammar, done=whole[:num]))
-            assert ids_of(drain(engine)) == whole[num:]
-        engine.rest()
+        with self.serve() as engine:
+            grammar = json_grammar(
+                {"type": "array", "items": {"enum": ["red", "a b"]}, "minItems": 4, "maxItems": 4}
+            )
+            engine.submit(self.asked(grammar))
+            whole = ids_of(drain(engine))
+            assert json.loads(text_of(whole[:-1])) and len(whole) > 12
+            for num in range(0, len(whole), 5):
+                engine.submit(self.asked(grammar, done=whole[:num]))
+                assert ids_of(drain(engine)) == whole[num:]
 
     def test_new_weights_and_aborts_in_the_middle_leave_an_answer_in_its_grammar(self) -> None:
-        engine = self.serving()
-        schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 9, "maxItems": 9}
-        engine.submit(self.asked(json_grammar(schema)))
-        chunks = self._until(engine, 5)
-        chunks += awake(engine, self.weights(1))
-        chunks += self._until(engine, len(ids_of(chunks)) + 3)
-        chunks += engine.abort(["r"])
-        done = ids_of(chunks)
-        if chunks[-1].finish_reason is FinishReason.ABORT:
-            engine.submit(self.asked(json_grammar(schema), done=done))
-            done += ids_of(drain(engine))
-        jsonschema.validate(json.loads(text_of(done[:-1])), schema)
-        engine.rest()
+        with self.serve() as engine:
+            schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 9, "maxItems": 9}
+            engine.submit(self.asked(json_grammar(schema)))
+            chunks = self._until(engine, 5)
+            chunks += awake(engine, self.weights(1))
+            chunks += self._until(engine, len(ids_of(chunks)) + 3)
+            chunks += engine.abort(["r"])
+            done = ids_of(chunks)
+            if chunks[-1].finish_reason is FinishReason.ABORT:
+                engine.submit(self.asked(json_grammar(schema), done=done))
+                done += ids_of(drain(engine))
+            jsonschema.validate(json.loads(text_of(done[:-1])), schema)
 
     def test_log_probs_are_those_of_the_distribution_over_what_the_grammar_allows(self) -> None:
-        engine = self.serving()
-        request = self.asked("start: /[01]{8}/")
-        engine.submit(request)
-        chunks = drain(engine)
-        ids, got = ids_of(chunks), [value for chunk in chunks for value in chunk.logprobs]
-        digits = [VOCABULARY.index(digit) for digit in "01"]
-        assert {*ids[:-1]} <= {*digits} and len(ids) == 9
-        for at, token in enumerate(ids[:-1]):
-            before = [*request.prompt_ids, *ids[:at]]
-            both = [float(self.logprobs(0, [*before, digit], len(before), Sampling())[0]) for digit in digits]
-            chosen = both[digits.index(token)]
-            expected = chosen - math.log(sum(map(math.exp, both)))
-            assert got[at] == pytest.approx(expected, abs=1e-3)
-        assert got[-1] == pytest.approx(0, abs=1e-5)
-        engine.rest()
+        with self.serve() as engine:
+            request = self.asked("start: /[01]{8}/")
+            engine.submit(request)
+            chunks = drain(engine)
+            ids, got = ids_of(chunks), [value for chunk in chunks for value in chunk.logprobs]
+            digits = [VOCABULARY.index(digit) for digit in "01"]
+            assert {*ids[:-1]} <= {*digits} and len(ids) == 9
+            for at, token in enumerate(ids[:-1]):
+                before = [*request.prompt_ids, *ids[:at]]
+                both = [
+                    float(self.logprobs(0, [*before, digit], len(before), Sampling())[0]) for digit in digits
+                ]
+                chosen = both[digits.index(token)]
+                expected = chosen - math.log(sum(map(math.exp, both)))
+                assert got[at] == pytest.approx(expected, abs=1e-3)
+            assert got[-1] == pytest.approx(0, abs=1e-5)
 
     def test_marks_of_the_tokenizer_are_tokens_in_a_grammar(self) -> None:
-        engine = self.serving()
-        engine.submit(self.asked('start: <think> /[ab]{2}/ </think> "x"'))
-        ids = ids_of(drain(engine))
-        assert [VOCABULARY[token] for token in (ids[0], *ids[3:])] == ["<think>", "</think>", "x", "<end>"]
-        engine.rest()
+        with self.serve() as engine:
+            engine.submit(self.asked('start: <think> /[ab]{2}/ </think> "x"'))
+            ids = ids_of(drain(engine))
+            assert [VOCABULARY[token] for token in (ids[0], *ids[3:])] == [
+                "<think>",
+                "</think>",
+                "x",
+                "<end>",
+            ]
 
     def test_a_grammar_that_cannot_be_followed_is_refused_at_once(self) -> None:
-        engine = self.serving()
-        good = self.asked('start: "a"')
-        wrong = {
-            "unknown special token": replace(good, grammar="start: <none>"),
-            "Invalid type: strin": replace(good, grammar='start: %json {"type": "strin"}'),
-            "without a stop token": replace(good, stop_token_ids=()),
-        }
-        for message, request in wrong.items():
-            told = str(raised(_submitting(engine, request), ValueError))
-            assert message in told and "\n" not in told
-        assert engine.num_requests == 0
-        engine.submit(good)
-        assert text_of(ids_of(drain(engine))) == "a<end>"
-        engine.rest()
+        with self.serve() as engine:
+            good = self.asked('start: "a"')
+            wrong = {
+                "unknown special token": replace(good, grammar="start: <none>"),
+                "Invalid type: strin": replace(good, grammar='start: %json {"type": "strin"}'),
+                "without a stop token": replace(good, stop_token_ids=()),
+            }
+            for message, request in wrong.items():
+                told = str(catch(_submitting(engine, request), ValueError))
+                assert message in told and "\n" not in told
+            assert engine.num_requests == 0
+            engine.submit(good)
+            assert text_of(ids_of(drain(engine))) == "a<end>"
 
     def _until(self, engine: StepEngine, num_tokens: int) -> list[Chunk]:
         chunks: list[Chunk] = []

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.engines.model_testing import ModelEngineTests
 from sf_core.engines.protocol import WeightsRefusedError
-from sf_core.engines.testing import awake, drain, ids_of, raised
+from sf_core.engines.testing import awake, catch, drain, ids_of
 from sf_core.models.scoring import score
 from sf_core.types import Sampling, WeightsRef
 
@@ -58,24 +58,23 @@ class FolderEngineTests(ModelEngineTests):
         return scores.numpy()
 
     def test_weights_of_other_names_or_shapes_are_refused_and_the_old_ones_serve_on(self) -> None:
-        expected = self.alone()
-        engine = self.serving()
-        good = load_file(f"{self.folder(1)}/model.safetensors")
-        name = next(name for name, tensor in good.items() if tensor.dim() == 2 and ".1." in name)
-        wrong = (
-            {key: tensor for key, tensor in good.items() if key != name},
-            good | {name: good[name][:-1].contiguous()},
-        )
-        self.damaged_folder.mkdir(exist_ok=True)
-        for tensors in wrong:
-            save_file(tensors, self.damaged_folder / "model.safetensors")
-            refused = WeightsRef(1, str(self.damaged_folder))
-            assert name in str(raised(lambda: awake(engine, refused), WeightsRefusedError))  # noqa: B023
-        engine.submit(self.request("r"))
-        assert ids_of(drain(engine)) == expected
-        engine.rest()
+        expected = self.sample_alone()
+        with self.serve() as engine:
+            good = load_file(f"{self.folder(1)}/model.safetensors")
+            name = next(name for name, tensor in good.items() if tensor.dim() == 2 and ".1." in name)
+            wrong = (
+                {key: tensor for key, tensor in good.items() if key != name},
+                good | {name: good[name][:-1].contiguous()},
+            )
+            self.damaged_folder.mkdir(exist_ok=True)
+            for tensors in wrong:
+                save_file(tensors, self.damaged_folder / "model.safetensors")
+                refused = WeightsRef(1, str(self.damaged_folder))
+                assert name in str(catch(lambda: awake(engine, refused), WeightsRefusedError))  # noqa: B023
+            engine.submit(self.request("r"))
+            assert ids_of(drain(engine)) == expected
 
-    def damaged(self) -> WeightsRef:
+    def make_damaged(self) -> WeightsRef:
         self.damaged_folder.mkdir(exist_ok=True)
         whole = Path(self.folder(1), "model.safetensors").read_bytes()
         (self.damaged_folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])

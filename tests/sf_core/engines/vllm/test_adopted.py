@@ -11,7 +11,7 @@ import pytest
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import Engine, EngineLostError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, sampled_by
+from sf_core.engines.testing import awake, drain, ids_of, sample_by_both
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from storage.files import write_atomic
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config, refusal, servers, socket_of
@@ -61,7 +61,7 @@ def test_an_adopted_server_takes_weights_and_keeps_or_recomputes_kv_and_is_not_e
             chunks += engine.step()
         return chunks + awake(engine, untied.ref(1)) + drain(engine)
 
-    chunks = sampled_by({0, 1}, update)
+    chunks = sample_by_both(update)
     first = [chunk for chunk in chunks if chunk.version == 0]
     later = [chunk for chunk in chunks if chunk.version == 1]
     assert difference(untied, LONG, first) < 1e-4

@@ -41,7 +41,7 @@ class TestContract(GrammarEngineTests):
         return GREEDY
 
     def test_greedy_turns_go_on_in_the_torch_engine_and_come_back_with_the_same_ids(self) -> None:
-        expected = self.alone()
+        expected = self.sample_alone()
         vllm = DrivenEngine(self.engine)
         torch_engine = DrivenEngine(make_engine(config(kind="torch"), self.folder(0)))
         pieces: list[list[int]] = []
@@ -67,19 +67,17 @@ class TestContract(GrammarEngineTests):
         torch_engine.close()
 
     def test_a_turn_is_drawn_again_as_it_was_and_other_turns_otherwise(self) -> None:
-        engine = self.serving()
-        drawn = []
-        for seed in (1, 1, 2):
-            engine.submit(GenerationRequest("r", list(self.prompt), 0, 40, (), Sampling(seed=seed)))
-            drawn.append(ids_of(drain(engine)))
-        assert drawn[0] == drawn[1] != drawn[2]
-        engine.rest()
+        with self.serve() as engine:
+            drawn = []
+            for seed in (1, 1, 2):
+                engine.submit(GenerationRequest("r", list(self.prompt), 0, 40, (), Sampling(seed=seed)))
+                drawn.append(ids_of(drain(engine)))
+            assert drawn[0] == drawn[1] != drawn[2]
 
     def test_what_is_drawn_after_an_interruption_is_no_repetition_of_the_noise_before_it(self) -> None:
-        engine = self.serving()
-        sampling = Sampling(seed=1, temperature=2)
-        engine.submit(GenerationRequest("r", [5], 0, 40, (), sampling))
-        engine.submit(GenerationRequest("resumed", [5], 40, 40, (), sampling))
-        chunks = drain(engine)
-        assert ids_of(chunks, "r") != ids_of(chunks, "resumed")
-        engine.rest()
+        with self.serve() as engine:
+            sampling = Sampling(seed=1, temperature=2)
+            engine.submit(GenerationRequest("r", [5], 0, 40, (), sampling))
+            engine.submit(GenerationRequest("resumed", [5], 40, 40, (), sampling))
+            chunks = drain(engine)
+            assert ids_of(chunks, "r") != ids_of(chunks, "resumed")

@@ -15,7 +15,7 @@ from sf_core.child_processes import is_keeper
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import awake, drain, ids_of, sampled_by, until
+from sf_core.engines.testing import awake, drain, ids_of, sample_by_both, until
 from sf_core.types import Chunk, GenerationRequest, Sampling
 from tests.patience import patience, wait_until
 from tests.sf_core.engines.vllm.conftest import Policies, config, refusal, servers, socket_of
@@ -63,7 +63,7 @@ def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_ser
         own.submit(request("r"))
         return sample(own, 3) + awake(own, untied.ref(1)) + drain(own)
 
-    chunks = sampled_by({0, 1}, update)
+    chunks = sample_by_both(update)
     assert len(ids_of(chunks)) == 300
     check_logprobs(untied, chunks)
     lose_requests(own, untied, one_of(processes, API_SERVER).kill)

@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sampled_by, until
+from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.types import Chunk, FinishReason, WeightsRef
 from storage.tensors.weights import save_weights
@@ -88,7 +88,7 @@ class TestServing(EngineTests):
             until(lambda: chunks.extend(engine.step()), lambda: len(chunks) >= 3)
             return chunks + awake(engine, self.weights(1)) + drain(engine)
 
-        chunks = sampled_by({0, 1}, update)
+        chunks = sample_by_both(update)
         self.check_tokens(chunks)
         assert len(ids_of(chunks)) == self.num_tokens
         whole, left = self.fake.bodies
@@ -100,98 +100,96 @@ class TestServing(EngineTests):
         assert (left["cache_salt"] == whole["cache_salt"]) == (kv_on_update == "keep")
 
     def test_weights_that_follow_each_other_sample_under_their_own_names(self) -> None:
-        engine = self.serving()
-        engine.submit(self.request("r", stream=True))
-        chunks: list[Chunk] = []
-        for number in range(1, 16):
-            engine.pause()
-            engine.take_weights(self.weights(2 * number))
-            # so that the next ones come at any moment of taking these
-            engine.wait(0.002 * number)
-            engine.take_weights(self.weights(2 * number + 1))
-            engine.resume()
-            chunks += engine.step()
-        self.check_tokens(chunks + awake(engine, self.weights(40)) + drain(engine))
-        engine.rest()
+        with self.serve() as engine:
+            engine.submit(self.request("r", stream=True))
+            chunks: list[Chunk] = []
+            for number in range(1, 16):
+                engine.pause()
+                engine.take_weights(self.weights(2 * number))
+                # so that the next ones come at any moment of taking these
+                engine.wait(0.002 * number)
+                engine.take_weights(self.weights(2 * number + 1))
+                engine.resume()
+                chunks += engine.step()
+            self.check_tokens(chunks + awake(engine, self.weights(40)) + drain(engine))
 
     def test_a_request_that_is_aborted_before_vllm_knows_it_has_no_tokens_of_the_weights_on_their_way(
         self,
     ) -> None:
-        engine = self.serving()
-        self.fake.late_s = 0.03
-        for name in "abcde":
-            engine.take_weights(self.weights(1))
-            engine.submit(self.request(name, stream=True))
-            self.check_tokens(engine.abort())
-            engine.rest()
-            awake(engine, self.weights(0))
+        with self.serve() as engine:
+            self.fake.late_s = 0.03
+            for name in "abcde":
+                engine.take_weights(self.weights(1))
+                engine.submit(self.request(name, stream=True))
+                self.check_tokens(engine.abort())
+                engine.rest()
+                awake(engine, self.weights(0))
 
     def test_a_refusal_while_the_weights_that_were_held_come_back_leaves_an_engine_that_serves(self) -> None:
-        engine = self.serving()
-        self.fake.reload_s = 0.2
+        with self.serve() as engine:
+            self.fake.reload_s = 0.2
 
-        async def take(weights: WeightsRef) -> None:
-            # not through the driver, which has no use for weights that it was told of
-            self.engine.take_weights(weights)
+            async def take(weights: WeightsRef) -> None:
+                # not through the driver, which has no use for weights that it was told of
+                self.engine.take_weights(weights)
 
-        for weights in (self.weights(1), self.weights(0)):
-            begun = self.fake.num_reloads + 1
-            self.engine.loop.run_until_complete(take(weights))
-            until(engine.step, lambda: self.fake.num_reloads >= begun)  # noqa: B023
-        engine.take_weights(self.refused)
-        with pytest.raises(WeightsRefusedError):
-            until(engine.step, lambda: False)
-        engine.submit(self.request("r"))
-        self.check_tokens(drain(engine))
-        engine.rest()
+            for weights in (self.weights(1), self.weights(0)):
+                begun = self.fake.num_reloads + 1
+                self.engine.loop.run_until_complete(take(weights))
+                until(engine.step, lambda: self.fake.num_reloads >= begun)  # noqa: B023
+            engine.take_weights(self.refused)
+            with pytest.raises(WeightsRefusedError):
+                until(engine.step, lambda: False)
+            engine.submit(self.request("r"))
+            self.check_tokens(drain(engine))
 
     def test_any_sequence_of_weights_and_refusals_leaves_an_engine_that_serves(self) -> None:
         rng = random.Random(1)
-        engine = self.serving()
-        for _ in range(25):
-            engine.submit(self.request("r", stream=True))
-            chunks: list[Chunk] = []
-            for _ in range(rng.randrange(2, 12)):
-                engine.take_weights(rng.choice((self.weights(1), self.weights(2), self.refused)))
-                engine.wait(rng.uniform(0, 0.012))
-                with suppress(WeightsRefusedError):
-                    chunks += engine.step()
+        with self.serve() as engine:
+            for _ in range(25):
+                engine.submit(self.request("r", stream=True))
+                chunks: list[Chunk] = []
+                for _ in range(rng.randrange(2, 12)):
+                    engine.take_weights(rng.choice((self.weights(1), self.weights(2), self.refused)))
+                    engine.wait(rng.uniform(0, 0.012))
+                    with suppress(WeightsRefusedError):
+                        chunks += engine.step()
 
-            def go_on() -> None:
-                with suppress(WeightsRefusedError):
-                    chunks.extend(engine.step())  # noqa: B023
+                def go_on() -> None:
+                    with suppress(WeightsRefusedError):
+                        chunks.extend(engine.step())  # noqa: B023
 
-            until(go_on, lambda: engine.num_requests == 0)
-            self.check_tokens(chunks)
-            assert len(ids_of(chunks)) == self.num_tokens
-        engine.rest()
+                until(go_on, lambda: engine.num_requests == 0)
+                self.check_tokens(chunks)
+                assert len(ids_of(chunks)) == self.num_tokens
 
     def test_an_engine_is_closed_whose_last_stream_has_not_ended(self) -> None:
-        engine = self.serving()
+        engine = DrivenEngine(self.make())
+        awake(engine, self.weights(0))
         self.fake.never_ends = True
         engine.submit(self.request("r"))
         drain(engine)
 
     def test_tokens_of_weights_of_another_name_are_not_taken_for_ours(self) -> None:
-        engine = self.serving()
-        self.fake.wrong_name = "somebody's"
-        engine.submit(self.request("r"))
-        with pytest.raises(EngineLostError, match="somebody's"):
-            drain(engine)
+        with self.serve() as engine:
+            self.fake.wrong_name = "somebody's"
+            engine.submit(self.request("r"))
+            with pytest.raises(EngineLostError, match="somebody's"):
+                drain(engine)
 
     def test_a_request_that_vllm_ends_by_itself_was_lost(self) -> None:
-        engine = self.serving()
-        self.fake.aborts_by_itself = True
-        engine.submit(self.request("r"))
-        with pytest.raises(EngineLostError, match="nobody ended"):
-            drain(engine)
+        with self.serve() as engine:
+            self.fake.aborts_by_itself = True
+            engine.submit(self.request("r"))
+            with pytest.raises(EngineLostError, match="nobody ended"):
+                drain(engine)
 
     def test_errors_in_a_stream_end_the_request_or_the_engine(self) -> None:
-        engine = self.serving()
-        self.fake.error = {"error": {"code": 400, "message": "too long"}}
-        engine.submit(self.request("r"))
-        assert drain(engine) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
-        self.fake.error = {"error": {"code": 500, "message": "EngineCore is dead"}}
-        engine.submit(self.request("r"))
-        with pytest.raises(EngineLostError, match="EngineCore is dead"):
-            drain(engine)
+        with self.serve() as engine:
+            self.fake.error = {"error": {"code": 400, "message": "too long"}}
+            engine.submit(self.request("r"))
+            assert drain(engine) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
+            self.fake.error = {"error": {"code": 500, "message": "EngineCore is dead"}}
+            engine.submit(self.request("r"))
+            with pytest.raises(EngineLostError, match="EngineCore is dead"):
+                drain(engine)

@@ -100,7 +100,9 @@ def save(uri: str, ranks: Ranks, *, dies: int | None = None, at: Moment = ("writ
 
 def load(uri: str, ranks: Ranks) -> Any:
     run = opened(uri)
-    trainer = ModelTrainer(partial(TorchModel, run.start_dir), run.config.train, seed=0, ranks=ranks)
+    trainer = ModelTrainer(
+        partial(TorchModel, run.directory.start_dir), run.config.train, seed=0, ranks=ranks
+    )
     trainer.load_checkpoint(RunDirectory(uri).checkpoint_dir(3))
     return arrays(trainer)
 
