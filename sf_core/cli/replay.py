@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from sf_core.cli.serving.policy import hide_progress_bars
 from sf_core.reports.view import open_run
 from sf_core.scheduling.worker import worker_threads
 from sf_core.scheduling.worker_state import WorkerState
@@ -53,6 +54,7 @@ def replay(uri: str, iteration: int) -> Replay:
     device = train.data["device"]
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
+    hide_progress_bars()
     backend = cast(TorchBackend, trainer_backend(run.config, WorkerState("replay")))
     trainer = backend.rebuild_trainer(run, iteration, SingleRank(), device)
     trainer.config = read_stored_settings(run, iteration)

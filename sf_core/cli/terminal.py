@@ -42,6 +42,8 @@ def report_bad_input() -> Iterator[None]:
     command in one sentence."""
     try:
         yield
+    except BrokenPipeError:  # whoever reads the output has ended, as `head` does
+        raise
     except (ValueError, OSError) as error:
         fail(str(error))
 

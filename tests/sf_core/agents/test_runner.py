@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from sf_core.agents import runner as runner_module
 from sf_core.agents.phases import as_reward, as_rewards
-from sf_core.agents.runner import AgentRunner, _sentence
+from sf_core.agents.runner import AgentRunner, _describe_error
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane as plane_module
@@ -94,7 +94,7 @@ class _DumbError(Exception):
 
 
 def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
-    assert _sentence(_DumbError(), "agent") == "_DumbError: it cannot say why"
+    assert _describe_error(_DumbError(), "agent") == "_DumbError: it cannot say why"
 
 
 @pytest.fixture
