@@ -94,9 +94,7 @@ class ModelEngineTests(EngineTests):
 
     def test_tokens_before_an_update_are_by_the_old_weights_and_after_it_by_the_new(self) -> None:
         with self.serve() as engine:
-            request = replace(
-                self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt)
-            )
+            request = self.longest_request()
 
             def update() -> list[Chunk]:
                 awake(engine, self.weights(0))
@@ -131,9 +129,7 @@ class ModelEngineTests(EngineTests):
 
     def test_weights_that_follow_each_other_sample_under_their_own_names(self) -> None:
         with self.serve() as engine:
-            request = replace(
-                self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt)
-            )
+            request = self.longest_request()
             engine.submit(request)
             chunks: list[Chunk] = []
             for i in range(12):
@@ -157,6 +153,10 @@ class ModelEngineTests(EngineTests):
                 engine.take_weights(replace(self.make_damaged(), version=3))
                 catch(lambda: until(lambda: chunks.extend(engine.step()), lambda: False), WeightsRefusedError)  # noqa: B023
                 self.check_logprobs(request, chunks + drain(engine))
+
+    def longest_request(self) -> GenerationRequest:
+        """A request that is streamed up to the end of the context."""
+        return replace(self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt))
 
     def check_answers(self, engine: StepEngine, requests: Sequence[GenerationRequest]) -> None:
         """Check the log-probs of requests that are sampled together."""
