@@ -115,7 +115,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
             tell(f"{subject}: {explained[subject]}")
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
-    if not (engine_kind(config).needs_torch or trainer_kind(config).needs_torch):
+    if not (engine_kind(config).needs_torch or trainer_kind(config).computes_weights):
         env["SF_EMULATED"] = "1"
     with lock, ExitStack() as ended, local_stack(local / "logs", env) as stack:
         if scheduler_of(config) is not None:

@@ -45,11 +45,7 @@ POLL_S = 0.2
 
 def read_workers(scheduler: str) -> list[Worker]:
     """Workers connected to a scheduler. Raises ValueError if it does not answer, or a worker is not ours."""
-    return _workers_of(_ask(scheduler))
-
-
-def _workers_of(found: dict[str, Any]) -> list[Worker]:
-    return [worker_of(info) for info in found["workers"].values()]
+    return [worker_of(info) for info in _ask(scheduler)["workers"].values()]
 
 
 def _ask(scheduler: str) -> dict[str, Any]:
@@ -129,7 +125,7 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
     while True:
         found = _ask(scheduler)
         try:
-            plan = make_plan(_workers_of(found), config)
+            plan = make_plan([worker_of(info) for info in found["workers"].values()], config)
         except ValueError as error:
             fault, left_s = error, JOIN_S - max(0.0, time.time() - found["started"])
             hope = "the Dask scheduler has just started: workers are awaited"
