@@ -74,7 +74,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
 def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]]) -> None:
     """One iteration of the loop. Stages with a manifest are done and not submitted again."""
     opened = OpenRun(run)
-    todo, patience_s = opened.pending_stages(number), opened.config.cluster.stage_timeout_s
+    todo, patience_s = opened.list_pending_stages(number), opened.config.cluster.stage_timeout_s
     batch = [submit(evaluate, run, number)] if opened.evaluation_due(number) else []
     if "rollout" in todo:
         batch.append(submit(rollout, run, number))

@@ -53,7 +53,9 @@ def free_workers_at_end(run: RunRef) -> Iterator[None]:
 
 
 def _free_workers(run: RunRef) -> None:
-    _give_up_tasks()
+    client = dask_client()
+    # the flow's own; those of a subflow are cancelled when it ends
+    client.cancel([Future(key, client) for key in list(client.futures)])
     _release(run)
     ended = end_tasks(scheduler_address(), owner_of(run.run_id, run.attempt), PATIENCE_S)
     if ended:
@@ -67,9 +69,3 @@ def _release(run: RunRef) -> None:
     # the data plane may be gone, or not know the run yet: then only force is left
     with suppress(*UNANSWERED):
         client.release(run.attempt)
-
-
-def _give_up_tasks() -> None:
-    """Cancel the tasks of the flow itself; those of a subflow are cancelled when it ends."""
-    client = dask_client()
-    client.cancel([Future(key, client) for key in list(client.futures)])

@@ -103,7 +103,7 @@ class Page:
         is_due = time.monotonic() - self._renewed_at > RENEW_EVERY_S
         if is_due and (self._latest is None or self._latest.done()):
             self._renewed_at = time.monotonic()
-            self._latest = self._renew_soon(number)
+            self._latest = self._soon(self._renew, number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -111,13 +111,10 @@ class Page:
         interrupted = error is not None and not isinstance(error, Exception)
         self._is_over.set()
         if self._newest is not None and not interrupted:
-            self._renew_soon(self._newest, is_last=True)
+            self._soon(self._renew, self._newest, True)
         if not interrupted:
             self._soon(self._show_waits, [])
         self._thread.shutdown(wait=not interrupted, cancel_futures=interrupted)
-
-    def _renew_soon(self, newest: int, *, is_last: bool = False) -> Future[None]:
-        return self._soon(self._renew, newest, is_last)
 
     def _soon(self, change: Callable[..., None], *args: Any) -> Future[None]:
         # Prefect finds the run that a log line belongs to by the context
@@ -129,7 +126,7 @@ class Page:
         except Exception as error:  # the run must not fail with its page, and the next renewal may succeed
             log.warning("the run's page is not up to date: %s: %s", type(error).__name__, error)
 
-    def _renew(self, newest: int, is_last: bool) -> None:
+    def _renew(self, newest: int, is_last: bool = False) -> None:
         self._page.update(newest)
         self._put("progress", self._page.progress)
         self._put("iterations", json.dumps(self._page.table))

@@ -221,7 +221,7 @@ class _Simulation:
         """Switch to training; returns the seconds it takes, 0 if the device still holds its trainer."""
         switch = device.model.to_train_s() if device.tag != "train" else 0.0
         if device.tag == "rollout":
-            device.gate.note_to_train(switch)
+            device.gate.note_switch("train", switch)
         device.tag = "train"
         return switch
 
@@ -258,7 +258,7 @@ class _Simulation:
             return
         self._note(device, "rollout", started, self._clock.now, "moving")
         if number > device.first_lease:
-            device.gate.note_to_rollout(self._clock.now - started)
+            device.gate.note_switch("rollout", self._clock.now - started)
         device.engine = self._fleet.add_engine(device.worker, self._manager.version, device.model)
 
     @staticmethod
@@ -274,7 +274,7 @@ class _Simulation:
         elif device.leased_at is not None:
             self._note(device, "rollout", device.leased_at, self._clock.now, "moving")
             if device.num_leases > device.first_lease:
-                device.gate.note_to_rollout(self._clock.now - device.leased_at)
+                device.gate.note_switch("rollout", self._clock.now - device.leased_at)
         self._note_lease(device)
         device.leased_at = None
 

@@ -114,7 +114,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         if subject in explained:
             tell(f"{subject}: {explained[subject]}")
     env = {"SF_STARTED_AT": str(started_at)}
-    if not (engine_kind(config).needs_torch or trainer_kind(config).needs_torch):
+    if not (engine_kind(config).needs_torch or trainer_kind(config).computes_weights):
         env["SF_EMULATED"] = "1"
     with lock, ExitStack() as ended, local_stack(local / "logs", env) as stack:
         if scheduler_of(config) is not None:

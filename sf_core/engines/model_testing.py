@@ -12,7 +12,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from sf_core.engines.protocol import StepEngine, WeightsRefusedError
-from sf_core.engines.testing import EngineTests, awake, catch, drain, ids_of, sample_by_both, until
+from sf_core.engines.testing import EngineTests, awake, catch, drain, ids_of, sample, sample_by_both, until
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
 
@@ -48,8 +48,8 @@ class ModelEngineTests(EngineTests):
         with self.serve() as engine:
             stop = expected[7]
             # an id that never comes is no hindrance
-            engine.submit(replace(self.request("r"), stop_token_ids=(self.vocab_size - 1, stop)))
-            chunks = drain(engine)
+            request = replace(self.request("r"), stop_token_ids=(self.vocab_size - 1, stop))
+            chunks = sample(engine, request)
             ended = min(expected.index(token) for token in (self.vocab_size - 1, stop) if token in expected)
             assert ids_of(chunks) == expected[: ended + 1]
             assert chunks[-1].finish_reason is FinishReason.STOP
@@ -57,8 +57,7 @@ class ModelEngineTests(EngineTests):
     def test_a_sequence_ends_at_the_end_of_the_context(self) -> None:
         with self.serve() as engine:
             prompt = [5 + i % 40 for i in range(self.context_length - 9)]
-            engine.submit(replace(self.request("r"), prompt_ids=prompt, max_tokens=100))
-            chunks = drain(engine)
+            chunks = sample(engine, replace(self.request("r"), prompt_ids=prompt, max_tokens=100))
             assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (9, FinishReason.LENGTH)
 
     def test_requests_that_cannot_be_done_are_refused_at_once(self) -> None:
@@ -94,9 +93,7 @@ class ModelEngineTests(EngineTests):
 
     def test_tokens_before_an_update_are_by_the_old_weights_and_after_it_by_the_new(self) -> None:
         with self.serve() as engine:
-            request = replace(
-                self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt)
-            )
+            request = self.longest_request()
 
             def update() -> list[Chunk]:
                 awake(engine, self.weights(0))
@@ -131,9 +128,7 @@ class ModelEngineTests(EngineTests):
 
     def test_weights_that_follow_each_other_sample_under_their_own_names(self) -> None:
         with self.serve() as engine:
-            request = replace(
-                self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt)
-            )
+            request = self.longest_request()
             engine.submit(request)
             chunks: list[Chunk] = []
             for i in range(12):
@@ -158,11 +153,13 @@ class ModelEngineTests(EngineTests):
                 catch(lambda: until(lambda: chunks.extend(engine.step()), lambda: False), WeightsRefusedError)  # noqa: B023
                 self.check_logprobs(request, chunks + drain(engine))
 
+    def longest_request(self) -> GenerationRequest:
+        """A request that is streamed up to the end of the context."""
+        return replace(self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt))
+
     def check_answers(self, engine: StepEngine, requests: Sequence[GenerationRequest]) -> None:
         """Check the log-probs of requests that are sampled together."""
-        for request in requests:
-            engine.submit(request)
-        chunks = drain(engine)
+        chunks = sample(engine, *requests)
         for request in requests:
             self.check_logprobs(request, [c for c in chunks if c.request_id == request.request_id])
 

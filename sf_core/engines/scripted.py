@@ -36,17 +36,13 @@ class ScriptedEngine:
 
     def __init__(self, script: Script, *, max_running: int = 128, tokens_per_step: int = 1) -> None:
         self._script = script
-        self._version: int | None = None
+        self.version: int | None = None
         self._next: int | None = None
         """Version that the next step takes."""
         self._paused = False
         self._max_running = max_running
         self._tokens_per_step = tokens_per_step
         self._turns: dict[str, _ScriptedTurn] = {}
-
-    @property
-    def version(self) -> int | None:
-        return self._version
 
     @property
     def num_requests(self) -> int:
@@ -61,7 +57,7 @@ class ScriptedEngine:
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
         ended = [r for r in self._turns if request_ids is None or r in request_ids]
-        return [self._turns.pop(r).report(self._version or 0, FinishReason.ABORT) for r in ended]
+        return [self._turns.pop(r).report(self.version or 0, FinishReason.ABORT) for r in ended]
 
     def take_weights(self, weights: WeightsRef) -> None:
         self._next = weights.version
@@ -69,17 +65,17 @@ class ScriptedEngine:
     def step(self) -> list[Chunk]:
         if self._next is not None:
             chunks = [turn.report(turn.version) for turn in self._turns.values() if turn.unreported]
-            self._version, self._next = self._next, None
+            self.version, self._next = self._next, None
             return chunks
-        if self._version is None or self._paused:
+        if self.version is None or self._paused:
             return []
         chunks = []
         for turn in list(self._turns.values())[: self._max_running]:
-            finish_reason = turn.advance(self._tokens_per_step, self._version)
+            finish_reason = turn.advance(self._tokens_per_step, self.version)
             if finish_reason is not None:
                 del self._turns[turn.request.request_id]
             if finish_reason is not None or turn.is_due:
-                chunks.append(turn.report(self._version, finish_reason))
+                chunks.append(turn.report(self.version, finish_reason))
         return chunks
 
     def pause(self) -> None:
@@ -90,7 +86,7 @@ class ScriptedEngine:
 
     def rest(self) -> None:
         self._turns.clear()
-        self._version = self._next = None
+        self.version = self._next = None
 
     def close(self) -> None:
         self.rest()

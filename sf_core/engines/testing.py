@@ -43,6 +43,13 @@ def drain(engine: StepEngine) -> list[Chunk]:
     return chunks
 
 
+def sample(engine: StepEngine, *requests: GenerationRequest) -> list[Chunk]:
+    """Chunks of these requests, which are sampled together, up to the end of all requests."""
+    for request in requests:
+        engine.submit(request)
+    return drain(engine)
+
+
 def sample_by_both(attempt: Callable[[], list[Chunk]]) -> list[Chunk]:
     """Chunks of the first attempt in which the weights of versions 0 and 1 sampled: engines that sample on
     between steps may have ended a request before it is interrupted."""
@@ -109,8 +116,7 @@ class EngineTests:
 
     def test_a_streamed_request_is_reported_token_by_token(self) -> None:
         with self.serve() as engine:
-            engine.submit(self.request("r", stream=True))
-            chunks = drain(engine)
+            chunks = sample(engine, self.request("r", stream=True))
             assert len([chunk for chunk in chunks if chunk.token_ids]) == len(ids_of(chunks))
 
     def test_the_tokens_of_a_request_do_not_depend_on_the_others(self) -> None:
@@ -118,9 +124,8 @@ class EngineTests:
         with self.serve() as engine:
             engine.submit(self.request("before", seed=4))
             early = engine.step()
-            engine.submit(self.request("r"))
-            engine.submit(self.request("after", seed=5))
-            assert ids_of(early + drain(engine), "r") == expected
+            chunks = sample(engine, self.request("r"), self.request("after", seed=5))
+            assert ids_of(early + chunks, "r") == expected
 
     def test_a_name_is_taken_until_its_request_has_ended(self) -> None:
         expected = self.sample_alone()
@@ -129,8 +134,7 @@ class EngineTests:
             error = catch(lambda: engine.submit(self.request("r")), ValueError)
             assert "'r'" in str(error)
             drain(engine)
-            engine.submit(self.request("r"))
-            assert ids_of(drain(engine)) == expected
+            assert ids_of(sample(engine, self.request("r"))) == expected
 
     def test_an_aborted_request_goes_on_elsewhere_without_a_lost_or_repeated_token(self) -> None:
         expected = self.sample_alone()
@@ -170,8 +174,7 @@ class EngineTests:
             versions = [chunk.version for chunk in chunks]
             assert versions == sorted(versions) and set(versions) <= {0, 7}
             assert chunks[-1].finish_reason is not None
-            engine.submit(self.request("next"))
-            assert {chunk.version for chunk in drain(engine)} == {7}
+            assert {chunk.version for chunk in sample(engine, self.request("next"))} == {7}
 
     def test_newer_weights_take_the_place_of_those_on_their_way(self) -> None:
         with self.serve() as engine:
@@ -217,8 +220,7 @@ class EngineTests:
             engine.rest()
             assert engine.step() == [] and engine.version is None
             awake(engine, self.weights(0))
-            engine.submit(self.request("r"))
-            assert ids_of(drain(engine)) == expected
+            assert ids_of(sample(engine, self.request("r"))) == expected
 
     def test_any_sequence_of_calls_ends_every_request_once_without_a_lost_or_repeated_token(self) -> None:
         expected = self.sample_alone()
@@ -286,9 +288,7 @@ class EngineTests:
     def sample_alone(self) -> list[int]:
         """The tokens that the request gets from version 0 where nothing happens."""
         with self.serve() as engine:
-            engine.submit(self.request("r"))
-            ids = ids_of(drain(engine))
-        return ids
+            return ids_of(sample(engine, self.request("r")))
 
 
 def until(act: Callable[[], object], is_done: Callable[[], bool]) -> None:

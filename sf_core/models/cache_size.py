@@ -31,14 +31,6 @@ def cache_bytes(
     )
 
 
-def too_large(num_bytes: int, max_running: int, context_length: int, given: str) -> str:
-    """The error sentence for a cache that does not fit; `given` says how much memory there is."""
-    return (
-        f"the engine's cache takes {num_bytes / 1e9:,.1f} GB, for engine.max_running {max_running} requests "
-        f"of engine.context_length {context_length} tokens, and {given}: lower one of the two"
-    )
-
-
 def built_in_shape(hidden_size: int, num_layers: int) -> dict[str, int]:
     """The built-in policy's sizes beside those of vocabulary and context, as a Hugging Face configuration
     names them."""

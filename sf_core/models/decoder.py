@@ -104,30 +104,26 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderBody:
-    """Fused parameters of all but the head."""
+class Decoder:
+    """Fused parameters."""
 
     spec: DecoderSpec
     embedding: torch.Tensor
     layers: list[Layer]
+    head: Project
+    """Hidden states -> logits."""
 
     @property
     def vocab_size(self) -> int:
         return self.embedding.shape[0]
 
-    def hidden(self, ids: torch.Tensor, rotations: torch.Tensor, attend: AttendIn) -> torch.Tensor:
-        """Final hidden states [N, hidden] of tokens ids [N], whose positions made the `rotations`; not yet
-        multiplied by the weight of the last norm."""
-        x = F.embedding(ids, self.embedding)
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, attend: AttendIn) -> torch.Tensor:
+        """Final hidden states [N, hidden] of tokens ids [N] at these positions [N]; not yet multiplied by the
+        weight of the last norm."""
+        x, turned = F.embedding(ids, self.embedding), rotations(self.spec, positions)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotations, partial(attend, i))
+            x = layer(x, turned, partial(attend, i))
         return F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder(DecoderBody):
-    head: Project
-    """Hidden states -> logits."""
 
 
 def fuse(params: Params, spec: DecoderSpec, projections: Projections = PLAIN) -> Decoder:

@@ -50,7 +50,7 @@ def _gate_by(both: torch.Tensor) -> Project:
 PLAIN = Projections(_linear, _residual, _gate)
 
 
-def passing(through: Callable[[torch.Tensor], torch.Tensor]) -> Projections:
+def wrap_weights(through: Callable[[torch.Tensor], torch.Tensor]) -> Projections:
     """PLAIN, of what a function makes of every weight and bias."""
 
     def of(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -45,15 +45,7 @@ POLL_S = 0.2
 
 def read_workers(scheduler: str) -> list[Worker]:
     """Workers connected to a scheduler. Raises ValueError if it does not answer, or a worker is not ours."""
-    return _workers_of(_ask(scheduler))
-
-
-def _workers_of(found: dict[str, Any]) -> list[Worker]:
-    return [_worker_of(info) for info in found["workers"].values()]
-
-
-def _worker_of(info: dict[str, Any]) -> Worker:
-    return worker_of(info["resources"], info.get("device"), info.get("memory"))
+    return [worker_of(info) for info in _ask(scheduler)["workers"].values()]
 
 
 def _ask(scheduler: str) -> dict[str, Any]:
@@ -90,7 +82,7 @@ def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
     found = {}
     for address, info in infos.items():
         with suppress(ValueError):
-            found[address] = _worker_of(info)
+            found[address] = worker_of(info)
     return found
 
 
@@ -133,7 +125,7 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
     while True:
         found = _ask(scheduler)
         try:
-            plan = make_plan(_workers_of(found), config)
+            plan = make_plan([worker_of(info) for info in found["workers"].values()], config)
         except ValueError as error:
             fault, left_s = error, JOIN_S - max(0.0, time.time() - found["started"])
             hope = "the Dask scheduler has just started: workers are awaited"
@@ -206,15 +198,14 @@ def _owners(dask_worker: Any) -> list[str]:
     return [found["owner"] for found in annotations if "owner" in found]
 
 
-def kill_worker(scheduler: str, worker: str) -> bool:
+def kill_worker(scheduler: str, worker: str) -> None:
     """Kill the process of this worker; its nanny starts another one, and Dask runs there again what was
-    running or queued. False if no such worker is connected, that is, if its process is gone already."""
+    running or queued. If no such worker is connected, its process is gone already."""
     with Client(scheduler, set_as_default=False) as client:
         connected = list_connected(client)
         found = [address for address, known in connected.items() if known.name == worker]
         if found:
             client.restart_workers(found, timeout=KILL_S, raise_for_error=False)
-    return bool(found)
 
 
 def end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]:

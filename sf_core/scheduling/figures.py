@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from sf_core.scheduling.lending import Refusal, not_lent
-from sf_core.scheduling.timeline import Span, covered_s, idle_fraction, loading_fraction, loads
+from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, loads, measure_covered
 
 Window = tuple[float, float]
 
@@ -96,19 +96,19 @@ def idle_by_cause(
     """Share of the windows' time in which the device computed nothing, by cause; they add up to its idle
     share. The spans are those of one device; held-out tasks were sampled during `evaluations`."""
     causes: dict[Cause, list[Span]] = {
-        "start": [_during(window) for window in windows[:1]],
-        "evaluation": [_during(evaluation) for evaluation in evaluations],
+        "start": [_make_span(window) for window in windows[:1]],
+        "evaluation": [_make_span(evaluation) for evaluation in evaluations],
         "loading": [span for span in spans if loads(span)],
         "requests": [span for span in spans if span.kind == "wait"],
-        "hand-over": [_during(window) for window in windows],
+        "hand-over": [_make_span(window) for window in windows],
     }
     whole = _join(windows)
     accounted = [span for span in spans if span.kind == "busy"]
-    covered_before = sum(covered_s(accounted, window) for window in whole)
+    covered_before = sum(measure_covered(accounted, window) for window in whole)
     length, shares = sum(end - start for start, end in windows), dict.fromkeys(causes, 0.0)
     for cause, times in causes.items():
         accounted += times
-        covered = sum(covered_s(accounted, window) for window in whole)
+        covered = sum(measure_covered(accounted, window) for window in whole)
         shares[cause] = round((covered - covered_before) / length, 4) if length else 0.0
         covered_before = covered
     return shares
@@ -151,7 +151,7 @@ def _join(windows: Sequence[Window]) -> list[Window]:
     return joined
 
 
-def _during(window: Window) -> Span:
+def _make_span(window: Window) -> Span:
     return Span("", "", *window)
 
 
@@ -162,7 +162,7 @@ def _is_part(span: Span, held: Span) -> bool:
 def _utilisation(tag: str, spans: dict[str, list[Span]], tags: dict[str, set[str]], window: Window) -> float:
     carriers = [worker for worker in spans if tag in tags[worker]]
     busy = sum(
-        covered_s((s for s in spans[worker] if s.kind == "busy" and s.tag == tag), window)
+        measure_covered((s for s in spans[worker] if s.kind == "busy" and s.tag == tag), window)
         for worker in carriers
     )
     return busy / (len(carriers) * (window[1] - window[0])) if carriers else 0.0

@@ -80,26 +80,23 @@ class LendingGate:
 
     def __init__(self, max_switches_per_minute: int) -> None:
         self.max_switches_per_minute = max_switches_per_minute
-        self._to_rollout: deque[float] = deque(maxlen=MEMORY)
-        self._to_train: deque[float] = deque(maxlen=MEMORY)
+        self._costs = {"rollout": deque[float](maxlen=MEMORY), "train": deque[float](maxlen=MEMORY)}
+        """Seconds that the last switches took."""
         self._loans: deque[float] = deque()
         """Times of the loans within the last minute."""
         self._refused = 0
         """Number of refusals for cost in a row."""
 
-    def note_to_rollout(self, seconds: float) -> None:
-        """Note how long it took from the start of a lease until the device was an engine."""
-        self._to_rollout.append(seconds)
-
-    def note_to_train(self, seconds: float) -> None:
-        """Note how long it took from the end of rollout until the device trained."""
-        self._to_train.append(seconds)
+    def note_switch(self, to: Literal["rollout", "train"], seconds: float) -> None:
+        """Note how long a switch took: to rollout, from the start of a lease until the device was an engine;
+        to training, from the end of rollout until the device trained."""
+        self._costs[to].append(seconds)
 
     @property
     def switch_cost_s(self) -> float | None:
         """Mean cost of both switches together, at least: one that is unknown counts as 0. None while both
         are unknown."""
-        known = [mean(costs) for costs in (self._to_rollout, self._to_train) if costs]
+        known = [mean(costs) for costs in self._costs.values() if costs]
         return sum(known) if known else None
 
     def decide(self, now_s: float, work: WorkLeft) -> Verdict:
@@ -112,8 +109,8 @@ class LendingGate:
             self._refused += 1
             if self._refused == PATIENCE:
                 self._refused = 0
-                self._to_rollout.clear()
-                self._to_train.clear()
+                for costs in self._costs.values():
+                    costs.clear()
         return verdict
 
     def _judge(self, now_s: float, work: WorkLeft) -> Verdict:
@@ -181,7 +178,7 @@ class Switching:
     def note_serving(self) -> None:
         """The engine of the lease serves: the switch to rollout is over."""
         if self._began_at is not None:
-            self.gate.note_to_rollout(self._now() - self._began_at)
+            self.gate.note_switch("rollout", self._now() - self._began_at)
         self._began_at = None
 
     def note_revoked(self) -> None:
@@ -204,7 +201,7 @@ class Switching:
         """The work of a train step begins: record the duration of the switch to it, or the times in which the
         device waited because it was not lent."""
         if self._lease_over_at is not None:
-            self.gate.note_to_train(self._now() - self._lease_over_at)
+            self.gate.note_switch("train", self._now() - self._lease_over_at)
             self._lease_over_at = None
         ends = [at for _, at in self._refusals[1:]] + [time.time()]
         for (refusal, at), end in zip(self._refusals, ends, strict=False):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -87,10 +87,9 @@ def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
     return next((duty for duty in DUTIES if duty in worker.tags), None)
 
 
-def worker_of(
-    resources: dict[str, float], device: dict[str, Any] | None = None, memory: int | None = None
-) -> Worker:
+def worker_of(info: Mapping[str, Any]) -> Worker:
     """Worker from what Dask knows of it: its resources, and the device and memory that it registered with."""
+    resources, device = info["resources"], info.get("device")
     names = [key[1:] for key in resources if key.startswith("@")]
     tags = frozenset(key for key in resources if not key.startswith("@"))
     if len(names) != 1:
@@ -98,7 +97,7 @@ def worker_of(
             f"a Dask worker with resources {sorted(resources)} needs exactly one private resource; "
             'start it with --resources "TAG=1 @NAME=1"'
         )
-    return Worker(names[0], tags, Device(**device) if device else None, memory)
+    return Worker(names[0], tags, Device(**device) if device else None, info.get("memory"))
 
 
 def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:

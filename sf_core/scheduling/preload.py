@@ -43,7 +43,7 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
     memory = _device_memory() if COMPUTING & resources.keys() else None
     # sent with every registration; the scheduler shows it in scheduler_info
     worker.startup_information |= {"device": lambda _: published, "memory": lambda _: memory}
-    state = WorkerState(worker_of(resources).name, worker.ip, own_device)
+    state = WorkerState(worker_of({"resources": resources}).name, worker.ip, own_device)
     await worker.plugin_add(state, name=PLUGIN)
 
 

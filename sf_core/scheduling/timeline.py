@@ -91,7 +91,7 @@ class Timeline:
             self.flush()
 
     @contextmanager
-    def doing(self, kind: Kind, label: str, version: int | None = None) -> Iterator[None]:
+    def record(self, kind: Kind, label: str, version: int | None = None) -> Iterator[None]:
         start = time.time()
         try:
             yield
@@ -147,7 +147,7 @@ def _join_held(spans: list[Span]) -> Iterator[Span]:
     yield from last.values()
 
 
-def covered_s(spans: Iterable[Span], window: tuple[float, float]) -> float:
+def measure_covered(spans: Iterable[Span], window: tuple[float, float]) -> float:
     """Seconds of the window that lie in at least one of the spans."""
     start, end = window
     covered, reached = 0.0, start
@@ -168,7 +168,7 @@ def idle_fraction(spans: Iterable[Span], window: tuple[float, float]) -> float:
     length = window[1] - window[0]
     if length <= 0:
         return 0.0
-    return round(1.0 - covered_s((s for s in spans if s.kind == "busy"), window) / length, 6)
+    return round(1.0 - measure_covered((s for s in spans if s.kind == "busy"), window) / length, 6)
 
 
 def loading_fraction(spans: Iterable[Span], window: tuple[float, float]) -> float:
@@ -179,7 +179,7 @@ def loading_fraction(spans: Iterable[Span], window: tuple[float, float]) -> floa
     0.4
     """
     length = window[1] - window[0]
-    return round(covered_s(filter(loads, spans), window) / length, 6) if length > 0 else 0.0
+    return round(measure_covered(filter(loads, spans), window) / length, 6) if length > 0 else 0.0
 
 
 def loads(span: Span) -> bool:

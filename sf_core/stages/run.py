@@ -77,7 +77,7 @@ class OpenRun:
     def weights(self, version: int) -> WeightsRef:
         return WeightsRef(version, self.directory.version_dir(version))
 
-    def pending_stages(self, iteration: int) -> list[str]:
+    def list_pending_stages(self, iteration: int) -> list[str]:
         """Stages of an iteration without a manifest, in order.
 
         Raises ValueError if a later attempt has begun: the stages it commits would count as our own."""

@@ -71,18 +71,18 @@ def _step(
     """Make the next version; the block commits it, and at its end the checkpoint is begun."""
     source = run.directory.read_committed(iteration, "filter")
     with timeline, ExitStack() as stack:
-        with timeline.doing("moving", "load trainer", iteration):
+        with timeline.record("moving", "load trainer", iteration):
             trainer = stack.enter_context(opening)
             batch = read_stored_batch(run, iteration)
         switching.note_training(timeline)
-        with timeline.doing("busy", "train", iteration):
+        with timeline.record("busy", "train", iteration):
             metrics = trainer.step(batch)
         # what comes until the next step needs no room for activations
         trim_memory()
         check_engines(run.config, iteration, metrics)
         has_checkpoint = _is_due(run.config.train, trainer.version)
         # other tries write the same files, and may have committed them by now
-        with timeline.doing("moving", "save", iteration), fence(partial(check_counts, gang)):
+        with timeline.record("moving", "save", iteration), fence(partial(check_counts, gang)):
             outputs = _write(run, iteration, trainer, metrics)
             if has_checkpoint:
                 _complete(run, trainer, seat, iteration)
@@ -99,7 +99,7 @@ def _step(
             },
         )
         if has_checkpoint:
-            with timeline.doing("moving", "save", iteration), fence(partial(check_goes_on, gang)):
+            with timeline.record("moving", "save", iteration), fence(partial(check_goes_on, gang)):
                 trainer.save_checkpoint(run.directory.checkpoint_dir(trainer.version))
                 if trainer.version == run.config.train.iterations:
                     _complete(run, trainer, seat, trainer.version)

@@ -95,7 +95,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
         said.append(np.full(len(ids[-1]), by_assistant))
         rendered += text
 
-    def added(count: int) -> str:
+    def render_next(count: int) -> str:
         whole = renderer.render(messages[:count], tools)
         if not whole.startswith(rendered):
             raise ValueError("rewrites earlier messages when later ones come")
@@ -108,8 +108,8 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
             raise ValueError("writes calls in no known format")
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                extend(added(i), by_assistant=False)
-                extend(_turn(renderer, added(i + 1), message), by_assistant=True)
+                extend(render_next(i), by_assistant=False)
+                extend(_turn(renderer, render_next(i + 1), message), by_assistant=True)
     except (ValueError, jinja2.TemplateError) as error:
         raise ValueError(
             f"a demonstration cannot be shown: the chat template of {renderer.model_dir} {error}"
@@ -138,13 +138,13 @@ def _read(uri: str) -> list[Demonstration]:
         content = read_bytes(uri)
     except FileNotFoundError:
         raise ValueError(f"policy.warmstart.demonstrations: {uri}: no such file") from None
-    found = [_parsed(where, row) for where, row in json_lines(uri, content)]
+    found = [_read_demonstration(where, row) for where, row in json_lines(uri, content)]
     if not found:
         raise ValueError(f"{uri}: has no demonstrations")
     return found
 
 
-def _parsed(where: str, row: Any) -> Demonstration:
+def _read_demonstration(where: str, row: Any) -> Demonstration:
     messages = row.get("messages") if isinstance(row, dict) else None
     if not (isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise ValueError(f'{where}: expected {{"messages": [...]}}, each message with a role')

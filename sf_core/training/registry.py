@@ -21,9 +21,8 @@ class TrainerKind:
     backend: str
     """Reference to a TrainerBackend, imported in the processes that train."""
     computes_weights: bool
-    """Weights that an engine can load, and a trained policy, come out of it."""
-    needs_torch: bool
-    """Training workers import torch before they are ready."""
+    """Weights that an engine can load, and a trained policy, come out of it. Its workers import torch before
+    they are ready."""
     extra: str | None = None
     """The optional dependencies of ours that it needs, by the name under which it imports them."""
     limits: str | None = None
@@ -37,19 +36,14 @@ class TrainerKind:
 
 
 TRAINERS = {
-    "torch": TrainerKind(
-        "sf_core.training.torch.backend:TorchBackend", computes_weights=True, needs_torch=True
-    ),
+    "torch": TrainerKind("sf_core.training.torch.backend:TorchBackend", computes_weights=True),
     "megatron": TrainerKind(
         "sf_core.training.megatron.backend:MegatronBackend",
         computes_weights=True,
-        needs_torch=True,
         extra="megatron",
         limits="sf_core.training.megatron.limits:check_shape",
     ),
-    "emulated": TrainerKind(
-        "benchmarks.emulation.trainer:EmulatedBackend", computes_weights=False, needs_torch=False
-    ),
+    "emulated": TrainerKind("benchmarks.emulation.trainer:EmulatedBackend", computes_weights=False),
 }
 
 

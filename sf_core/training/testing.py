@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -58,11 +58,7 @@ class TrainerTests:
         run = self.begin(attempt=1)
         last = [self._step(run, iteration) for iteration in range(3)][-1]
         # what the trainer of another attempt holds does not count
-        with self._trainer(self.begin(attempt=2), 2) as trainer:
-            assert trainer.version == 2
-            trainer.step(self.batch(2))
-            again = trainer.save_weights(run.directory.path("again"), run.directory.version_dir(2))
-        assert [ref.sha256 for ref in again] == [ref.sha256 for ref in last]
+        assert self._repeat(self.begin(attempt=2), 2) == [ref.sha256 for ref in last]
 
     def test_a_checkpoint_is_there_when_it_was_awaited_and_needs_no_batch_before_it(self) -> None:
         run = self.begin(attempt=1)
@@ -79,32 +75,20 @@ class TrainerTests:
         run = self.begin(attempt=1)
         expected = [self._step(run, iteration)[0].sha256 for iteration in range(3)]
         run = self.begin(attempt=2)
-        found = []
         with self._trainer(run, 0):
             pass
         for iteration in range(3):
             self.backend.rest()
-            with self._trainer(run, iteration) as trainer:
-                trainer.step(self.batch(iteration))
-                folder = run.directory.path(f"again-{iteration}")
-                found.append(trainer.save_weights(folder, run.directory.version_dir(iteration))[0].sha256)
-        assert found == expected
+            assert self._repeat(run, iteration)[0] == expected[iteration]
 
     def test_a_step_that_failed_is_made_again_from_the_version_before(self) -> None:
         run = self.begin(attempt=1)
         expected = self._step(run, 0)
         run = self.begin(attempt=2)
-        try:
-            with self._trainer(run, 0) as trainer:
-                trainer.step(self.batch(0))
-                raise InterruptedError
-        except InterruptedError:
-            pass
-        with self._trainer(run, 0) as trainer:
-            assert trainer.version == 0
+        with suppress(InterruptedError), self._trainer(run, 0) as trainer:
             trainer.step(self.batch(0))
-            again = trainer.save_weights(run.directory.path("again"), run.directory.version_dir(0))
-        assert [ref.sha256 for ref in again] == [ref.sha256 for ref in expected]
+            raise InterruptedError
+        assert self._repeat(run, 0) == [ref.sha256 for ref in expected]
 
     @contextmanager
     def _trainer(self, run: TrainedRun, version: int) -> Iterator[Trainer]:
@@ -116,6 +100,14 @@ class TrainerTests:
             self.backend.trainer_at(run, version, ranks) as trainer,
         ):
             yield trainer
+
+    def _repeat(self, run: TrainedRun, iteration: int) -> list[str]:
+        """Make the step of an iteration again, beside its weights; returns the checksums of the files."""
+        with self._trainer(run, iteration) as trainer:
+            assert trainer.version == iteration
+            trainer.step(self.batch(iteration))
+            folder = run.directory.path(f"again-{iteration}")
+            return [ref.sha256 for ref in trainer.save_weights(folder, run.directory.version_dir(iteration))]
 
     def _step(self, run: TrainedRun, iteration: int) -> list[FileRef]:
         """Commit an iteration as the stages do; returns the files of the weights."""

@@ -11,18 +11,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from sf_core.engines.torch.kv_cache import CacheShape, KVCache, Placement
+from sf_core.engines.torch.kv_cache import CacheShape, KVCache
 from sf_core.engines.torch.params import CopiedParams
 from sf_core.engines.torch.transformers_model import TransformersModel, unmap_params
 from sf_core.models.context import check_context
 from sf_core.models.decoder import (
-    AttendIn,
     DecoderSpec,
     causal_attention,
     decoder_spec,
     for_every_head,
     fuse,
-    rotations,
 )
 from sf_core.models.projections import fastest, has_fast_products
 
@@ -112,7 +110,7 @@ class DecoderModel:
             mixed = F.scaled_dot_product_attention(queries, keys, values, bias)
             return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
-        self._hidden(ids, placement, attend)
+        self._decoder.run(ids.flatten(), placement.positions.flatten(), attend)
 
     def next_logits(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         spec, num_rows = self._spec, ids.shape[0]
@@ -129,11 +127,7 @@ class DecoderModel:
             queries = q.reshape(num_rows, spec.num_kv_heads, -1, spec.head_dim)
             return mix(queries, *cache.read(layer, placement), bias).reshape(num_rows, -1)
 
-        return self._decoder.head(self._hidden(ids.unsqueeze(1), placement, attend))
-
-    def _hidden(self, ids: torch.Tensor, placement: Placement, attend: AttendIn) -> torch.Tensor:
-        turned = rotations(self._spec, placement.positions.flatten())
-        return self._decoder.hidden(ids.flatten(), turned, attend)
+        return self._decoder.head(self._decoder.run(ids, placement.positions.flatten(), attend))
 
 
 def _small_products(

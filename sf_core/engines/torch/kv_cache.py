@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sf_core.models.cache_size import layer_elements, too_large
+from sf_core.models.cache_size import layer_elements
 
 _BLOCK = 16
 """Capacities and spans are multiples of this many positions."""
@@ -61,9 +61,12 @@ class KVCache:
         try:
             self._memory = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
         except RuntimeError as error:
-            given = f"the {device.type} device does not have that much left"
             num_bytes = size * dtype.itemsize * shape.num_layers
-            raise ValueError(too_large(num_bytes, num_slots, length, given)) from error
+            raise ValueError(
+                f"the engine's cache takes {num_bytes / 1e9:,.1f} GB, for engine.max_running {num_slots} "
+                f"requests of engine.context_length {length} tokens, and the {device.type} device does not "
+                "have that much left: lower one of the two"
+            ) from error
         self.device = device
         self._capacity = 0
         self._is_compact = device.type == "cpu"

@@ -148,7 +148,7 @@ class TorchEngine:
         rows["cached"] += 1
         if len(ready) < len(rows):
             logits, rows = logits[to_device(ready, self._device)], rows[ready]
-        following = self._following_of(ready)
+        following = self._list_following(ready)
         if following:
             mask_forbidden(logits, [at for at, _ in following], [one for _, one in following])
         draws = uniforms(rows["seed"], rows["position"])
@@ -186,7 +186,7 @@ class TorchEngine:
         """Where requests that follow a grammar are in it."""
         self._paused = False
 
-    def _following_of(self, slots: npt.NDArray[np.intp]) -> list[tuple[int, Following]]:
+    def _list_following(self, slots: npt.NDArray[np.intp]) -> list[tuple[int, Following]]:
         """Those of these slots whose requests follow a grammar, by their index."""
         if not self._following:
             return []

@@ -31,8 +31,6 @@ were counted for Llama and Qwen3 by `saved_tensors_hooks`, in rows of 100 tokens
 class PolicySizes:
     """How many bytes a policy takes; what libraries take for themselves comes on top."""
 
-    parameters: int
-    """Their number, of the policy alone."""
     weights: int
     """A version as it is published and served."""
     cache: int
@@ -70,7 +68,6 @@ class PolicySizes:
         if engine_kind(config).reserves_cache:
             cache = cache_bytes(shape, engine.max_running, engine.context, policy.dtype_name)
         return cls(
-            parameters=parameters,
             weights=parameters * DTYPE_BYTES[policy.dtype_name],
             cache=cache or 0,
             rank=_rank_bytes(parameters, config) * networks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from sf_core.config import RunConfig
@@ -74,24 +75,22 @@ class TorchBackend:
         default device is this process's own.
 
         Raises ValueError if a batch is not as it was written."""
-        config, place = run.config, device or local_device()
+        config, start = run.config, local_folder(run.directory.start_dir)
+        make_model = partial(self.make_model, config, device=device or local_device())
 
         @contextmanager
         def reference(version: int) -> Iterator[TrainedModel]:
             with _policy_folder(run, version) as folder:
-                yield self.make_model(config, folder, ranks, place)
-
-        def make_critic(ranks: Ranks) -> TrainedModel:
-            return self.make_model(config, local_folder(run.directory.start_dir), ranks, place, values=True)
+                yield make_model(folder, ranks)
 
         trainer = ModelTrainer(
-            lambda ranks: self.make_model(config, local_folder(run.directory.start_dir), ranks, place),
+            partial(make_model, start),
             config.train,
             seed=config.seed,
             ranks=ranks,
             dtype=config.policy.dtype_name,
             references=reference,
-            make_critic=make_critic if config.train.critic is not None else None,
+            make_critic=partial(make_model, start, values=True) if config.train.critic is not None else None,
         )
         # ranks that look for themselves may differ on one that is just being completed
         for checkpoint in ranks.gather(_complete_until(run, version))[0]:

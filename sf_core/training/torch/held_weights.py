@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from sf_core.models.decoder import DecoderSpec, Layer, fuse_layer
-from sf_core.models.projections import passing
+from sf_core.models.projections import wrap_weights
 
 Through = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,7 +46,7 @@ class HeldLayer:
         return self._held[-1]
 
     def _fuse(self, parameters: Mapping[str, torch.Tensor], through: Through) -> Layer:
-        layer = fuse_layer(parameters.get, self._spec, passing(through))
+        layer = fuse_layer(parameters.get, self._spec, wrap_weights(through))
         return layer if layer.qk_norm is None else replace(layer, qk_norm=through(layer.qk_norm))
 
     def give_gradients(self) -> None:

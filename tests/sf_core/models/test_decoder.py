@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from sf_core.models.decoder import Decoder, DecoderSpec, causal_attention, decoder_spec, fuse, rotations
+from sf_core.models.decoder import Decoder, DecoderSpec, causal_attention, decoder_spec, fuse
 from tests.sf_core.engines.conftest import Folders
 
 
@@ -17,7 +17,7 @@ def causal_forward(
         return causal_attention(q, k, v, num_rows)
 
     positions = torch.arange(length, device=ids.device).repeat(num_rows)
-    hidden = decoder.hidden(ids.flatten(), rotations(spec, positions), attend)
+    hidden = decoder.run(ids.flatten(), positions, attend)
     return decoder, hidden.unflatten(0, (num_rows, length))
 
 

@@ -12,8 +12,8 @@ DEVICES = st.integers(1, 64)
 
 def gate(to_rollout: float = 1.0, to_train: float = 1.0, bound: int = 1000) -> LendingGate:
     made = LendingGate(bound)
-    made.note_to_rollout(to_rollout)
-    made.note_to_train(to_train)
+    made.note_switch("rollout", to_rollout)
+    made.note_switch("train", to_train)
     return made
 
 
@@ -39,8 +39,8 @@ def test_without_dedicated_devices_there_is_no_choice() -> None:
 def test_only_the_last_switches_count() -> None:
     made = gate(1000.0, 1000.0)
     for _ in range(3):
-        made.note_to_rollout(1.0)
-        made.note_to_train(1.0)
+        made.note_switch("rollout", 1.0)
+        made.note_switch("train", 1.0)
     assert made.switch_cost_s == 2.0
 
 
@@ -49,8 +49,8 @@ def test_one_dear_switch_forbids_loans_for_a_while_only() -> None:
     refused = [not lends(made, 10.0) for _ in range(PATIENCE + 1)]
     assert refused == [True] * PATIENCE + [False]
     # what that loan measures counts alone
-    made.note_to_rollout(1.0)
-    made.note_to_train(1.0)
+    made.note_switch("rollout", 1.0)
+    made.note_switch("train", 1.0)
     assert lends(made, 10.0)
 
 

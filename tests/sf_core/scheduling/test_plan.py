@@ -73,9 +73,9 @@ def test_a_worker_is_held_for_one_thing_whenever_it_joins(tags: str, duty: str |
 
 
 def test_a_worker_is_known_by_its_private_resource() -> None:
-    assert worker_of({"rollout": 1, "@r7": 1}) == Worker("r7", frozenset({"rollout"}))
+    assert worker_of({"resources": {"rollout": 1, "@r7": 1}}) == Worker("r7", frozenset({"rollout"}))
     with pytest.raises(ValueError, match="exactly one private resource"):
-        worker_of({"rollout": 1})
+        worker_of({"resources": {"rollout": 1}})
 
 
 def run(pipeline: str | None = None, *, ranks: int = 1, **sections: Any) -> RunConfig:

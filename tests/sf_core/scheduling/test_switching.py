@@ -73,7 +73,7 @@ def test_both_switches_are_timed_where_they_happen(timeline: Timeline) -> None:
 
 def test_a_try_that_others_did_not_join_tells_nothing_of_the_switch(timeline: Timeline) -> None:
     switching = Switching(LendingGate(10))
-    switching.gate.note_to_rollout(1.0)
+    switching.gate.note_switch("rollout", 1.0)
     switching.note_revoked()
     with suppress(GangError), switching.not_counting():
         raise GangError("rank 1 (t1) did not come")
@@ -98,7 +98,7 @@ def test_a_loan_that_was_not_revoked_ends_in_no_switch(timeline: Timeline) -> No
 
 def test_training_that_follows_training_is_no_switch(timeline: Timeline) -> None:
     switching = Switching(LendingGate(10))
-    switching.gate.note_to_rollout(1.0)
+    switching.gate.note_switch("rollout", 1.0)
     switching.note_training(timeline)
     assert switching.gate.switch_cost_s == 1.0
 

@@ -39,7 +39,7 @@ def test_a_lease_that_wrote_several_parts_was_held_once(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
     with Timeline(directory, "r0", "rollout", "r0.1") as timeline:
         for _ in range(3):
-            with timeline.doing("busy", "sample"):
+            with timeline.record("busy", "sample"):
                 pass
             timeline.flush()
     spans = read_spans(directory)

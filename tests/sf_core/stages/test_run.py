@@ -100,10 +100,10 @@ def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path:
         commit(RunDirectory(newer.uri), 0, stage, attempt=newer.attempt)
     refusal = "r: attempt 1 was superseded by a later one and must not "
     with pytest.raises(ValueError, match=f"{refusal}go on with iteration 0"):
-        OpenRun(older).pending_stages(0)
+        OpenRun(older).list_pending_stages(0)
     with pytest.raises(ValueError, match=f"{refusal}end the run"):
         finish(older)
-    assert OpenRun(newer).pending_stages(0) == []
+    assert OpenRun(newer).list_pending_stages(0) == []
 
 
 def test_stages_are_pending_in_order_from_the_first_that_is_not_committed(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_stages_are_pending_in_order_from_the_first_that_is_not_committed(tmp_pa
     run, seen = OpenRun(ref), []
     for _ in range(2 * len(STAGES)):
         iteration = run.iterations_left().start
-        stage = run.pending_stages(iteration)[0]
+        stage = run.list_pending_stages(iteration)[0]
         seen.append((iteration, stage))
         commit(run.directory, iteration, stage)
     assert seen == [(iteration, stage) for iteration in (0, 1) for stage in STAGES]
@@ -122,7 +122,7 @@ def test_a_run_goes_on_from_its_first_gap(tmp_path: Path) -> None:
     for iteration, stage in [(0, "rollout"), (0, "train"), (1, "rollout")]:
         commit(run.directory, iteration, stage)
     assert run.iterations_left() == range(run.config.train.iterations)
-    assert run.pending_stages(0) == ["filter", "publish"]
+    assert run.list_pending_stages(0) == ["filter", "publish"]
 
 
 def test_held_out_tasks_are_given_out_once_when_their_version_is_due(

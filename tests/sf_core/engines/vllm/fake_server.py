@@ -38,6 +38,8 @@ class FakeVllm:
         """Sent in place of the name of the weights."""
         self.error: dict[str, Any] | None = None
         """Sent in place of tokens."""
+        self.has_failed = False
+        """It refuses to be paused."""
         self.aborts_by_itself = False
         self.never_ends = False
         """Streams stay open behind their last token."""
@@ -72,6 +74,8 @@ class FakeVllm:
         return web.json_response({"vllm_config": settings})
 
     async def _pause(self, request: web.Request) -> web.Response:
+        if self.has_failed:
+            raise web.HTTPServiceUnavailable
         self._running.clear()
         await asyncio.sleep(_COMMAND_S)
         if request.query["mode"] == "abort":

@@ -184,6 +184,17 @@ class TestServing(EngineTests):
             with pytest.raises(EngineLostError, match="nobody ended"):
                 drain(engine)
 
+    def test_a_server_that_fails_at_rest_is_lost_in_the_next_lease_and_connected_again(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        expected = self.sample_alone()
+        self.fake.has_failed = True
+        with pytest.raises(EngineLostError, match="/pause: 503"), self.serve():
+            pass
+        assert "vLLM is lost: vLLM: /pause: 503" in caplog.text
+        self.fake.has_failed = False
+        assert self.sample_alone() == expected
+
     def test_errors_in_a_stream_end_the_request_or_the_engine(self) -> None:
         with self.serve() as engine:
             self.fake.error = {"error": {"code": 400, "message": "too long"}}

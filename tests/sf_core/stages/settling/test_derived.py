@@ -211,7 +211,7 @@ def test_a_run_that_began_before_its_values_were_stored_keeps_its_rate_and_dtype
 def test_a_plan_says_of_a_large_built_in_policy_what_its_run_stores() -> None:
     config = RunConfig.model_validate({"policy": {"hidden_size": 1024, "num_layers": 12}})
     sizes = PolicySizes.of(config)
-    assert sizes is not None and sizes.parameters > 83_000_000
+    assert sizes is not None and sizes.weights > 4 * 83_000_000
     assert sizes.config.train.interval == config.fill(values_of(derive(config))).train.interval == 1
     assert "a checkpoint, each iteration" in explained(config)["storage"]
 
