@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from sf_core.cli.serving.policy import hide_progress_bars
+from sf_core.cli.terminal import hide_progress_bars
 from sf_core.reports.view import open_run
 from sf_core.scheduling.worker import worker_threads
 from sf_core.scheduling.worker_state import WorkerState

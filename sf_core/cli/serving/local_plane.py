@@ -11,7 +11,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from sf_core.cli.serving.policy import Policy, hide_progress_bars
+from sf_core.cli.serving.policy import Policy
+from sf_core.cli.terminal import hide_progress_bars
 from sf_core.config import RolloutConfig
 from sf_core.config.addresses import LOOPBACK
 from sf_core.dataplane.control.app import make_app

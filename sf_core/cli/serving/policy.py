@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sf_core.cli.terminal import hide_progress_bars
 from sf_core.config import RunConfig
 from sf_core.reports.view import RunView, open_run
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
@@ -87,10 +88,3 @@ def fit_to_this_process(config: RunConfig) -> RunConfig:
     kind = "torch" if config.engine.kind == "vllm" else config.engine.kind
     few = {"kind": kind, "max_running": min(config.engine.max_running, 8)}
     return config.model_copy(update={"engine": config.engine.model_copy(update=few)})
-
-
-def hide_progress_bars() -> None:
-    """Keep transformers from drawing bars between what is printed."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
