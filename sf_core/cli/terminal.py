@@ -67,3 +67,10 @@ def say_error(message: str) -> None:
 
 def interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers from drawing bars between what is printed."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()

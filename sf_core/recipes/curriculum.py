@@ -253,7 +253,8 @@ class _Book:
     def _chance(self, known: Sequence[PastGroup]) -> float:
         rules = self.rules
         # what ended with few of its sessions says little of the others
-        shares = [self._share(past) for past in known if 2 * len(past.scores) >= max(1, past.need)]
+        telling = [past.scores for past in known if 2 * len(past.scores) >= max(1, past.need)]
+        shares = [_num_right(scores, self.success) / len(scores) for scores in telling]
         for is_so, chance in (
             (lambda share: share >= rules.solved_share, rules.solved),
             (lambda share: share == 0, rules.unsolved),
@@ -262,9 +263,6 @@ class _Book:
             if streak:
                 return max(chance**streak, rules.floor)
         return 1.0
-
-    def _share(self, past: PastGroup) -> float:
-        return _num_right(past.scores, self.success) / len(past.scores)
 
     def _judge(self, known: Sequence[PastGroup]) -> tuple[int, int]:
         """Right and wrong sessions. A group that ended without any counts as wrong: a task of which nothing

@@ -5,7 +5,6 @@ The others stay in the batch with the reason why they do not train, and no stati
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -16,18 +15,7 @@ from sf_core.recipes.samples import Samples
 from sf_core.settings import Settings, or_kind
 
 
-class Selection(Settings):
-    """Base class."""
-
-    reason: ClassVar[str]
-    """Why the others do not train, in one word as batches have it."""
-
-    @abstractmethod
-    def __call__(self, samples: Samples) -> npt.NDArray[np.bool_]:
-        """[S] whether each session trains."""
-
-
-class Extremes(Selection):
+class Extremes(Settings):
     """The sessions of each group with the highest and with the lowest rewards, half of `keep` each
     (down-sampling of rollouts; PODS, Xu et al. 2025; Sol-RL, arXiv 2604.06916). Of equal rewards the earlier
     sessions count as the lower ones. A group that is not larger than `keep` trains whole."""
@@ -37,8 +25,10 @@ class Extremes(Selection):
     """Sessions of a group that train, an even number below `rollout.group_size`."""
 
     reason: ClassVar[str] = "not_extreme"
+    """Why the others do not train, in one word as batches have it."""
 
     def __call__(self, samples: Samples) -> npt.NDArray[np.bool_]:
+        """[S] whether each session trains."""
         places, half = np.arange(len(samples.groups)), self.keep // 2
         order = np.lexsort((places, samples.rewards, samples.groups))
         ranks = np.empty_like(places)
