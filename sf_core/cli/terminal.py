@@ -36,13 +36,6 @@ def print_json(data: object) -> None:
     print(json.dumps(data, indent=2))
 
 
-def hide_progress_bars() -> None:
-    """Keep transformers from drawing bars between what is printed."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-
 @contextmanager
 def report_bad_input() -> Iterator[None]:
     """For commands and parts of them, as a decorator too: bad input, a ValueError or an OSError, ends the
