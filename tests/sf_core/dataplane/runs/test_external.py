@@ -200,8 +200,8 @@ def test_a_session_is_found_by_its_id(tmp_path: Path, model_dir: str, renderer: 
         await driver.finish_opened()
         await driver.store()
         [session_id] = driver.finished
-        found = RunView(RunDirectory(str(tmp_path / "run"))).find_session(session_id)
-        assert (found.sampling.label, len(found.branches)) == ("opened at version 0", 2)
+        sampling, branches = RunView(RunDirectory(str(tmp_path / "run"))).find_session(session_id)
+        assert (sampling.label, len(branches)) == ("opened at version 0", 2)
         await driver.plane.close()
 
     asyncio.run(scenario())
