@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
 from typing import Any
 from uuid import UUID
 
@@ -105,14 +104,12 @@ class Page:
             self._renewed_at = time.monotonic()
             self._latest = self._soon(self._renew, number)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         interrupted = error is not None and not isinstance(error, Exception)
         self._is_over.set()
-        if self._newest is not None and not interrupted:
-            self._soon(self._renew, self._newest, True)
         if not interrupted:
+            if self._newest is not None:
+                self._soon(self._renew, self._newest, True)
             self._soon(self._show_waits, [])
         self._thread.shutdown(wait=not interrupted, cancel_futures=interrupted)
 

@@ -30,5 +30,4 @@ class Elastic:
         self._needed.append((now_s, needed))
         while self._needed[0][0] < now_s - self._bounds.idle_s:
             self._needed.popleft()
-        most = self._needed[0][1]
-        return min(max(most, self._bounds.min), self._bounds.max)
+        return min(max(self._needed[0][1], self._bounds.min), self._bounds.max)

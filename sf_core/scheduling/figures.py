@@ -68,11 +68,7 @@ def device_figures(spans: Sequence[Span], window: Window) -> DeviceFigures:
     """Figures of one window. `spans` must reach back before it: a switch needs the tag that held before."""
     seconds = window[1] - window[0]
     devices = by_worker(spans)
-    inside = {
-        worker: [s for s in own if s.start < window[1] and s.end > window[0]]
-        for worker, own in devices.items()
-    }
-    inside = {worker: own for worker, own in inside.items() if own}
+    inside = by_worker([s for s in spans if s.start < window[1] and s.end > window[0]])
     tags = {worker: {span.tag for span in own} for worker, own in inside.items()}
     tokens: dict[bool, float] = defaultdict(float)
     for worker, own in inside.items():

@@ -138,14 +138,8 @@ def work_left(
     result, at the pace of the other workers' engines since they connected."""
     others = [e for e in engines if e["worker"] not in trainers and e["version"] is not None]
     per_second = sum(e["tokens"] / e["seconds"] for e in others if e["seconds"])
-    if not per_second:
-        tokens_left = None
-    return WorkLeft(
-        units=1.0 if tokens_left is None else tokens_left,
-        seconds_per_unit=None if tokens_left is None else 1 / per_second,
-        dedicated=len(others),
-        lent=len(trainers),
-    )
+    units, pace = (tokens_left, 1 / per_second) if tokens_left is not None and per_second else (1.0, None)
+    return WorkLeft(units, pace, dedicated=len(others), lent=len(trainers))
 
 
 class Switching:

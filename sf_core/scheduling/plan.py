@@ -140,9 +140,8 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     trainers = choose_trainers(workers, config, trained=trained)
     names = {worker.name for worker in trainers}
     held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
-    rollout = held["rollout"]
     lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
-    if not rollout and not (lent and (trained is not None or config.pipeline != "multiplexed")):
+    if not held["rollout"] and not (lent and (trained is not None or config.pipeline != "multiplexed")):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         raise ValueError(
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
@@ -153,13 +152,7 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
             f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
             f"workers: {_list_offers(workers)}"
         )
-    return Plan(
-        rollout=rollout,
-        trainers=tuple(worker.name for worker in trainers),
-        lent=lent,
-        agent=held["agent"],
-        reward=held["reward"],
-    )
+    return Plan(trainers=tuple(worker.name for worker in trainers), lent=lent, **held)
 
 
 def list_needed_tags(without: Collection[str]) -> list[str]:

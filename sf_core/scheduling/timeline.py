@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -65,9 +64,7 @@ class Timeline:
     def __enter__(self) -> Timeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.flush()
         self._writer.shutdown()
         if error is None:

@@ -124,10 +124,9 @@ class OpenRun:
         evaluate = self.config.evaluate
         self.dataplane.start_evaluation(version, (num_tasks or evaluate.num_tasks) * evaluate.answers)
 
-    def register(self, *, evaluate_only: bool = False) -> ResumePoint:
+    def register(self, *, evaluate_only: bool = False) -> None:
         """Register this attempt with the data plane, which keeps the sessions it already has."""
         point, config = self.resume_point(), self.config
-        weights = self.weights(point.version)
         self.dataplane.register(
             run_id=self.ref.run_id,
             run_dir=self.ref.uri,
@@ -143,13 +142,12 @@ class OpenRun:
             num_batches=0 if evaluate_only else config.train.iterations,
             iteration=point.next_batch,
             version=point.version,
-            weights_uri=weights.uri,
+            weights_uri=self.weights(point.version).uri,
             done_groups=point.done_groups,
             attempt=self.ref.attempt,
             origin=self.origin,
             key=run_key(),
         )
-        return point
 
     @property
     def origin(self) -> str:

@@ -85,8 +85,7 @@ def prepare_start(
         check_model_folder(source)
     started = time.monotonic()
     copies = copy_warmed(source, folder) if warmed else copy_folder(source, folder, exclude=PICKLES)
-    copied_s = time.monotonic() - started
-    return copies, source, copied_s
+    return copies, source, time.monotonic() - started
 
 
 def name_dtype(folder: str, dtype: str) -> FileRef:

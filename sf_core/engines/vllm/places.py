@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,8 @@ class OwnServer(ServerOrigin):
         give_up_at = time.monotonic() + _START_S
         while not server.has_ended and time.monotonic() < give_up_at:
             if Path(server.socket).exists():
-                try:
+                with suppress(EngineLostError):
                     return await client.check_health()
-                except EngineLostError:
-                    pass
             await asyncio.sleep(_LOOK_EVERY_S)
         raise EngineLostError("vLLM ended, or took too long, before it served")
 
