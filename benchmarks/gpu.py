@@ -139,9 +139,9 @@ def handover(folder: str, vocab_size: int) -> dict[str, Any]:
     ours.rest()
     to_rollout, to_train, loading = [], [], []
     for version in range(1, 4):
-        to_rollout.append(seconds(lambda: (own.model.rest(), awake(ours, WeightsRef(0, folder)))))
+        to_rollout.append(seconds(own.model.rest) + seconds(lambda: awake(ours, WeightsRef(0, folder))))
         loading.append(seconds(lambda: awake(ours, WeightsRef(version, folder))))  # noqa: B023
-        to_train.append(seconds(lambda: (ours.rest(), own.model.wake())))
+        to_train.append(seconds(ours.rest) + seconds(own.model.wake))
     ours.close()
     names = ("to_rollout_s", "to_train_s", "load_version_s")
     return dict(zip(names, map(min, (to_rollout, to_train, loading)), strict=True))

@@ -43,7 +43,7 @@ def plain_iterations(address: str, iterations: int) -> list[float]:
     """Seconds per iteration of subflows with four no-op tasks in sequence, on Prefect and Dask alone."""
     seconds = []
 
-    @flow(task_runner=DaskTaskRunner(address=address))
+    @flow(task_runner=DaskTaskRunner(address=address))  # type: ignore[arg-type]
     def plain_iteration(number: int) -> None:
         for name, tag in (("rollout", "cpu"), ("filter", "cpu"), ("train", "train"), ("publish", "cpu")):
             with dask.annotate(resources={tag: 1}):

@@ -42,7 +42,7 @@ VERL = ["--no-deps", "verl==0.9.1"]
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "inputs.npz"), Path(folder, "references.npz")
-        np.savez(given, **inputs())
+        np.savez(given, **inputs())  # type: ignore[arg-type]
         subprocess.run([_python(), formulas.__file__, str(given), str(made)], check=True)
         theirs = dict(np.load(made))
 

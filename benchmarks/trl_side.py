@@ -63,9 +63,9 @@ def launch(cores: int) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train with GRPOTrainer as one of `options.cores` processes; the report covers all of them."""
     import torch
-    from datasets import Dataset  # type: ignore[import-not-found]
+    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOTrainer  # type: ignore[import-not-found]
+    from trl import GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     given = json.loads(Path(options.prompts).read_text())

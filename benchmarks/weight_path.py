@@ -26,11 +26,11 @@ import torch
 import typer
 from transformers.utils import logging
 
-from benchmarks.weights import batch, take
+from benchmarks.weights import batch
 from sf_core.config import PolicyConfig, RunConfig, TrainConfig
 from sf_core.engines.driven import DrivenEngine
-from sf_core.engines.protocol import StepEngine
 from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import awake
 from sf_core.models.builtin import make_policy
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
@@ -70,7 +70,7 @@ def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
     run = RunDirectory(str(folder / "run"))
     attempt = run.begin_attempt()
     engine = _engine(start)
-    take(engine, WeightsRef(0, start))
+    awake(engine, WeightsRef(0, start))
     seconds: dict[str, list[tuple[float, float]]] = {}
 
     def timed(step: str, work: Callable[[], Any]) -> Any:
@@ -90,12 +90,12 @@ def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
         trainer.save_checkpoint(run.checkpoint_dir(version))
         trainer.await_checkpoint()
 
-    def load(engine: StepEngine, version: int) -> None:
-        take(engine, WeightsRef(version, run.weights_dir(version)))
+    def load(engine: DrivenEngine, version: int) -> None:
+        awake(engine, WeightsRef(version, run.weights_dir(version)))
 
     def lend(version: int) -> None:
         lent = _engine(start)
-        take(lent, WeightsRef(0, start))
+        awake(lent, WeightsRef(0, start))
         load(lent, version)
         lent.close()
 
@@ -121,7 +121,7 @@ def figures(num_bytes: int, seconds: float, cpu_seconds: float) -> dict[str, flo
     }
 
 
-def _engine(start: str) -> StepEngine:
+def _engine(start: str) -> DrivenEngine:
     settings = {"max_running": SLOTS, "context_length": CONTEXT}
     return DrivenEngine(make_engine(RunConfig.model_validate({"engine": settings}), start))
 

@@ -85,7 +85,7 @@ def _verl(given: dict[str, torch.Tensor]) -> dict[str, tuple[np.ndarray, np.ndar
 
 
 def _trl(given: dict[str, torch.Tensor]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    from trl import GRPOTrainer  # type: ignore[import-not-found]
+    from trl import GRPOTrainer
 
     mask = given["mask"].double()
 

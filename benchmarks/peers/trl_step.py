@@ -59,16 +59,16 @@ def resident_bytes() -> int:
 
 
 def main(folder: str, micro_batch: int, warm_steps: int) -> None:
-    from datasets import Dataset  # type: ignore[import-not-found]
+    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+    from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(THREADS)
     batch = json.loads((Path(folder) / "batch.json").read_text())
     rows, group_size, steps = batch["rows"], batch["group_size"], warm_steps + 1
     given = _padded(rows)
 
-    class GivenCompletions(GRPOTrainer):  # type: ignore[misc]
+    class GivenCompletions(GRPOTrainer):
         def _generate_and_score_completions(self, _: Any) -> dict[str, Any]:
             return dict(given)
 

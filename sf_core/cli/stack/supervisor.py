@@ -110,7 +110,7 @@ class Supervisor:
         return started
 
     def await_ready(
-        self, process: Process, probe: Callable[[], T], timeout_s: float, every_s: float = 0.1
+        self, process: Process, probe: Callable[[], T | None], timeout_s: float, every_s: float = 0.1
     ) -> T:
         """Call the probe until it returns a true value, and return that. Raises StackError after the timeout,
         or when a process ends that was never ready, because it would end again."""
