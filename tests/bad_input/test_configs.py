@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig
-from tests.bad_input.commands import check_refused
+from tests.bench.commands import check_refused
 
 SCHEMA = RunConfig.model_json_schema()
 

@@ -18,8 +18,8 @@ from sf_core.stages.start import prepare_start
 from sf_core.training.torch.network import Network
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
-from tests.bad_input.commands import check_refused
-from tests.bad_input.refusals import check_sentence
+from tests.bench.commands import check_refused
+from tests.bench.refusals import check_sentence
 
 
 class Trap:

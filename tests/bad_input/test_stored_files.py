@@ -22,9 +22,9 @@ from storage.tensors.checkpoints import PARTS, TrainerProgress, load_checkpoint,
 from storage.tensors.shards import Slice
 from storage.tensors.weights import load_weights, save_weights
 from storage.trajectories import read_trajectories, to_table, write_trajectories
-from tests.bad_input.commands import check_refused
-from tests.bad_input.refusals import check_sentence, snapshot
-from tests.sf_core.runs import commit, configure, conversation
+from tests.bench.commands import check_refused
+from tests.bench.refusals import check_sentence, snapshot
+from tests.bench.runs import commit, configure, conversation
 
 ROLLOUT = "trajectories/iteration=0/rollout-1.parquet"
 WEIGHTS = "weights/v00001/model.safetensors"

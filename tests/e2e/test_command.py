@@ -24,12 +24,12 @@ from sf_core.config.yaml_file import load_config
 from sf_core.reports.series import read_devices
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
+from tests.bench.proxies import SilentProxy, silent_proxy
 from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.secrets import PLANTED, leaks
 from tests.patience import patience, wait_until
-from tests.proxies import SilentProxy, silent_proxy
 
 
 def await_part(command: int, module: str) -> psutil.Process:

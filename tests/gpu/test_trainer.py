@@ -16,7 +16,7 @@ from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCHES = [
     make_batch(grouped_rows(4, 4, sampled=40), logprob=-6.0, group_size=4, seed=seed) for seed in range(3)

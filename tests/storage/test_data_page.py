@@ -17,7 +17,7 @@ from storage.parquet import SCHEMA_VERSION
 from storage.run_directory import RunDirectory
 from storage.schema import SCHEMA, TURN
 from storage.trajectories import read_trajectories, write_trajectories
-from tests.sf_core.runs import configure, conversation, group_row, sample
+from tests.bench.runs import configure, conversation, group_row, sample
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "data.md").read_text()

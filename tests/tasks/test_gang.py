@@ -18,11 +18,10 @@ from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaggedTaskRunner, TaskFuture
 from tasks.gang import Gang
+from tests.bench.dataplane.planes import ServedPlane
+from tests.bench.runs import commit, configure
 from tests.patience import wait_until
-from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.stand import Server
-from tests.sf_core.runs import commit, configure
-from tests.tasks.test_lease import completed, failed, queued, server  # noqa: F401
+from tests.tasks.test_lease import completed, failed, queued
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +38,11 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, server: Server) -> RunRef:  # noqa: F811
+def run(tmp_path: Path, served_plane: ServedPlane) -> RunRef:
     directory = RunDirectory(str(tmp_path / "run"))
     configure(directory)
-    server.register()
-    return RunRef("run", directory.uri, server.url, attempt=1)
+    served_plane.register()
+    return RunRef("run", directory.uri, served_plane.url, attempt=1)
 
 
 @pytest.fixture
@@ -61,23 +60,23 @@ def gang_of(client: Client, run: RunRef, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
     client: Client,
-    server: Server,  # noqa: F811
+    served_plane: ServedPlane,
     run: RunRef,
     gang_of: Callable[[TaskFuture], Gang],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loan = Lease("rollout", "t0", "t0-1.1")
-    server.connect(lambda ids, seed: [1], loan.lease_id, engine_id=loan.holder, worker="t0")
+    served_plane.connect(lambda ids, seed: [1], loan.lease_id, engine_id=loan.holder, worker="t0")
 
     def begin() -> None:
-        wait_until(lambda: loan.lease_id in server.reasons)
+        wait_until(lambda: loan.lease_id in served_plane.reasons)
         GangFiles(RunDirectory(run.uri), 0, 1, 0).take_seat(0, once=True)
 
     rank = threading.Thread(target=begin)
     rank.start()
     gang_of(queued(client)).take_devices([("t0", "t0-0.1")])
     rank.join()
-    assert server.reasons == {loan.lease_id: "revoked"}
+    assert served_plane.reasons == {loan.lease_id: "revoked"}
     assert "did not yield" not in caplog.text
 
 

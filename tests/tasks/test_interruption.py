@@ -14,12 +14,12 @@ from sf_core.stages.run import RunRef
 from tasks import interruption
 from tasks.interruption import free_workers_at_end
 from tests.patience import wait_until
-from tests.sf_core.scheduling.test_worker import Bench, bench, running_tasks, tasks_process  # noqa: F401
+from tests.sf_core.scheduling.test_worker import Bench, running_tasks, tasks_process
 
 
 @pytest.mark.parametrize("end", [None, ValueError("the batch failed")])
 def test_a_worker_that_goes_on_after_the_end_of_its_run_is_ended_by_force(
-    bench: Bench,  # noqa: F811
+    bench: Bench,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

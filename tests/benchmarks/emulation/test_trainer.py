@@ -18,8 +18,8 @@ from sf_core.training.gang import GangError, RankAssignment, join_gang
 from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit, configure
-from tests.sf_core.training.batches import make_batch
+from tests.bench.runs import commit, configure
+from tests.bench.training.batches import make_batch
 
 WORKERS = ("h800", "h20")
 

@@ -13,8 +13,8 @@ from sf_core.models.builtin import make_policy
 from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
+from tests.bench.runs import commit, configure, pretend
 from tests.sf_core.reports.evaluations.test_comparison import measure
-from tests.sf_core.runs import commit, configure, pretend
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from sf_core.cli.launch import _run_once
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 from storage.run_directory import RunDirectory
+from tests.bench.commands import sf
+from tests.bench.runs import commit, configure, pretend
 from tests.patience import patience
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.runs import commit, configure, pretend
 
 SUMMARY = {
     "iterations": 2,

@@ -10,9 +10,10 @@ from sf_core.cli.replay import replay
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.runs import configure, copy_run, train, trained_run
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.commands import sf
+from tests.bench.runs import configure, copy_run
+from tests.bench.trained_runs import train, train_run
+from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCHES = [
     make_batch(grouped_rows(num_groups=16, group_size=4), logprob=-4.0, group_size=4, seed=seed)
@@ -23,7 +24,7 @@ BATCHES = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     settings = {"iterations": 4, "checkpoint_every": 2, "minibatches": 2, "warmup_steps": 3}
-    return trained_run(tmp_path_factory.mktemp("runs"), settings, BATCHES)
+    return train_run(tmp_path_factory.mktemp("runs"), settings, BATCHES)
 
 
 @pytest.fixture

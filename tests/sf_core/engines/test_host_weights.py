@@ -24,7 +24,7 @@ from storage.run_directory import RunDirectory
 from storage.tensors import shared_memory
 from storage.tensors.weight_delta import save_delta
 from storage.tensors.weights import load_weights, pack_weights, save_weights
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 from tests.patience import patience
 
 HOLD = """

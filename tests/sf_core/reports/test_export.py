@@ -18,8 +18,8 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
 from storage.trajectories import write_trajectories
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.runs import configure, conversation, sample
+from tests.bench.commands import sf
+from tests.bench.runs import configure, conversation, sample
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "What is 2+2 and 3+3? \N{GREEK SMALL LETTER PI}"}

@@ -15,8 +15,8 @@ from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import write_trajectories
+from tests.bench.runs import commit, configure, conversation
 from tests.sf_core.reports.test_series import AT, write_spans
-from tests.sf_core.runs import commit, configure, conversation
 
 DATA: dict[str, dict[str, Any]] = {
     "rollout": {"reward_mean": 0.25, "sampled_tokens": 500, "failures": {"timeout": 2, "agent_error": 1}},

@@ -16,9 +16,9 @@ from sf_core.stages.evaluate import Evaluation, open_evaluation
 from sf_core.stages.settling.stored_config import read_stored_config
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
+from tests.bench.runs import commit, configure, pretend
 from tests.sf_core.reports.test_cleanup import served
-from tests.sf_core.runs import commit, configure, pretend
 
 MEASURED = {"reward_mean": 0.75, "num_tasks": 64, "sessions": 63, "by_environment": {"spell": 0.75}}
 

@@ -26,9 +26,8 @@ from storage.batches import read_batch, training_rows
 from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
-from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
-from tests.sf_core.dataplane.stand import Server, attended, running_app, say
-from tests.sf_core.runs import configure, conversation, sample
+from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
+from tests.bench.runs import configure, conversation, sample
 
 ITERATION = 1
 
@@ -47,7 +46,7 @@ RULES: dict[str, Any] = {
 class Sampled:
     """A run whose engine samples as many tokens as the test says; requests come one by one."""
 
-    server: Server
+    plane: ServedPlane
     directory: RunDirectory
     ref: RunRef
     lengths: list[int] = field(default_factory=list)
@@ -92,13 +91,13 @@ class Sampled:
 
 
 @pytest.fixture
-def sampled(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Sampled]:  # noqa: F811
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, model_dir) as server:
+def sampled(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Sampled]:
+    with running_app(grace_s=0.1) as url, attended(url, tmp_path, model_dir) as plane:
         directory = RunDirectory(str(tmp_path / "run"))
         configure(directory)
-        run = Sampled(server, directory, RunRef("run", directory.uri, url, attempt=1))
-        server.register(**RULES)
-        server.connect(lambda prompt, seed: say(renderer, "x" * (run.lengths.pop(0) - 1)))
+        run = Sampled(plane, directory, RunRef("run", directory.uri, url, attempt=1))
+        plane.register(**RULES)
+        plane.connect(lambda prompt, seed: say(renderer, "x" * (run.lengths.pop(0) - 1)))
         yield run
 
 

@@ -12,7 +12,7 @@ from sf_core.stages.evaluate import open_evaluation, open_measurement
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
-from tests.sf_core.runs import commit, configure, pretend
+from tests.bench.runs import commit, configure, pretend
 
 
 @pytest.fixture(params=["file", "memory"])

@@ -29,9 +29,9 @@ from sf_core.training.warmstart import warmstart
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
-from tests.bad_input.refusals import check_sentence
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.runs import commit, configure
+from tests.bench.commands import sf
+from tests.bench.refusals import check_sentence
+from tests.bench.runs import commit, configure
 
 
 def test_an_export_that_was_cut_off_is_done_again_as_a_whole(tmp_path: Path) -> None:

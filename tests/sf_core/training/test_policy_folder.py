@@ -22,7 +22,7 @@ from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy
 from storage.run_directory import RunDirectory
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 from tests.sf_core.stages.test_start import from_model, model, started
 
 __all__ = ["model"]

@@ -13,7 +13,7 @@ from storage.run_directory import RunDirectory
 from storage.tensors.tensor_bytes import TensorBytes, parse
 from storage.tensors.weight_delta import Delta, encode, load_delta, open_base, save_delta
 from storage.tensors.weights import DIGEST, pack_weights, save_weights
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 
 Versions = tuple[TensorBytes, TensorBytes]
 

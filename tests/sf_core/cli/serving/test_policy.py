@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RunConfig
-from tests.sf_core.cli.serving.served import published_run
+from tests.bench.policy_server import published_run
 
 
 def test_the_policy_of_a_run_is_tried_in_this_process_whatever_samples_in_the_run(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from anthropic import Anthropic
 from storage.files import list_files
 from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories
+from tests.bench.commands import sf
+from tests.bench.policy_server import KEY, Served, published_run
 from tests.patience import patience
-from tests.sf_core.cli.serving.served import KEY, Served, published_run
-from tests.sf_core.cli.test_main import sf
 
 
 @pytest.fixture

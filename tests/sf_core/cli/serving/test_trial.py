@@ -17,7 +17,7 @@ from sf_core.cli.serving import blocking
 from sf_core.cli.serving.local_plane import listening
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
 
 MODULE = """
 import itertools

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
-from tests.proxies import SilentProxy
+from tests.bench.proxies import SilentProxy
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -9,30 +9,30 @@ from pathlib import Path
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import ServedPlane, attended, running_process, say
 from tests.patience import join, wait_until
 from tests.sf_core.dataplane.runs.test_run import seal, work
-from tests.sf_core.dataplane.stand import Server, attended, running_process, say
 
 
 @pytest.fixture
-def serving(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Server]:
+def serving(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[ServedPlane]:
     options = ("--journal-dir", str(tmp_path / "plane"))
-    module = "tests.sf_core.dataplane.hasty"
+    module = "tests.bench.dataplane.hasty"
     with (
         running_process(tmp_path / "port", 0, *options, module=module) as url,
-        attended(url, tmp_path, model_dir) as server,
+        attended(url, tmp_path, model_dir) as plane,
     ):
-        server.register()
-        server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
-        yield server
+        plane.register()
+        plane.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+        yield plane
 
 
-def is_served(server: Server) -> bool:
-    return server.http.get("/runs/run").status_code == 200
+def is_served(plane: ServedPlane) -> bool:
+    return plane.http.get("/runs/run").status_code == 200
 
 
 def test_a_released_run_that_nobody_works_on_is_let_go_and_registered_again_goes_on(
-    serving: Server, renderer: Renderer
+    serving: ServedPlane, renderer: Renderer
 ) -> None:
     for claim in serving.claim(3):
         work(serving, claim)
@@ -48,7 +48,7 @@ def test_a_released_run_that_nobody_works_on_is_let_go_and_registered_again_goes
     assert seal(serving, 0, attempt=2)["groups"] == [0, 1]
 
 
-def test_a_run_that_is_not_released_is_kept(serving: Server) -> None:
+def test_a_run_that_is_not_released_is_kept(serving: ServedPlane) -> None:
     serving.register(attempt=2)
     join(serving.threads[0])
     end = time.monotonic() + 1.5

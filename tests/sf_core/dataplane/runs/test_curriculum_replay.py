@@ -25,10 +25,10 @@ from storage.files import FileRef
 from storage.manifests import Manifest
 from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
+from tests.bench.dataplane.conversations import sample, user
+from tests.bench.dataplane.planes import say
+from tests.bench.dataplane.run_driver import OPERATIONS, Driver
 from tests.properties import examples
-from tests.sf_core.dataplane.runs.test_replay import OPERATIONS, Driver
-from tests.sf_core.dataplane.sessions.test_session import sample, user
-from tests.sf_core.dataplane.stand import say
 
 CURRICULA: list[dict[str, Any]] = [
     {"pool": 30, "solved": 0.0},

@@ -18,46 +18,46 @@ from sf_core.cli.stack.local import free_port
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
+from tests.bench.dataplane.planes import ServedPlane, running_process, say
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.stand import Server, running_process, say
 
 
 @pytest.fixture
-def serving(server: Server, renderer: Renderer) -> Server:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, "answer"))
-    return server
+def serving(served_plane: ServedPlane, renderer: Renderer) -> ServedPlane:
+    served_plane.register()
+    served_plane.connect(lambda prompt, seed: say(renderer, "answer"))
+    return served_plane
 
 
-def claim(server: Server, runner: str, count: int, work: str = "agent", *running: str) -> dict[str, Any]:
+def claim(plane: ServedPlane, runner: str, count: int, work: str = "agent", *running: str) -> dict[str, Any]:
     body = {"runner": runner, "work": work, "max": count, "running": list(running)}
-    return server.post("/runs/run/claim", body)
+    return plane.post("/runs/run/claim", body)
 
 
 def sessions(answer: dict[str, Any]) -> list[str]:
     return [session["session_id"] for session in answer["sessions"]]
 
 
-def ask(server: Server, session_id: str) -> None:
+def ask(plane: ServedPlane, session_id: str) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
-    server.post(f"/sessions/{session_id}/v1/chat/completions", body)
+    plane.post(f"/sessions/{session_id}/v1/chat/completions", body)
 
 
-def answer_all(server: Server, claimed: dict[str, Any]) -> list[str]:
+def answer_all(plane: ServedPlane, claimed: dict[str, Any]) -> list[str]:
     """Answer as agents and their runner do if other runners score."""
     for name in (names := sessions(claimed)):
-        ask(server, name)
+        ask(plane, name)
     reports = [{"session_id": name, "status": "answered", "answer": f'"{name}"'} for name in names]
-    assert server.post("/runs/run/finished", {"sessions": reports})["finished"] == names
+    assert plane.post("/runs/run/finished", {"sessions": reports})["finished"] == names
     return names
 
 
-def score(server: Server, names: list[str]) -> None:
+def score(plane: ServedPlane, names: list[str]) -> None:
     reports = [{"session_id": name, "status": "finished", "reward": 0.5} for name in names]
-    assert server.post("/runs/run/finished", {"sessions": reports})["finished"] == names
+    assert plane.post("/runs/run/finished", {"sessions": reports})["finished"] == names
 
 
-def test_agents_are_told_whether_others_score_and_those_get_the_answers_only(serving: Server) -> None:
+def test_agents_are_told_whether_others_score_and_those_get_the_answers_only(serving: ServedPlane) -> None:
     assert not claim(serving, "a0", 0)["scored_elsewhere"]
     assert sessions(claim(serving, "s0", 9, "reward")) == []
     claimed = claim(serving, "a0", 4)
@@ -70,14 +70,14 @@ def test_agents_are_told_whether_others_score_and_those_get_the_answers_only(ser
     assert serving.post("/runs/run/batches/0/seal", {"attempt": 1})["reward_mean"] == 0.5
 
 
-def test_an_answer_reported_twice_is_scored_once(serving: Server) -> None:
+def test_an_answer_reported_twice_is_scored_once(serving: ServedPlane) -> None:
     claim(serving, "s0", 0, "reward")
     [name] = answer_all(serving, claim(serving, "a0", 1))
     serving.post(f"/sessions/{name}/finish", {"status": "answered", "answer": "0"})
     assert sessions(claim(serving, "s0", 2, "reward")) == [name]
 
 
-def test_a_report_that_is_refused_costs_those_beside_it_nothing(serving: Server) -> None:
+def test_a_report_that_is_refused_costs_those_beside_it_nothing(serving: ServedPlane) -> None:
     bad, good = sessions(claim(serving, "a0", 2))
     ask(serving, good)
     reports = {
@@ -92,7 +92,9 @@ def test_a_report_that_is_refused_costs_those_beside_it_nothing(serving: Server)
     assert serving.get("/runs/run")["reward_recent"] == 1.0
 
 
-def test_what_a_scorer_does_not_know_of_is_scored_by_another_and_not_sampled_again(serving: Server) -> None:
+def test_what_a_scorer_does_not_know_of_is_scored_by_another_and_not_sampled_again(
+    serving: ServedPlane,
+) -> None:
     for runner in ("s0", "s1"):
         claim(serving, runner, 0, "reward")
     names = answer_all(serving, claim(serving, "a0", 2))
@@ -102,7 +104,7 @@ def test_what_a_scorer_does_not_know_of_is_scored_by_another_and_not_sampled_aga
     score(serving, names)
 
 
-def test_without_a_scorer_left_agents_score(serving: Server) -> None:
+def test_without_a_scorer_left_agents_score(serving: ServedPlane) -> None:
     claim(serving, "s0", 0, "reward")
     names = answer_all(serving, claim(serving, "a0", 2))
     serving.post("/runs/run/runners/s0/retire")
@@ -112,7 +114,7 @@ def test_without_a_scorer_left_agents_score(serving: Server) -> None:
     assert sessions(again)[:2] == names and again["sessions"][2]["answer"] is None
 
 
-def test_a_retired_runner_ends_what_it_has_and_goes(serving: Server) -> None:
+def test_a_retired_runner_ends_what_it_has_and_goes(serving: ServedPlane) -> None:
     [name] = sessions(claim(serving, "a0", 1))
     serving.post("/runs/run/runners/a0/retire")
     assert serving.get("/runs/run")["runners"]["a0"]["retiring"]
@@ -123,7 +125,7 @@ def test_a_retired_runner_ends_what_it_has_and_goes(serving: Server) -> None:
     assert serving.http.post("/runs/run/runners/nobody/retire").status_code == 404
 
 
-def test_a_run_that_starts_over_scores_nothing_of_before(serving: Server) -> None:
+def test_a_run_that_starts_over_scores_nothing_of_before(serving: ServedPlane) -> None:
     claim(serving, "s0", 0, "reward")
     answer_all(serving, claim(serving, "a0", 2))
     serving.register(attempt=2, iteration=3, version=3, done_groups=[0, 1, 2, 3, 4, 5])
@@ -139,7 +141,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
         running_process(tmp_path / "port", port, *options) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
-        before = Server(url, http, tmp_path, model_dir)
+        before = ServedPlane(url, http, tmp_path, model_dir)
         before.register()
         before.connect(lambda prompt, seed: say(renderer, "answer"))
         claim(before, "s0", 0, "reward")
@@ -149,7 +151,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
         running_process(tmp_path / "port", port, *options) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
-        after = Server(url, http, tmp_path, model_dir)
+        after = ServedPlane(url, http, tmp_path, model_dir)
         after.register()
         assert sessions(claim(after, "s1", 9, "reward", *given)) == names
         score(after, names)
@@ -171,14 +173,14 @@ async def ask_for_an_answer(task: Task, endpoint: Endpoint) -> dict[str, str]:
 
 
 def run_runner(
-    server: Server, name: str, work: Literal["agent", "reward"], **code: Callable[..., Any]
+    plane: ServedPlane, name: str, work: Literal["agent", "reward"], **code: Callable[..., Any]
 ) -> None:
     def tasks(split: str, index: int) -> Task:
         return Task(f"{split}-{index}", "test", "?", "answer")
 
     given: dict[str, Any] = {"agent": ask_for_an_answer, "reward": lambda task, answer: 0.0} | code
     runner = AgentRunner(
-        url=server.url,
+        url=plane.url,
         key=None,
         run_id="run",
         runner_id=name,
@@ -188,12 +190,12 @@ def run_runner(
         work=work,
         **given,
     )
-    server.threads.append(threading.Thread(target=lambda: asyncio.run(runner.run()), daemon=True))
-    server.threads[-1].start()
-    wait_until(lambda: name in server.get("/runs/run")["runners"])
+    plane.threads.append(threading.Thread(target=lambda: asyncio.run(runner.run()), daemon=True))
+    plane.threads[-1].start()
+    wait_until(lambda: name in plane.get("/runs/run")["runners"])
 
 
-def test_runners_of_both_kinds_make_a_batch_together(serving: Server) -> None:
+def test_runners_of_both_kinds_make_a_batch_together(serving: ServedPlane) -> None:
     scored = []
 
     def reward(task: Task, answer: dict[str, str]) -> float:
@@ -207,7 +209,7 @@ def test_runners_of_both_kinds_make_a_batch_together(serving: Server) -> None:
     assert len(scored) >= 4 and all(scored)
 
 
-def test_an_answer_that_cannot_be_sent_fails_its_session_with_a_sentence(serving: Server) -> None:
+def test_an_answer_that_cannot_be_sent_fails_its_session_with_a_sentence(serving: ServedPlane) -> None:
     claim(serving, "s0", 0, "reward")
     run_runner(serving, "a0", "agent", agent=lambda task, endpoint: NotJson("x"))
     wait_until(lambda: "must be" in serving.get("/runs/run")["last_error"])

@@ -11,7 +11,7 @@ from benchmarks.capture import KINDS, Capture, make_renderer
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.renderer import Ids, Renderer
 from sf_core.dataplane.sessions.session import Prompt
-from tests.sf_core.dataplane.conversations import Record, check
+from tests.bench.dataplane.conversations import Record, check
 
 
 class CountingRenderer(Renderer):

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import ServedPlane, running_app, say
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.stand import Server, running_app, say
 
 TEXT = "naïve 数学 <STOP> übergröße 楽しい"
 
@@ -33,12 +33,12 @@ OPTIONS: list[dict[str, Any]] = [
 class Interrupter:
     """Two engines that take over requests from each other."""
 
-    def __init__(self, server: Server, renderer: Renderer) -> None:
-        self.server = server
+    def __init__(self, plane: ServedPlane, renderer: Renderer) -> None:
+        self.server = plane
         answer = say(renderer, TEXT)
-        server.register()
+        plane.register()
         for name in ("a", "b"):
-            server.connect(lambda prompt, seed: answer, lease=name)
+            plane.connect(lambda prompt, seed: answer, lease=name)
         self.num_tokens = len(answer)
 
     def ask(self, cuts: list[int], options: dict[str, Any], streamed: bool) -> tuple[dict[str, Any], int]:
@@ -111,9 +111,9 @@ def interrupter(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
 ) -> Iterator[Interrupter]:
     with running_app() as url, httpx.Client(base_url=url, timeout=patience()) as http:
-        server = Server(url, http, Path(tmp_path_factory.mktemp("runs")), model_dir)
-        yield Interrupter(server, renderer)
-        server.post("/runs/run/release")
+        plane = ServedPlane(url, http, Path(tmp_path_factory.mktemp("runs")), model_dir)
+        yield Interrupter(plane, renderer)
+        plane.post("/runs/run/release")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -23,10 +23,10 @@ from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import Chunk, FinishReason
+from tests.bench.dataplane.specs import SPEC
+from tests.bench.dataplane.tokenizers import TEMPLATE
 from tests.patience import patience
 from tests.properties import examples
-from tests.sf_core.dataplane.conftest import TEMPLATE
-from tests.sf_core.dataplane.specs import SPEC
 
 STOP = "the la"
 TEXTS = ["the lazy fox", " the", "naïve", "数学は", "\U0001f600", " ", "  ", "\n", STOP]

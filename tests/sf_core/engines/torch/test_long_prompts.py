@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.models.cache_size import cache_bytes
 from sf_core.types import GenerationRequest, Sampling
-from tests.sf_core.engines.conftest import SIZE
+from tests.bench.engines.model_folders import SIZE
 from tests.sf_core.engines.torch.test_torch_engine import take
 
 CONTEXT = 12_000

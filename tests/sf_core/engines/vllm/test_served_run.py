@@ -6,7 +6,7 @@ from pathlib import Path
 
 import openai
 
-from tests.sf_core.cli.serving.served import KEY, Served, published_run
+from tests.bench.policy_server import KEY, Served, published_run
 
 
 def test_a_stored_policy_is_served_by_vllm(vllm: None, tmp_path: Path) -> None:

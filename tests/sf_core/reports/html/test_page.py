@@ -11,10 +11,10 @@ from sf_core.reports.html.page import write_report
 from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
 from storage.trajectories import write_trajectories
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
+from tests.bench.runs import commit, group_row
 from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, opened, talk
 from tests.sf_core.reports.test_tables import trajectory
-from tests.sf_core.runs import commit, group_row
 
 LIGHT, DARK = "rgb(246, 247, 249)", "rgb(20, 23, 28)"
 

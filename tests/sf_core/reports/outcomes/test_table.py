@@ -14,9 +14,9 @@ from storage import files
 from storage.outcomes import write_outcomes
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import write_trajectories
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
+from tests.bench.runs import commit, configure, conversation, group_row, sample
 from tests.sf_core.reports.test_series import AT, write_spans
-from tests.sf_core.runs import commit, configure, conversation, group_row, sample
 
 TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 

@@ -26,7 +26,7 @@ from sf_core.stages.settling.stored_config import read_stored_config, settle_con
 from sf_core.stages.start import start
 from sf_core.types import Task
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit
+from tests.bench.runs import commit
 
 SIZES = st.integers(1, 10**12)
 OPEN = {"rollout.max_tokens", "engine.context_length", "policy.dtype", "train.learning_rate"}

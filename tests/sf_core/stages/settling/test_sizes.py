@@ -16,7 +16,7 @@ from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.training.packing import SAMPLING, Row, pack
 from sf_core.training.torch.network import Network
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 
 ENGINE = {"max_running": 64, "context_length": 100}
 CACHE = 2 * 64 * 1 * 100 * 32 * 4

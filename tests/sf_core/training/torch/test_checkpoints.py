@@ -23,10 +23,11 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import load_weights
+from tests.bench.runs import copy_run
+from tests.bench.trained_runs import train_run
+from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.gang import Member, Try
 from tests.patience import patience
-from tests.sf_core.runs import copy_run, trained_run
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.gang import Member, Try
 
 BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
 SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
@@ -35,7 +36,7 @@ SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run at version 3 with a checkpoint of version 2."""
-    return trained_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
+    return train_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from sf_core.training.torch.trainer import ModelTrainer
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
-from tests.sf_core.runs import configure, copy_run, trained_run
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.runs import configure, copy_run
+from tests.bench.trained_runs import train_run
+from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
 SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
@@ -33,7 +34,7 @@ CHANGED = SETTINGS | {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return trained_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
+    return train_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
 
 
 @pytest.fixture

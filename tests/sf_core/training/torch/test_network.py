@@ -9,9 +9,9 @@ from sf_core.models import scoring
 from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch import network
 from sf_core.training.torch.network import Network
+from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.policies import COMMON, POLICIES, gpt2, qwen
 from tests.memory import peak_bytes
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.torch.policies import COMMON, POLICIES, gpt2, qwen
 
 
 @pytest.fixture(params=POLICIES, ids=lambda make: make.__name__)

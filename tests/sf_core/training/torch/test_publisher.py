@@ -19,7 +19,7 @@ from storage.run_directory import RunDirectory
 from storage.tensors.tensor_bytes import TensorBytes, parse
 from storage.tensors.weight_delta import load_delta
 from storage.tensors.weights import DIGEST, load_weights
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCH = make_batch(grouped_rows(num_groups=4, group_size=4), logprob=-4.0, group_size=4)
 

@@ -16,9 +16,9 @@ from sf_core.models.builtin import make_policy
 from sf_core.training.torch.ranks import Ranks, SingleRank, make_group
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
+from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.gang import Member, Try
 from tests.patience import wait_until
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.gang import Member, Try
 
 MakeMembers = Callable[[int], list[Member]]
 

@@ -25,10 +25,10 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.types import Chunk, FinishReason
+from tests.bench.dataplane.planes import CALC, tool_call_text
+from tests.bench.dataplane.specs import SPEC
 from tests.patience import patience
 from tests.properties import examples
-from tests.sf_core.dataplane.specs import SPEC
-from tests.sf_core.dataplane.stand import CALC, tool_call_text
 
 Event = dict[str, Any]
 Said = dict[str, Any]

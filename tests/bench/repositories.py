@@ -1,15 +1,10 @@
+"""Two small libraries, of which repositories with faults are generated."""
+
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from examples.repositories.generate import generate
 from examples.repositories.libraries import Library
-from sf_core.environments.repositories.environment import Repositories
-from tests.sf_core.agents.sandbox.inside import need_sandbox
 
 LISTS = '''\
 def chunks(items, size):
@@ -104,9 +99,7 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[Library]:
-    place = tmp_path_factory.mktemp("installed")
+def make_libraries(place: Path) -> list[Library]:
     for name, text in FILES.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
@@ -115,26 +108,3 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[Library]:
         Library("acme/lists", ("lists/lists.py",), tests, inits, place=place),
         Library("acme/words", ("words.py",), ("test_words.py",), place=place),
     ]
-
-
-@pytest.fixture(scope="session")
-def generated(libraries: list[Library], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with dataset.jsonl and repositories. It takes a while, and two folders of tests share it:
-    the one that asks first makes it for both."""
-    need_sandbox()
-    folder = tmp_path_factory.getbasetemp() / "generated"
-    if not (folder / "dataset.jsonl").exists():
-        asyncio.run(generate(folder, libraries, per_library=2))
-    return folder
-
-
-@pytest.fixture
-def environment(generated: Path) -> Callable[..., Repositories]:
-    def made(**settings: object) -> Repositories:
-        places = {
-            "dataset": str(generated / "dataset.jsonl"),
-            "repositories": str(generated / "repositories"),
-        }
-        return Repositories.model_validate(places | {"held_out": 0.5} | settings)
-
-    return made

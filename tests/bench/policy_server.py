@@ -10,8 +10,8 @@ from pathlib import Path
 
 from sf_core.models.builtin import make_policy
 from storage.run_directory import RunDirectory
+from tests.bench.runs import commit, configure
 from tests.patience import patience, wait_until
-from tests.sf_core.runs import commit, configure
 
 KEY = "a-key-of-mine"
 

@@ -1,3 +1,0 @@
-from tests.examples.repositories.conftest import environment, generated, libraries
-
-__all__ = ["environment", "generated", "libraries"]
