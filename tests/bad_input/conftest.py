@@ -11,7 +11,7 @@ from tests.bench.dataplane.planes import ServedPlane, answering, attended, runni
 
 
 @pytest.fixture(scope="session")
-def plane(
+def refusing_plane(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
 ) -> Iterator[ServedPlane]:
     folder = tmp_path_factory.mktemp("plane")

@@ -147,16 +147,18 @@ def ask(plane: ServedPlane, path: str, body: Any, method: str = "POST") -> tuple
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_a_whole_request_is_answered(plane: ServedPlane, path: str) -> None:
-    assert ask(plane, path, REQUESTS[path])[0] == 200
+def test_a_whole_request_is_answered(refusing_plane: ServedPlane, path: str) -> None:
+    assert ask(refusing_plane, path, REQUESTS[path])[0] == 200
 
 
 FIELDS = [(path, field) for path, request in REQUESTS.items() for field in request]
 
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
-def test_odd_values_of_a_field_are_answered_or_refused(plane: ServedPlane, path: str, field: str) -> None:
-    refused = [ask(plane, path, REQUESTS[path] | {field: value})[1] for value in ODD]
+def test_odd_values_of_a_field_are_answered_or_refused(
+    refusing_plane: ServedPlane, path: str, field: str
+) -> None:
+    refused = [ask(refusing_plane, path, REQUESTS[path] | {field: value})[1] for value in ODD]
     if field not in ("store", "metadata", "safetySettings"):
         assert any(refused)
 
@@ -222,9 +224,9 @@ NESTED: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize(("path", "name", "change"), NESTED, ids=lambda value: str(value)[:60])
 def test_what_is_wrong_inside_a_field_is_named(
-    plane: ServedPlane, path: str, name: str, change: dict[str, Any]
+    refusing_plane: ServedPlane, path: str, name: str, change: dict[str, Any]
 ) -> None:
-    status, sentence = ask(plane, path, REQUESTS.get(path, {}) | change)
+    status, sentence = ask(refusing_plane, path, REQUESTS.get(path, {}) | change)
     assert status in (400, 404)
     check_sentence(sentence, name)
 
@@ -284,9 +286,9 @@ CONTROL: list[tuple[str, str, Any, int, str]] = [
     ("method", "path", "body", "status", "name"), CONTROL, ids=lambda value: str(value)[:40]
 )
 def test_a_control_route_names_what_is_wrong(
-    plane: ServedPlane, method: str, path: str, body: Any, status: int, name: str
+    refusing_plane: ServedPlane, method: str, path: str, body: Any, status: int, name: str
 ) -> None:
-    got, sentence = ask(plane, path, body, method)
+    got, sentence = ask(refusing_plane, path, body, method)
     assert got == status, sentence
     check_sentence(sentence, name)
 
@@ -311,11 +313,11 @@ REGISTERED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), REGISTERED, ids=lambda value: str(value))
-def test_a_run_that_cannot_be_served_is_refused(plane: ServedPlane, field: str, value: Any) -> None:
-    folders = {"run_dir": str(plane.run_dir / "other"), "model_dir": plane.model_dir}
+def test_a_run_that_cannot_be_served_is_refused(refusing_plane: ServedPlane, field: str, value: Any) -> None:
+    folders = {"run_dir": str(refusing_plane.run_dir / "other"), "model_dir": refusing_plane.model_dir}
     spec = changed(SPEC | folders | {"run_id": "other"}, **{field: value})
-    status, sentence = ask(plane, "/runs", spec)
+    status, sentence = ask(refusing_plane, "/runs", spec)
     assert status == 400
     check_sentence(sentence, value if field == "model_dir" else field)
     assert "short" not in sentence
-    assert not (plane.run_dir / "other").exists()
+    assert not (refusing_plane.run_dir / "other").exists()

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from storage.run_directory import RunDirectory
 from tests.bench.proxies import SilentProxy, silent_proxy
 from tests.bench.s3_server import BUCKET, make_bucket, s3_server
 from tests.patience import join, patience
+
+ROOT = Path(__file__).parents[2]
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from tests.bench.dataplane.planes import ServedPlane
     from tests.bench.dataplane.restarts import Restarts
     from tests.bench.engines.model_folders import ModelFolders
+    from tests.bench.training.gang import Member
+    from tests.bench.workers import WorkerBench
 
 # --- models
 
@@ -56,6 +61,32 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
     from tests.bench.engines.model_folders import ModelFolders
 
     return ModelFolders(tmp_path_factory.mktemp("models"))
+
+
+def _make_policy(folder: Path, num_layers: int) -> str:
+    from sf_core.config import PolicyConfig
+    from sf_core.models.builtin import make_policy
+
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=num_layers), seed=0)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def small_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a built-in policy of one layer, which tests only read."""
+    return _make_policy(tmp_path_factory.mktemp("policy"), 1)
+
+
+@pytest.fixture
+def policy_copy(small_policy: str, tmp_path: Path) -> Path:
+    """A copy of `small_policy`, which a test may change."""
+    return Path(shutil.copytree(small_policy, tmp_path / "model"))
+
+
+@pytest.fixture(scope="session")
+def two_layer_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a built-in policy of two layers, which tests only read."""
+    return _make_policy(tmp_path_factory.mktemp("policy"), 2)
 
 
 @pytest.fixture(scope="session")
@@ -128,6 +159,60 @@ def restarts(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
         join(thread)
     restarts.kill()
     restarts.plane.http.close()
+
+
+# --- runs
+
+
+@pytest.fixture
+def empty_run(tmp_path: Path) -> RunDirectory:
+    """The directory of a run, before anything is written."""
+    return RunDirectory(str(tmp_path / "run-1"))
+
+
+@pytest.fixture(params=["file", "memory"])
+def runs_root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where run directories may lie: once on disk, once in fsspec's memory."""
+    return str(tmp_path) if request.param == "file" else f"memory://{tmp_path}"
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run at version 3 with a checkpoint of version 2; tests that change it do so in a copy."""
+    from tests.bench.trained_runs import BATCHES, SETTINGS, train_run
+
+    return train_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
+
+
+# --- processes
+
+
+@pytest.fixture
+def make_members() -> Iterator[Callable[[int], list[Member]]]:
+    """Starts this many ranks of a gang, t0 and so on, which end with the test."""
+    from tests.bench.training.gang import Member
+
+    made: list[Member] = []
+
+    def make(num: int) -> list[Member]:
+        made.extend(Member(f"t{len(made)}") for _ in range(num))
+        return made[-num:]
+
+    yield make
+    for member in made:
+        member.end()
+
+
+@pytest.fixture(scope="module")
+def worker_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerBench]:
+    """A scheduler, and workers that the test starts."""
+    from sf_core.cli.stack.local import local_stack
+    from tests.bench.workers import WorkerBench
+
+    folder = tmp_path_factory.mktemp("workers")
+    # nothing computes here: workers start without torch
+    with local_stack(folder / "logs", {"PYTHONPATH": str(ROOT), "SF_EMULATED": "1"}) as stack:
+        yield WorkerBench(stack, folder)
 
 
 # --- repositories

@@ -16,7 +16,7 @@ from tests.patience import patience, wait_until
 KEY = "a-key-of-mine"
 
 
-def published_run(folder: Path, **policy: int | None) -> RunDirectory:
+def publish_run(folder: Path, **policy: int | None) -> RunDirectory:
     """A run that has published versions 1 to 3, of which 1 is not kept."""
     run = RunDirectory(str(folder / "taught"))
     small = {"hidden_size": 32, "num_layers": 1, "warmstart": None}

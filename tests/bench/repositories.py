@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from examples.repositories.libraries import Library
+from sf_core.environments.repositories.environment import Repositories
 
 LISTS = '''\
 def chunks(items, size):
@@ -108,3 +113,14 @@ def make_libraries(place: Path) -> list[Library]:
         Library("acme/lists", ("lists/lists.py",), tests, inits, place=place),
         Library("acme/words", ("words.py",), ("test_words.py",), place=place),
     ]
+
+
+MakeRepositories = Callable[..., Repositories]
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+
+
+def score(environment: Repositories, row: dict[str, Any], answer: Any) -> float:
+    return asyncio.run(environment.score(row["instance_id"], answer))

@@ -30,7 +30,7 @@ from tests.patience import wait_until
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def local_client() -> Iterator[Client]:
     with Client(processes=False, n_workers=1, dashboard_address=None, set_as_default=False) as client:
         yield client
 
@@ -69,12 +69,12 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster(client)
+def cluster(local_client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster(local_client)
     tags = {"r0": "rollout", "a0": "agent", "a1": "agent"}
     workers = {f"tcp://{name}": Worker(name, frozenset({tag})) for name, tag in tags.items()}
-    monkeypatch.setattr("tasks.lease.dask_client", lambda: client)
-    monkeypatch.setattr("tasks.lease.list_connected", lambda client: workers)
+    monkeypatch.setattr("tasks.lease.dask_client", lambda: local_client)
+    monkeypatch.setattr("tasks.lease.list_connected", lambda local_client: workers)
     monkeypatch.setattr("tasks.lease.submit", cluster.submit)
     monkeypatch.setattr("tasks.lease.LOOK_S", 0.02)
     monkeypatch.setattr("tasks.lease.RELEASED_S", 0.1)
@@ -101,23 +101,23 @@ def leases(tmp_path: Path, served_plane: ServedPlane, cluster: Cluster) -> Lease
         (ValueError("no such agent"), "failed"),
     ],
 )
-def test_only_what_a_lease_cannot_help_is_a_loss(client: Client, error: Exception, how: str) -> None:
-    end = end_of(failed(client, error))
+def test_only_what_a_lease_cannot_help_is_a_loss(local_client: Client, error: Exception, how: str) -> None:
+    end = end_of(failed(local_client, error))
     assert end is not None
     assert (end.how, type(end.error), str(end.error)) == (how, type(error), str(error))
 
 
-def test_how_a_lease_ended_is_what_it_returned(client: Client) -> None:
-    assert end_of(queued(client)) is None
-    ends = [end_of(completed(client, data)) for data in ("revoked", "training comes first", 7)]
+def test_how_a_lease_ended_is_what_it_returned(local_client: Client) -> None:
+    assert end_of(queued(local_client)) is None
+    ends = [end_of(completed(local_client, data)) for data in ("revoked", "training comes first", 7)]
     assert [end.how for end in ends if end] == ["revoked", "returned", "returned"]
 
 
 def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+    local_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.cluster.STATE_S", 0.05)
-    [worker] = client.cluster.workers.values()
+    [worker] = local_client.cluster.workers.values()
     answer, may_answer = worker.handlers["get_data"], asyncio.Event()
 
     async def answer_later(comm: Any, **question: Any) -> Any:
@@ -125,7 +125,7 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
         return await answer(comm, **question)
 
     worker.handlers["get_data"] = answer_later
-    retired = completed(client)
+    retired = completed(local_client)
 
     def how() -> str | None:
         end = end_of(retired)
@@ -133,8 +133,8 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
 
     assert how() == "unknown"
     worker.handlers["get_data"] = answer
-    assert client.loop is not None
-    client.loop.add_callback(may_answer.set)
+    assert local_client.loop is not None
+    local_client.loop.add_callback(may_answer.set)
     wait_until(lambda: how() == "returned", "its answer")
 
 
@@ -162,21 +162,21 @@ def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it(
 
 
 def test_a_run_whose_agents_all_fail_is_released_and_ends_with_their_error(
-    leases: Leases, cluster: Cluster, served_plane: ServedPlane, client: Client
+    leases: Leases, cluster: Cluster, served_plane: ServedPlane, local_client: Client
 ) -> None:
     served_plane.register()
     failure = ValueError("module my_agent has no agent")
-    cluster.ends = {"a0": failed(client, failure), "a1": failed(client, failure)}
+    cluster.ends = {"a0": failed(local_client, failure), "a1": failed(local_client, failure)}
     with pytest.raises(ValueError, match="module my_agent has no agent"), leases:
         wait_until(lambda: served_plane.get("/runs/run")["released"], "the end of the run")
         raise RuntimeError("the run was released")
 
 
 def test_a_lease_that_failed_while_others_did_its_work_is_an_error_at_the_end(
-    leases: Leases, cluster: Cluster, served_plane: ServedPlane, client: Client
+    leases: Leases, cluster: Cluster, served_plane: ServedPlane, local_client: Client
 ) -> None:
     served_plane.register()
-    cluster.ends = {"a0": failed(client, ValueError("only here"))}
+    cluster.ends = {"a0": failed(local_client, ValueError("only here"))}
     with pytest.raises(ValueError, match="only here"), leases:
         wait_until(lambda: "a1:a1-2.1" in cluster.submitted, "another agent")
     assert served_plane.get("/runs/run")["released"]

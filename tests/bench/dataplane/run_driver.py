@@ -138,6 +138,13 @@ class Driver:
     def state(self) -> dict[str, Any]:
         return surviving(self.run)
 
+    async def check_restart(self) -> None:
+        """A restart finds what there was, with the journal as it is and with a compacted one."""
+        before = self.state()
+        await self.check_snapshot()
+        await self.restart()
+        assert self.state() == before
+
     async def check_snapshot(self) -> None:
         """A restart after a compaction finds the same: replay(snapshot(state)) == state."""
         run = self.run

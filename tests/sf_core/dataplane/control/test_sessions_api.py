@@ -252,7 +252,7 @@ def test_a_paused_run_opens_sessions_whose_requests_wait(
 
 
 @pytest.fixture
-def locked(tmp_path: Path, model_dir: str) -> Iterator[ServedPlane]:
+def locked_plane(tmp_path: Path, model_dir: str) -> Iterator[ServedPlane]:
     with running_app(key="plane") as url, with_two_runs(url, tmp_path, model_dir) as served_plane:
         yield served_plane
 
@@ -270,13 +270,13 @@ def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlan
         yield served_plane
 
 
-def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked: ServedPlane) -> None:
-    opened = locked.post("/sessions", {"run_id": "red"})
+def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked_plane: ServedPlane) -> None:
+    opened = locked_plane.post("/sessions", {"run_id": "red"})
     path = f"/sessions/{opened['session_id']}"
 
     def status(path: str, key: str, method: str = "GET", **options: Any) -> int:
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.request(method, locked.url + path, headers=headers, **options).status_code
+        return httpx.request(method, locked_plane.url + path, headers=headers, **options).status_code
 
     for key in ("red-run-key", "plane", "red-run-key:some-session", "plane:some-session"):
         assert status(path, key) == 200
@@ -291,23 +291,23 @@ def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked: ServedPlane) 
         assert (status(route, "red-run-key"), status(route, "plane")) == (401, 200)
 
 
-def test_a_run_key_sees_the_policy_of_its_run_only(locked: ServedPlane) -> None:
+def test_a_run_key_sees_the_policy_of_its_run_only(locked_plane: ServedPlane) -> None:
     for key, models in [("red-run-key", ["red"]), ("blue-run-key", ["blue"]), ("plane", ["blue", "red"])]:
-        with OpenAI(base_url=f"{locked.url}/v1", api_key=key) as agent:
+        with OpenAI(base_url=f"{locked_plane.url}/v1", api_key=key) as agent:
             assert [model.id for model in agent.models.list()] == models
     body = {"model": "red", "messages": HI}
     refused = httpx.post(
-        f"{locked.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer blue-run-key"}
+        f"{locked_plane.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer blue-run-key"}
     )
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_key_and_a_session_fit_into_one_value(locked: ServedPlane) -> None:
-    opened = locked.post("/sessions", {"run_id": "red"})
-    with OpenAI(base_url=f"{locked.url}/v1", api_key=f"red-run-key:{opened['session_id']}") as agent:
+def test_a_key_and_a_session_fit_into_one_value(locked_plane: ServedPlane) -> None:
+    opened = locked_plane.post("/sessions", {"run_id": "red"})
+    with OpenAI(base_url=f"{locked_plane.url}/v1", api_key=f"red-run-key:{opened['session_id']}") as agent:
         assert [model.id for model in agent.models.list()] == ["red"]
     with (
-        OpenAI(base_url=f"{locked.url}/v1", api_key=f"blue-run-key:{opened['session_id']}") as agent,
+        OpenAI(base_url=f"{locked_plane.url}/v1", api_key=f"blue-run-key:{opened['session_id']}") as agent,
         pytest.raises(openai.AuthenticationError),
     ):
         agent.models.list()

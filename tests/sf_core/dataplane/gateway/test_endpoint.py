@@ -370,15 +370,15 @@ def test_requests_wait_until_there_is_an_engine(served_plane: ServedPlane, rende
 
 
 @pytest.fixture
-def locked() -> Iterator[str]:
+def locked_url() -> Iterator[str]:
     with running_app(key="secret") as url:
         yield url
 
 
-def test_with_a_key_every_route_asks_for_it(locked: str) -> None:
+def test_with_a_key_every_route_asks_for_it(locked_url: str) -> None:
     for path in ("/healthz", "/v1/models", "/runs/run", "/nowhere"):
         for headers in ({}, {"Authorization": "Bearer wrong"}):
-            response = httpx.get(locked + path, headers=headers)
+            response = httpx.get(locked_url + path, headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert httpx.get(locked + "/healthz", headers={"Authorization": "Bearer secret"}).status_code == 200
-    assert OpenAI(base_url=f"{locked}/v1", api_key="secret").models.list().data == []
+    assert httpx.get(locked_url + "/healthz", headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert OpenAI(base_url=f"{locked_url}/v1", api_key="secret").models.list().data == []

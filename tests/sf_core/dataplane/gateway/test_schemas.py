@@ -48,7 +48,7 @@ JSON_SCHEMA = {"type": "json_schema", "name": "s", "schema": SCHEMA}
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> str:
+def random_policy(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> str:
     """A random network with the tokenizer of `model_dir`."""
     folder = tmp_path_factory.mktemp("policy")
     torch.manual_seed(0)
@@ -59,14 +59,14 @@ def policy(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> str:
 
 
 @pytest.fixture
-def constrained(tmp_path: Path, policy: str) -> Iterator[ServedPlane]:
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, policy) as plane:
+def constrained(tmp_path: Path, random_policy: str) -> Iterator[ServedPlane]:
+    with running_app(grace_s=0.1) as url, attended(url, tmp_path, random_policy) as plane:
         plane.register(
             follows_grammars=True,
             max_tokens=300,
             groups_per_batch=1,
             context_length=CONTEXT,
-            weights_uri=policy,
+            weights_uri=random_policy,
         )
         lend(plane)
         yield plane
@@ -213,13 +213,15 @@ def trained(plane: ServedPlane, paths: list[str]) -> list[Trajectory]:
     return to_rows(read_trajectories(str(Path(plane.run_dir, "run", sealed["files"][0]["uri"]))))
 
 
-def test_a_run_that_ignores_the_field_trains_on_unconstrained_answers(tmp_path: Path, policy: str) -> None:
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, policy) as plane:
+def test_a_run_that_ignores_the_field_trains_on_unconstrained_answers(
+    tmp_path: Path, random_policy: str
+) -> None:
+    with running_app(grace_s=0.1) as url, attended(url, tmp_path, random_policy) as plane:
         plane.register(
             follows_grammars=True,
             ignored_fields=["response_format"],
             context_length=CONTEXT,
-            weights_uri=policy,
+            weights_uri=random_policy,
         )
         lend(plane)
         [claim] = plane.claim()

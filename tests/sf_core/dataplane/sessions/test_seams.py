@@ -34,7 +34,7 @@ class Interrupter:
     """Two engines that take over requests from each other."""
 
     def __init__(self, plane: ServedPlane, renderer: Renderer) -> None:
-        self.server = plane
+        self.plane = plane
         answer = say(renderer, TEXT)
         plane.register()
         for name in ("a", "b"):
@@ -63,24 +63,24 @@ class Interrupter:
         return answers[0], num_moves
 
     def hold(self, name: str, num_steps: int | None) -> None:
-        self.server.engines[name].steps_left = num_steps
+        self.plane.engines[name].steps_left = num_steps
 
     def holds(self, name: str) -> bool:
-        engine = self.server.engines[name]
+        engine = self.plane.engines[name]
         return engine.steps_left == 0 and engine.num_requests > 0
 
     def pause(self, name: str) -> None:
-        self.server.post("/runs/run/pause", {"mode": "evacuate", "engine": name})
+        self.plane.post("/runs/run/pause", {"mode": "evacuate", "engine": name})
 
     def resume(self, name: str) -> None:
-        self.server.post("/runs/run/resume", {"engine": name})
+        self.plane.post("/runs/run/resume", {"engine": name})
 
     def answer(self, options: dict[str, Any], streamed: bool) -> dict[str, Any]:
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
         body |= options | {"seed": 1}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        response = httpx.post(f"{self.server.url}/v1/chat/completions", json=body, timeout=patience())
+        response = httpx.post(f"{self.plane.url}/v1/chat/completions", json=body, timeout=patience())
         assert response.status_code == 200, response.text
         return _streamed(response.text) if streamed else _whole(response.json())
 

@@ -21,10 +21,8 @@ from sf_core.agents.sandbox import Sandbox
 from sf_core.environments.repositories import patches
 from sf_core.environments.repositories.patches import ATTEMPTS, cut, fits
 from sf_core.environments.repositories.scoring import STEERING, _put_back
+from tests.bench.repositories import MakeRepositories, score
 from tests.bench.sandboxes import inside, need_sandbox
-from tests.sf_core.environments.repositories.test_repositories import Make, honest, row, score
-
-__all__ = ["honest", "row"]
 
 
 @pytest.fixture
@@ -61,14 +59,14 @@ FORMS: dict[str, Callable[[str], str]] = {
 @pytest.mark.usefixtures("needs_patch")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_right_repair_earns_its_reward_in_every_form(
-    make_repositories: Make, row: dict[str, Any], form: str
+    make_repositories: MakeRepositories, row: dict[str, Any], form: str
 ) -> None:
     assert score(make_repositories(reward="all"), row, FORMS[form](row["patch"])) == 1
 
 
 @pytest.mark.usefixtures("needs_patch")
 def test_what_one_attempt_has_changed_is_not_there_in_the_next(
-    make_repositories: Make, row: dict[str, Any]
+    make_repositories: MakeRepositories, row: dict[str, Any]
 ) -> None:
     # git apply --reject changes what the first part does, and patch would take that for a reversed one
     half = "--- a/lists/lists.py\n+++ b/lists/lists.py\n@@ -1,2 +1,3 @@\n def chunks(items, size):\n"
@@ -78,7 +76,7 @@ def test_what_one_attempt_has_changed_is_not_there_in_the_next(
 
 
 def test_without_the_program_patch_the_other_attempts_count_and_it_is_said_once(
-    make_repositories: Make,
+    make_repositories: MakeRepositories,
     row: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -206,13 +204,13 @@ def test_no_patch_changes_what_the_data_set_decides_whatever_applies_it(attempt:
 @pytest.mark.usefixtures("needs_patch")
 @pytest.mark.parametrize("cheat", ["edit", "index", "escapes", "settings of git"])
 def test_a_patch_of_protected_files_alone_earns_what_no_change_earns(
-    make_repositories: Make, row: dict[str, Any], honest: float, cheat: str
+    make_repositories: MakeRepositories, row: dict[str, Any], honest: float, cheat: str
 ) -> None:
     assert score(make_repositories(), row, CHEATS[cheat]) in (0, honest)
 
 
 def test_files_that_look_like_a_repository_of_git_do_not_change_hidden_tests(
-    make_repositories: Make, row: dict[str, Any], honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
     # git would take the folder for a bare repository, and have its filter write the tests
     filters = "s/self.assertEqual.*/pass/; s/assert .*/pass/"

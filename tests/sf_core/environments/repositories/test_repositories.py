@@ -26,30 +26,8 @@ from sf_core.environments.repositories.workspace import without_originals
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.types import Endpoint, Task
 from tests.bench.canned_model import CannedModel
+from tests.bench.repositories import MakeRepositories, rows_of, score
 from tests.bench.sandboxes import need_sandbox
-
-Make = Callable[..., Repositories]
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
-
-
-def score(environment: Repositories, row: dict[str, Any], answer: Any) -> float:
-    return asyncio.run(environment.score(row["instance_id"], answer))
-
-
-@pytest.fixture
-def row(generated: Path) -> dict[str, Any]:
-    """An instance whose tests are in a folder of their own."""
-    return next(row for row in rows_of(generated) if row["repo"] == "acme/lists")
-
-
-@pytest.fixture
-def honest(row: dict[str, Any]) -> float:
-    """What it earns to change nothing."""
-    failing, passing = (len(json.loads(row[name])) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-    return passing / (failing + passing)
 
 
 def source_of(generated: Path, row: dict[str, Any], commit: str | None = None) -> str:
@@ -63,12 +41,12 @@ class TestContract(EnvironmentTests):
     num_tasks = 1
 
     @pytest.fixture(autouse=True)
-    def _of(self, environment: Make) -> None:
-        self.environment = environment()
+    def _of(self, make_repositories: MakeRepositories) -> None:
+        self.environment = make_repositories()
 
 
 def test_every_instance_of_the_generator_is_repaired_by_its_patch_and_by_nothing_less(
-    generated: Path, make_repositories: Make
+    generated: Path, make_repositories: MakeRepositories
 ) -> None:
     rows = rows_of(generated)
     assert {row["repo"] for row in rows} == {"acme/lists", "acme/words"}
@@ -86,7 +64,7 @@ def test_a_report_has_what_was_called_and_what_came_of_it_and_not_the_repair(gen
 
 
 def test_hidden_tests_and_the_patch_are_not_among_what_the_agent_may_know(
-    generated: Path, make_repositories: Make
+    generated: Path, make_repositories: MakeRepositories
 ) -> None:
     for row in rows_of(generated):
         git = ["git", f"--git-dir={generated}/repositories/{row['repo'].replace('/', '__')}.git"]
@@ -98,7 +76,7 @@ def test_hidden_tests_and_the_patch_are_not_among_what_the_agent_may_know(
 
 
 def test_a_task_is_the_same_instance_in_a_larger_data_set(
-    generated: Path, make_repositories: Make, tmp_path: Path
+    generated: Path, make_repositories: MakeRepositories, tmp_path: Path
 ) -> None:
     rows = rows_of(generated)
     larger = tmp_path / "larger.jsonl"
@@ -134,7 +112,7 @@ CHEATS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_files_that_steer_tests_earn_nothing(
-    make_repositories: Make, row: dict[str, Any], cheat: str, honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], cheat: str, honest: float
 ) -> None:
     assert score(make_repositories(), row, CHEATS[cheat]) == honest
     assert score(make_repositories(), row, _as_patch(CHEATS[cheat])) <= honest
@@ -160,20 +138,20 @@ def _as_patch(files: dict[str, str]) -> str:
     ids=["exit", "sys.exit", "pytest.exit", "report"],
 )
 def test_code_that_ends_the_tests_passes_none(
-    generated: Path, make_repositories: Make, row: dict[str, Any], line: str
+    generated: Path, make_repositories: MakeRepositories, row: dict[str, Any], line: str
 ) -> None:
     assert score(make_repositories(), row, {"lists/lists.py": line + "\n" + source_of(generated, row)}) == 0
 
 
 def test_a_test_that_the_code_declares_as_expected_to_fail_has_not_passed(
-    make_repositories: Make, row: dict[str, Any]
+    make_repositories: MakeRepositories, row: dict[str, Any]
 ) -> None:
     code = "import pytest\ndef chunks(*_): pytest.xfail('so')\ngaps = middle = chunks\n"
     assert score(make_repositories(), row, {"lists/lists.py": code}) == 0
 
 
 def test_moving_the_tests_away_leaves_them_in_place(
-    make_repositories: Make, row: dict[str, Any], honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
     old, new = "lists/tests/test_lists.py", "lists/other.py"
     patch = f"diff --git a/{old} b/{new}\nsimilarity index 100%\nrename from {old}\nrename to {new}\n"
@@ -186,19 +164,21 @@ def test_moving_the_tests_away_leaves_them_in_place(
     ids=repr,
 )
 def test_an_answer_that_is_no_change_of_files_earns_no_more_than_none(
-    make_repositories: Make, row: dict[str, Any], answer: Any, honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], answer: Any, honest: float
 ) -> None:
     assert score(make_repositories(), row, answer) <= honest
 
 
 def test_breaking_what_worked_counts(
-    make_repositories: Make, row: dict[str, Any], generated: Path, honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], generated: Path, honest: float
 ) -> None:
     broken = source_of(generated, row) + "\n\nclass Never:\n    pass\n\n\ndef chunks(*_):\n    return []\n"
     assert score(make_repositories(), row, {"lists/lists.py": broken}) < honest
 
 
-def test_an_endless_loop_ends_with_the_time_limit(make_repositories: Make, row: dict[str, Any]) -> None:
+def test_an_endless_loop_ends_with_the_time_limit(
+    make_repositories: MakeRepositories, row: dict[str, Any]
+) -> None:
     assert score(make_repositories(timeout_s=3), row, {"lists/lists.py": "while True: pass\n"}) == 0
 
 
@@ -227,7 +207,7 @@ def results(canned_model: CannedModel) -> list[str]:
 
 
 def test_an_agent_repairs_a_repository_by_shell(
-    make_repositories: Make, row: dict[str, Any], canned_model: CannedModel
+    make_repositories: MakeRepositories, row: dict[str, Any], canned_model: CannedModel
 ) -> None:
     repair = f"cat > /tmp/p <<'END'\n{row['patch']}END\ngit apply /tmp/p && touch new.txt a.pyc && echo done"
     canned_model.answers = [bash(repair), bash("git log --oneline | wc -l; exit 3"), {"content": "repaired"}]
@@ -241,7 +221,7 @@ def test_an_agent_repairs_a_repository_by_shell(
 
 
 def test_output_of_a_command_is_bounded_and_a_long_one_is_ended(
-    make_repositories: Make, row: dict[str, Any], canned_model: CannedModel
+    make_repositories: MakeRepositories, row: dict[str, Any], canned_model: CannedModel
 ) -> None:
     canned_model.answers = [bash("yes | head -c 200000; echo end"), bash("sleep 60"), {"content": ""}]
     short = make_repositories(timeout_s=2)
@@ -265,7 +245,7 @@ def test_the_installed_original_of_a_library_is_not_seen() -> None:
 
 
 def test_lists_in_parquet_and_archives_are_read(
-    generated: Path, make_repositories: Make, tmp_path: Path, row: dict[str, Any]
+    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     lists = {name: json.loads(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     others = [row | lists | {"instance_id": f"n{number}", "version": 1} for number in range(8)]
@@ -286,7 +266,7 @@ def test_lists_in_parquet_and_archives_are_read(
 
 
 def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
-    make_repositories: Make, tmp_path: Path, row: dict[str, Any], generated: Path
+    make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], generated: Path
 ) -> None:
     git = ["git", f"--git-dir={generated}/repositories/acme__lists.git", "archive", "--format=tar"]
     archive = io.BytesIO(subprocess.check_output([*git, row["base_commit"]]))
@@ -315,7 +295,11 @@ def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
     ],
 )
 def test_what_is_wrong_with_a_data_set_is_said_with_the_first_task(
-    make_repositories: Make, tmp_path: Path, row: dict[str, Any], change: dict[str, Any], sentence: str
+    make_repositories: MakeRepositories,
+    tmp_path: Path,
+    row: dict[str, Any],
+    change: dict[str, Any],
+    sentence: str,
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | change) + "\n")
     with pytest.raises(ValueError) as refusal:
@@ -333,7 +317,7 @@ def test_what_is_wrong_with_a_data_set_is_said_with_the_first_task(
     ],
 )
 def test_a_file_without_instances_is_refused(
-    make_repositories: Make, tmp_path: Path, text: str | None, sentence: str
+    make_repositories: MakeRepositories, tmp_path: Path, text: str | None, sentence: str
 ) -> None:
     if text is not None:
         (tmp_path / "rows.jsonl").write_text(text)
@@ -343,7 +327,7 @@ def test_a_file_without_instances_is_refused(
 
 
 def test_a_split_without_instances_is_refused(
-    make_repositories: Make, tmp_path: Path, row: dict[str, Any]
+    make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=r"of the 1 instances of .* none falls to"):
@@ -378,7 +362,7 @@ GONE = "lists/tests/test_lists.py::test_of_another_time"
     ids=["test_patch", "patch", "tests", "file", "import"],
 )
 def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
-    make_repositories: Make,
+    make_repositories: MakeRepositories,
     tmp_path: Path,
     row: dict[str, Any],
     wrong: Callable[[dict[str, Any]], dict[str, Any]],
@@ -396,7 +380,7 @@ def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
 
 
 def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
-    make_repositories: Make, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make_repositories: MakeRepositories, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
 
@@ -416,7 +400,7 @@ def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
 
 
 def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
-    generated: Path, make_repositories: Make, tmp_path: Path, row: dict[str, Any]
+    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     # a file that the repair changes too, so agents may
     before = source_of(generated, row).splitlines(keepends=True)
@@ -431,7 +415,7 @@ def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
 
 @pytest.mark.parametrize("place", ["acme/lists", "acme__lists"])
 def test_a_repository_may_be_a_clone(
-    generated: Path, make_repositories: Make, tmp_path: Path, row: dict[str, Any], place: str
+    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], place: str
 ) -> None:
     shutil.copytree(generated / "repositories" / "acme__lists.git", tmp_path / place / ".git")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
