@@ -31,7 +31,7 @@ from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import WeightsRef
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.training.batches import grouped_rows, make_batch
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}

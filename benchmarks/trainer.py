@@ -38,7 +38,7 @@ from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.schema import TURN
-from tests.sf_core.training.gang import Member, Try
+from tests.bench.training.gang import Member, Try
 from tests.sf_core.training.model_contract import Setup
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -2,18 +2,14 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-from playwright.sync_api import Browser, expect, sync_playwright
 
-from tests.patience import patience
-from tests.proxies import SilentProxy, silent_proxy
-from tests.s3_server import BUCKET, make_bucket, s3_server
+pytest_plugins = ["tests.bench.fixtures"]
 
 # how long an example takes is the machine's matter
 settings.register_profile("untimed", deadline=None)
@@ -89,40 +85,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return GROUPS.get(file, file)
 
     return ByFile(config, log)
-
-
-@pytest.fixture(scope="session")
-def s3_bucket() -> Iterator[str]:
-    """URL of a bucket on the server that the environment names. All tests share it, because filesystems are
-    cached per process with the server that they were made for."""
-    with s3_server() as env, pytest.MonkeyPatch.context() as patch:
-        for name, value in env.items():
-            patch.setenv(name, value)
-        make_bucket(env)
-        yield f"s3://{BUCKET}"
-
-
-@pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentProxy]:
-    """Proxy named in this process's environment. Request it last, so that other fixtures do not use it."""
-    with silent_proxy() as proxy:
-        for name, value in proxy.environment.items():
-            monkeypatch.setenv(name, value)
-        yield proxy
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Browser of one module: its event loop runs in the main thread, where other tests start theirs."""
-    program = shutil.which("chromium")
-    if program is None:
-        if os.environ.get("CI") == "true":
-            raise FileNotFoundError("chromium is not installed; .ci/run installs Debian's")
-        pytest.skip("chromium is not installed; Debian's package chromium has it")
-    expect.set_options(timeout=patience() * 1000)
-    with sync_playwright() as playwright:
-        # no sandbox: tests may run as root; no WebGL: a run's page in Prefect would draw all the time
-        arguments = ["--no-sandbox", "--disable-3d-apis"]
-        chromium = playwright.chromium.launch(executable_path=program, args=arguments)
-        yield chromium
-        chromium.close()

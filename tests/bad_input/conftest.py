@@ -7,16 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.sf_core.dataplane.conftest import model_dir, renderer
-from tests.sf_core.dataplane.stand import Server, answering, attended, running_app
-
-__all__ = ["model_dir", "renderer"]
+from tests.bench.dataplane.planes import ServedPlane, answering, attended, running_app
 
 
 @pytest.fixture(scope="session")
-def plane(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> Iterator[Server]:
+def refusing_plane(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
+) -> Iterator[ServedPlane]:
     folder = tmp_path_factory.mktemp("plane")
-    with running_app(grace_s=0.1) as url, attended(url, folder, model_dir) as server:
-        server.register(session_timeout_s=600.0, max_tokens=8)
-        server.connect(answering(renderer, "the sum is 42."), tokens_per_step=8)
-        yield server
+    with running_app(grace_s=0.1) as url, attended(url, folder, model_dir) as plane:
+        plane.register(session_timeout_s=600.0, max_tokens=8)
+        plane.connect(answering(renderer, "the sum is 42."), tokens_per_step=8)
+        yield plane

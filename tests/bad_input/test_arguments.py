@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input.commands import check_refused
+from tests.bench.commands import check_refused
 
 # what is not refused might go on for ever
 pytestmark = pytest.mark.timeout(60)

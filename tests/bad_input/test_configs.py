@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig
-from tests.bad_input.commands import check_refused
+from tests.bench.commands import check_refused
 
 SCHEMA = RunConfig.model_json_schema()
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.yaml"
     path.write_text("seed: 3\n")
@@ -85,16 +85,21 @@ def test_every_setting_is_tried() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{key}={json.dumps(value)}" for key, value in WRONG])
-def test_a_wrong_value_is_refused_with_its_key(config: Path, key: str, value: Any) -> None:
-    check_refused(config.parent, ["train", str(config), "--set", f"{key}={json.dumps(value)}"], "--set ", key)
+def test_a_wrong_value_is_refused_with_its_key(run_yaml: Path, key: str, value: Any) -> None:
+    check_refused(
+        run_yaml.parent, ["train", str(run_yaml), "--set", f"{key}={json.dumps(value)}"], "--set ", key
+    )
 
 
 @pytest.mark.parametrize(
     "section", ["", *(f"{key}." for key, field in settings(SCHEMA) if resolved(field).get("properties"))]
 )
-def test_an_unknown_key_is_refused_with_those_that_are_allowed(config: Path, section: str) -> None:
+def test_an_unknown_key_is_refused_with_those_that_are_allowed(run_yaml: Path, section: str) -> None:
     check_refused(
-        config.parent, ["train", str(config), "--set", f"{section}typo=1"], f"{section}typo", "allowed here: "
+        run_yaml.parent,
+        ["train", str(run_yaml), "--set", f"{section}typo=1"],
+        f"{section}typo",
+        "allowed here: ",
     )
 
 
@@ -126,9 +131,9 @@ def test_an_unknown_key_is_refused_with_those_that_are_allowed(config: Path, sec
     ],
     ids=lambda text: repr(text[:30]),
 )
-def test_a_file_that_is_no_configuration_is_named(config: Path, text: bytes) -> None:
-    config.write_bytes(text)
-    check_refused(config.parent, ["train", str(config)], str(config))
+def test_a_file_that_is_no_configuration_is_named(run_yaml: Path, text: bytes) -> None:
+    run_yaml.write_bytes(text)
+    check_refused(run_yaml.parent, ["train", str(run_yaml)], str(run_yaml))
 
 
 @pytest.mark.parametrize(
@@ -147,9 +152,9 @@ def test_a_file_that_is_no_configuration_is_named(config: Path, text: bytes) -> 
     ],
     ids=lambda text: repr(text[:30]),
 )
-def test_an_override_that_is_none_is_named(config: Path, override: str, sentence: str) -> None:
-    check_refused(config.parent, ["train", str(config), "--set", override], sentence)
+def test_an_override_that_is_none_is_named(run_yaml: Path, override: str, sentence: str) -> None:
+    check_refused(run_yaml.parent, ["train", str(run_yaml), "--set", override], sentence)
 
 
-def test_a_folder_is_no_configuration(config: Path) -> None:
-    check_refused(config.parent, ["train", str(config.parent)], str(config.parent))
+def test_a_folder_is_no_configuration(run_yaml: Path) -> None:
+    check_refused(run_yaml.parent, ["train", str(run_yaml.parent)], str(run_yaml.parent))

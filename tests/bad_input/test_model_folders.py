@@ -18,8 +18,8 @@ from sf_core.stages.start import prepare_start
 from sf_core.training.torch.network import Network
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
-from tests.bad_input.commands import check_refused
-from tests.bad_input.refusals import check_sentence
+from tests.bench.commands import check_refused
+from tests.bench.refusals import check_sentence
 
 
 class Trap:
@@ -33,7 +33,7 @@ class Trap:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def trapped_model(tmp_path: Path) -> Path:
     """Folder of a policy whose weights are a pickled Trap."""
     folder = tmp_path / "model"
     make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
@@ -53,68 +53,72 @@ LOADERS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_pickled_weights_are_not_read(folder: Path, loader: str) -> None:
+def test_pickled_weights_are_not_read(trapped_model: Path, loader: str) -> None:
     with pytest.raises((ValueError, OSError)):
-        LOADERS[loader](str(folder))
-    assert not (folder.parent / "sprung").exists()
+        LOADERS[loader](str(trapped_model))
+    assert not (trapped_model.parent / "sprung").exists()
 
 
-def test_a_run_does_not_start_from_pickled_weights(folder: Path) -> None:
-    config = folder.parent / "run.yaml"
-    config.write_text(f"policy:\n  model: {folder}\n")
-    check_refused(folder.parent, ["train", str(config)], "policy.model", str(folder), "*.safetensors")
+def test_a_run_does_not_start_from_pickled_weights(trapped_model: Path) -> None:
+    config = trapped_model.parent / "run.yaml"
+    config.write_text(f"policy:\n  model: {trapped_model}\n")
+    check_refused(
+        trapped_model.parent, ["train", str(config)], "policy.model", str(trapped_model), "*.safetensors"
+    )
     with pytest.raises(ValueError) as refused:
-        prepare_start(str(folder.parent / "start"), RunConfig(policy=PolicyConfig(model=str(folder))))
-    check_sentence(str(refused.value), str(folder))
-    assert not (folder.parent / "start").exists()
+        prepare_start(
+            str(trapped_model.parent / "start"), RunConfig(policy=PolicyConfig(model=str(trapped_model)))
+        )
+    check_sentence(str(refused.value), str(trapped_model))
+    assert not (trapped_model.parent / "start").exists()
 
 
-def test_pickles_beside_safe_weights_stay_where_they_are(folder: Path) -> None:
-    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    start = folder.parent / "start"
-    prepare_start(str(start), RunConfig(policy=PolicyConfig(model=str(folder))))
+def test_pickles_beside_safe_weights_stay_where_they_are(trapped_model: Path) -> None:
+    make_policy(str(trapped_model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    start = trapped_model.parent / "start"
+    prepare_start(str(start), RunConfig(policy=PolicyConfig(model=str(trapped_model))))
     assert {path.suffix for path in start.iterdir()} <= {".json", ".safetensors", ".jinja"}
     Network(str(start))
-    assert not (folder.parent / "sprung").exists()
+    assert not (trapped_model.parent / "sprung").exists()
 
 
-def test_a_run_starts_from_a_folder_of_links(folder: Path) -> None:
-    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    snapshot, start = folder.parent / "snapshot", folder.parent / "start"
+def test_a_run_starts_from_a_folder_of_links(trapped_model: Path) -> None:
+    make_policy(str(trapped_model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    snapshot, start = trapped_model.parent / "snapshot", trapped_model.parent / "start"
     snapshot.mkdir()
-    for path in folder.iterdir():
+    for path in trapped_model.iterdir():
         (snapshot / path.name).symlink_to(path)
     prepare_start(str(start), RunConfig(policy=PolicyConfig(model=str(snapshot))))
     assert not any(path.is_symlink() for path in start.iterdir())
     Network(str(start))
 
 
-def test_weights_that_are_no_files_are_refused_before_anything_is_copied(folder: Path) -> None:
-    start, config = folder.parent / "start", RunConfig(policy=PolicyConfig(model=str(folder)))
-    (folder / "._model.safetensors").write_bytes(b"what an archive of another system leaves")
+def test_weights_that_are_no_files_are_refused_before_anything_is_copied(trapped_model: Path) -> None:
+    start, config = trapped_model.parent / "start", RunConfig(policy=PolicyConfig(model=str(trapped_model)))
+    (trapped_model / "._model.safetensors").write_bytes(b"what an archive of another system leaves")
     with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
         prepare_start(str(start), config)
-    (folder / "model.safetensors").symlink_to(folder / "blob")
+    (trapped_model / "model.safetensors").symlink_to(trapped_model / "blob")
     with pytest.raises(ValueError, match=r"/model\.safetensors is a link to a file that is not there$"):
         prepare_start(str(start), config)
     assert not start.exists()
 
 
-def test_code_in_a_model_folder_is_not_run(folder: Path) -> None:
-    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    (folder / "modeling.py").write_text(
-        f"open({str(folder.parent / 'sprung')!r}, 'w')\nModel = Tokenizer = None\n"
+def test_code_in_a_model_folder_is_not_run(trapped_model: Path) -> None:
+    make_policy(str(trapped_model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    (trapped_model / "modeling.py").write_text(
+        f"open({str(trapped_model.parent / 'sprung')!r}, 'w')\nModel = Tokenizer = None\n"
     )
     for name, entry in (
         ("config.json", {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Model"}),
         ("tokenizer_config.json", {"AutoTokenizer": ["modeling.Tokenizer", None]}),
     ):
-        values = json.loads((folder / name).read_bytes())
-        (folder / name).write_text(json.dumps(values | {"auto_map": entry}))
+        values = json.loads((trapped_model / name).read_bytes())
+        (trapped_model / name).write_text(json.dumps(values | {"auto_map": entry}))
     for load in (Network, LOADERS["engine"]):
-        load(str(folder))
-    run = RunDirectory(str(folder.parent / "run"))
+        load(str(trapped_model))
+    run = RunDirectory(str(trapped_model.parent / "run"))
     Path(run.uri).mkdir()
-    folder.rename(run.start_dir)
+    trapped_model.rename(run.start_dir)
     open_tokenizer(run)
-    assert not (folder.parent / "sprung").exists()
+    assert not (trapped_model.parent / "sprung").exists()

@@ -22,9 +22,9 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.openapi import make_document
 from sf_core.dataplane.gateway.dialects.registry import AGENTS_PATH
-from tests.bad_input.refusals import check_sentence
+from tests.bench.dataplane.planes import ServedPlane, answering, attended, running_app
+from tests.bench.refusals import check_sentence
 from tests.patience import patience
-from tests.sf_core.dataplane.stand import Server, answering, attended, running_app
 
 CHECKS = [
     not_a_server_error,
@@ -40,19 +40,19 @@ WIDE = schemathesis.openapi.from_dict(make_document(make_app().routes))
 @pytest.fixture(scope="module")
 def served(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
-) -> Iterator[tuple[Server, str]]:
+) -> Iterator[tuple[ServedPlane, str]]:
     """A data plane and a session of its run `run`, which has an engine; flows command the run `other`."""
     with (
         running_app(grace_s=0.1) as url,
-        attended(url, tmp_path_factory.mktemp("api"), model_dir) as server,
+        attended(url, tmp_path_factory.mktemp("api"), model_dir) as plane,
     ):
-        server.register(session_timeout_s=600.0, max_tokens=8)
-        server.connect(answering(renderer, "the sum is 42."), tokens_per_step=8)
-        server.register(run_id="other", run_dir=str(server.run_dir / "other"), served_model="other")
-        yield server, server.post("/sessions", {"run_id": "run"})["session_id"]
+        plane.register(session_timeout_s=600.0, max_tokens=8)
+        plane.connect(answering(renderer, "the sum is 42."), tokens_per_step=8)
+        plane.register(run_id="other", run_dir=str(plane.run_dir / "other"), served_model="other")
+        yield plane, plane.post("/sessions", {"run_id": "run"})["session_id"]
 
 
-def test_every_control_route_is_described_and_nothing_else(served: tuple[Server, str]) -> None:
+def test_every_control_route_is_described_and_nothing_else(served: tuple[ServedPlane, str]) -> None:
     paths = served[0].get("/openapi.json")["paths"]
     described = {(path, method.upper()) for path, methods in paths.items() for method in methods}
     routes = [
@@ -72,7 +72,7 @@ def test_every_control_route_is_described_and_nothing_else(served: tuple[Server,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_answers_are_as_described(case: schemathesis.Case, served: tuple[Server, str]) -> None:
+def test_answers_are_as_described(case: schemathesis.Case, served: tuple[ServedPlane, str]) -> None:
     check(case, *served)
 
 
@@ -80,15 +80,15 @@ def test_answers_are_as_described(case: schemathesis.Case, served: tuple[Server,
 @WIDE.parametrize()
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_answers_are_as_described_for_many_more_requests(
-    case: schemathesis.Case, served: tuple[Server, str]
+    case: schemathesis.Case, served: tuple[ServedPlane, str]
 ) -> None:
     check(case, *served)
 
 
-def check(case: schemathesis.Case, server: Server, session_id: str) -> None:
+def check(case: schemathesis.Case, plane: ServedPlane, session_id: str) -> None:
     """Check one case; half of them name existing things, or all would be refused for the same reason."""
-    name_what_is_there(case, server.run_dir, server.model_dir, session_id)
-    response = case.call(base_url=server.url, timeout=patience())
+    name_what_is_there(case, plane.run_dir, plane.model_dir, session_id)
+    response = case.call(base_url=plane.url, timeout=patience())
     checks = CHECKS
     if response.status_code == 503 and response.json()["error"].get("code") == "run_not_served":
         # no failure: a run of that name may be starting

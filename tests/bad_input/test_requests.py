@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.bad_input.refusals import check_sentence, snapshot
-from tests.sf_core.dataplane.specs import SPEC, changed
-from tests.sf_core.dataplane.stand import CALC, Server
+from tests.bench.dataplane.planes import CALC, ServedPlane
+from tests.bench.dataplane.specs import SPEC, changed
+from tests.bench.refusals import check_sentence, snapshot
 
 HI = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
@@ -130,33 +130,35 @@ ODD: list[Any] = [
 ODD += [{"type": "x"}, {"role": "x"}, [{"role": "user", "content": [{}]}], DEEP, [DEEP], "\ud800"]
 
 
-def ask(server: Server, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
+def ask(plane: ServedPlane, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
     """Status and sentence of a refusal; checks that it is one sentence and that nothing has changed."""
-    before, num_asked = snapshot(server.run_dir), len(server.asked)
+    before, num_asked = snapshot(plane.run_dir), len(plane.asked)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = server.http.request(method, path, content=None if method == "GET" else content)
+    response = plane.http.request(method, path, content=None if method == "GET" else content)
     assert response.status_code < 500, response.text
     assert response.headers["content-type"].startswith(("application/json", "text/event-stream"))
     if response.status_code < 400:
         return response.status_code, ""
     sentence = str(response.json()["error"]["message"])
     check_sentence(sentence)
-    assert server.model_dir not in response.text and str(server.run_dir) not in response.text
-    assert (snapshot(server.run_dir), len(server.asked)) == (before, num_asked)
+    assert plane.model_dir not in response.text and str(plane.run_dir) not in response.text
+    assert (snapshot(plane.run_dir), len(plane.asked)) == (before, num_asked)
     return response.status_code, sentence
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_a_whole_request_is_answered(plane: Server, path: str) -> None:
-    assert ask(plane, path, REQUESTS[path])[0] == 200
+def test_a_whole_request_is_answered(refusing_plane: ServedPlane, path: str) -> None:
+    assert ask(refusing_plane, path, REQUESTS[path])[0] == 200
 
 
 FIELDS = [(path, field) for path, request in REQUESTS.items() for field in request]
 
 
 @pytest.mark.parametrize(("path", "field"), FIELDS)
-def test_odd_values_of_a_field_are_answered_or_refused(plane: Server, path: str, field: str) -> None:
-    refused = [ask(plane, path, REQUESTS[path] | {field: value})[1] for value in ODD]
+def test_odd_values_of_a_field_are_answered_or_refused(
+    refusing_plane: ServedPlane, path: str, field: str
+) -> None:
+    refused = [ask(refusing_plane, path, REQUESTS[path] | {field: value})[1] for value in ODD]
     if field not in ("store", "metadata", "safetySettings"):
         assert any(refused)
 
@@ -222,9 +224,9 @@ NESTED: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize(("path", "name", "change"), NESTED, ids=lambda value: str(value)[:60])
 def test_what_is_wrong_inside_a_field_is_named(
-    plane: Server, path: str, name: str, change: dict[str, Any]
+    refusing_plane: ServedPlane, path: str, name: str, change: dict[str, Any]
 ) -> None:
-    status, sentence = ask(plane, path, REQUESTS.get(path, {}) | change)
+    status, sentence = ask(refusing_plane, path, REQUESTS.get(path, {}) | change)
     assert status in (400, 404)
     check_sentence(sentence, name)
 
@@ -284,9 +286,9 @@ CONTROL: list[tuple[str, str, Any, int, str]] = [
     ("method", "path", "body", "status", "name"), CONTROL, ids=lambda value: str(value)[:40]
 )
 def test_a_control_route_names_what_is_wrong(
-    plane: Server, method: str, path: str, body: Any, status: int, name: str
+    refusing_plane: ServedPlane, method: str, path: str, body: Any, status: int, name: str
 ) -> None:
-    got, sentence = ask(plane, path, body, method)
+    got, sentence = ask(refusing_plane, path, body, method)
     assert got == status, sentence
     check_sentence(sentence, name)
 
@@ -311,11 +313,11 @@ REGISTERED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), REGISTERED, ids=lambda value: str(value))
-def test_a_run_that_cannot_be_served_is_refused(plane: Server, field: str, value: Any) -> None:
-    folders = {"run_dir": str(plane.run_dir / "other"), "model_dir": plane.model_dir}
+def test_a_run_that_cannot_be_served_is_refused(refusing_plane: ServedPlane, field: str, value: Any) -> None:
+    folders = {"run_dir": str(refusing_plane.run_dir / "other"), "model_dir": refusing_plane.model_dir}
     spec = changed(SPEC | folders | {"run_id": "other"}, **{field: value})
-    status, sentence = ask(plane, "/runs", spec)
+    status, sentence = ask(refusing_plane, "/runs", spec)
     assert status == 400
     check_sentence(sentence, value if field == "model_dir" else field)
     assert "short" not in sentence
-    assert not (plane.run_dir / "other").exists()
+    assert not (refusing_plane.run_dir / "other").exists()

@@ -22,9 +22,9 @@ from storage.tensors.checkpoints import PARTS, TrainerProgress, load_checkpoint,
 from storage.tensors.shards import Slice
 from storage.tensors.weights import load_weights, save_weights
 from storage.trajectories import read_trajectories, to_table, write_trajectories
-from tests.bad_input.commands import check_refused
-from tests.bad_input.refusals import check_sentence, snapshot
-from tests.sf_core.runs import commit, configure, conversation
+from tests.bench.commands import check_refused
+from tests.bench.refusals import check_sentence, snapshot
+from tests.bench.runs import commit, configure, conversation
 
 ROLLOUT = "trajectories/iteration=0/rollout-1.parquet"
 WEIGHTS = "weights/v00001/model.safetensors"
@@ -58,7 +58,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(pristine: Path, tmp_path: Path) -> RunDirectory:
+def damaged_run(pristine: Path, tmp_path: Path) -> RunDirectory:
     shutil.copytree(pristine, tmp_path / "damaged")
     return RunDirectory(str(tmp_path / "damaged"))
 
@@ -96,35 +96,35 @@ def _train(run: RunDirectory) -> object:
 @pytest.mark.parametrize("name", READERS)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1, exclude_max=True))
-def test_a_file_that_was_cut_anywhere_is_named(run: RunDirectory, name: str, share: float) -> None:
-    whole = bytes_of(run, name)
-    Path(run.path(name)).write_bytes(whole[: int(share * len(whole))])
+def test_a_file_that_was_cut_anywhere_is_named(damaged_run: RunDirectory, name: str, share: float) -> None:
+    whole = bytes_of(damaged_run, name)
+    Path(damaged_run.path(name)).write_bytes(whole[: int(share * len(whole))])
     try:
-        check_unreadable(run, lambda: READERS[name](run), run.path(name))
+        check_unreadable(damaged_run, lambda: READERS[name](damaged_run), damaged_run.path(name))
     finally:
-        Path(run.path(name)).write_bytes(whole)
+        Path(damaged_run.path(name)).write_bytes(whole)
 
 
 @pytest.mark.parametrize("name", [ROLLOUT, WEIGHTS, SHARD])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0.01, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_bit_that_flipped_is_noticed_or_changes_nothing(
-    run: RunDirectory, name: str, share: float, bit: int
+    damaged_run: RunDirectory, name: str, share: float, bit: int
 ) -> None:
-    whole = bytes_of(run, name)
+    whole = bytes_of(damaged_run, name)
     changed = bytearray(whole)
     changed[int(share * len(whole))] ^= 1 << bit
-    expected = read_trajectories(run.path(ROLLOUT), SCHEMA.names)
-    Path(run.path(name)).write_bytes(changed)
+    expected = read_trajectories(damaged_run.path(ROLLOUT), SCHEMA.names)
+    Path(damaged_run.path(name)).write_bytes(changed)
     try:
-        found = READERS[name](run)
+        found = READERS[name](damaged_run)
     except ValueError as error:
-        check_sentence(str(error), run.path(name))
+        check_sentence(str(error), damaged_run.path(name))
     else:
         # Parquet has checksums of its pages only: of the rest, nothing that is read may differ
         assert name == ROLLOUT and expected.equals(found)
     finally:
-        Path(run.path(name)).write_bytes(whole)
+        Path(damaged_run.path(name)).write_bytes(whole)
 
 
 SOMETHING_ELSE = [b"", b"null", b"[]", b"3", b'{"a": 1}', b"\xff\xfe", b"[" * 2000, b'{"state": {}}']
@@ -134,9 +134,9 @@ MIXED_UP = [pair for pair in product(JSON_FILES, SOMETHING_ELSE) if pair != (TIM
 
 
 @pytest.mark.parametrize(("name", "text"), MIXED_UP, ids=lambda value: repr(value[:30]))
-def test_a_file_with_something_else_in_it_is_named(run: RunDirectory, name: str, text: bytes) -> None:
-    Path(run.path(name)).write_bytes(text)
-    check_unreadable(run, lambda: READERS[name](run), run.path(name))
+def test_a_file_with_something_else_in_it_is_named(damaged_run: RunDirectory, name: str, text: bytes) -> None:
+    Path(damaged_run.path(name)).write_bytes(text)
+    check_unreadable(damaged_run, lambda: READERS[name](damaged_run), damaged_run.path(name))
 
 
 @pytest.mark.parametrize(
@@ -156,22 +156,24 @@ def test_a_file_with_something_else_in_it_is_named(run: RunDirectory, name: str,
         ("extra", 1),
     ],
 )
-def test_a_manifest_that_was_edited_is_named(run: RunDirectory, key: str, value: object) -> None:
-    path = Path(run.manifest_file(0, "rollout"))
+def test_a_manifest_that_was_edited_is_named(damaged_run: RunDirectory, key: str, value: object) -> None:
+    path = Path(damaged_run.manifest_file(0, "rollout"))
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: value}))
-    check_unreadable(run, lambda: run.read_manifest(0, "rollout"), str(path), key)
+    check_unreadable(damaged_run, lambda: damaged_run.read_manifest(0, "rollout"), str(path), key)
 
 
 @pytest.mark.parametrize(
     "column", ["session_id", "token_ids", "loss_mask", "logprobs", "turns", "reward", "messages"]
 )
-def test_a_column_of_another_type_is_named(run: RunDirectory, column: str) -> None:
-    table = read_trajectories(run.path(ROLLOUT)).drop_columns(["iteration"])
+def test_a_column_of_another_type_is_named(damaged_run: RunDirectory, column: str) -> None:
+    table = read_trajectories(damaged_run.path(ROLLOUT)).drop_columns(["iteration"])
     other = pa.array([[True]] if column != "loss_mask" else ["x"])
     at = table.column_names.index(column)
-    parquet.write_table(run.path(ROLLOUT), table.set_column(at, column, other))
+    parquet.write_table(damaged_run.path(ROLLOUT), table.set_column(at, column, other))
     for read in (read_trajectories, read_batch):
-        check_unreadable(run, lambda read=read: read(run.path(ROLLOUT)), ROLLOUT, f"column {column}")
+        check_unreadable(
+            damaged_run, lambda read=read: read(damaged_run.path(ROLLOUT)), ROLLOUT, f"column {column}"
+        )
 
 
 @pytest.mark.parametrize("content", ["no table of ours", "other columns", "text"])
@@ -186,30 +188,32 @@ def test_a_column_of_another_type_is_named(run: RunDirectory, column: str) -> No
     ids=lambda command: " ".join(command[::2]),
 )
 def test_commands_refuse_parquet_that_is_not_theirs(
-    run: RunDirectory, command: list[str], content: str
+    damaged_run: RunDirectory, command: list[str], content: str
 ) -> None:
-    folder = Path(run.uri).parent
+    folder = Path(damaged_run.uri).parent
     (folder / "run.yaml").write_text("")
     table = pa.table({"x": [1]})
     if content == "text":
-        Path(run.path(ROLLOUT)).write_text("session_id,reward\n")
+        Path(damaged_run.path(ROLLOUT)).write_text("session_id,reward\n")
     elif content == "other columns":
-        parquet.write_table(run.path(ROLLOUT), table)
+        parquet.write_table(damaged_run.path(ROLLOUT), table)
     else:
-        pa.parquet.write_table(table, run.path(ROLLOUT))
-    check_refused(folder, [part.format(run=run.uri) for part in command], ROLLOUT)
+        pa.parquet.write_table(table, damaged_run.path(ROLLOUT))
+    check_refused(folder, [part.format(run=damaged_run.uri) for part in command], ROLLOUT)
 
 
 @pytest.mark.parametrize("command", ["inspect", "report", "gc", "resume", "replay", "export", "ls"])
-def test_commands_refuse_a_damaged_configuration_or_manifest(run: RunDirectory, command: str) -> None:
-    more = {"replay": ["--iteration", "0"], "export": [run.path("out.jsonl"), "--to", "trl"]}.get(command, [])
-    folder = Path(run.uri).parent
+def test_commands_refuse_a_damaged_configuration_or_manifest(damaged_run: RunDirectory, command: str) -> None:
+    more = {"replay": ["--iteration", "0"], "export": [damaged_run.path("out.jsonl"), "--to", "trl"]}.get(
+        command, []
+    )
+    folder = Path(damaged_run.uri).parent
     for name in ("config.json", "manifests/00000/rollout.json", "manifests/00000/train.json"):
-        whole = bytes_of(run, name)
-        Path(run.path(name)).write_bytes(whole[:-5])
+        whole = bytes_of(damaged_run, name)
+        Path(damaged_run.path(name)).write_bytes(whole[:-5])
         if READS[command] >= {name}:
-            check_refused(folder, [command, run.uri, *more], name)
-        Path(run.path(name)).write_bytes(whole)
+            check_refused(folder, [command, damaged_run.uri, *more], name)
+        Path(damaged_run.path(name)).write_bytes(whole)
 
 
 _ROLLOUT, _TRAIN = "manifests/00000/rollout.json", "manifests/00000/train.json"
@@ -236,13 +240,17 @@ READS = {
         {"w": "pytorch_model.bin"},
     ],
 )
-def test_an_index_of_weights_names_tensors_of_its_folder_only(run: RunDirectory, weight_map: object) -> None:
-    folder = Path(run.weights_dir(1))
+def test_an_index_of_weights_names_tensors_of_its_folder_only(
+    damaged_run: RunDirectory, weight_map: object
+) -> None:
+    folder = Path(damaged_run.weights_dir(1))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    check_unreadable(run, lambda: load_weights(str(folder)), "model.safetensors.index.json", "weight_map")
+    check_unreadable(
+        damaged_run, lambda: load_weights(str(folder)), "model.safetensors.index.json", "weight_map"
+    )
 
 
-def test_a_table_of_ours_is_read_as_it_was_written(run: RunDirectory) -> None:
+def test_a_table_of_ours_is_read_as_it_was_written(damaged_run: RunDirectory) -> None:
     # the check of types does not depend on how Parquet names the elements of lists
-    assert set(SCHEMA.names) <= set(read_trajectories(run.path(ROLLOUT)).column_names)
+    assert set(SCHEMA.names) <= set(read_trajectories(damaged_run.path(ROLLOUT)).column_names)
     assert to_table("r", []).schema.equals(SCHEMA)

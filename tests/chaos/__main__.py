@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from sf_core.config import RunConfig
+from tests.bench.s3_server import BUCKET, make_bucket, s3_server
 from tests.chaos.clock import Clock
 from tests.chaos.faults import (
     BadStorage,
@@ -40,7 +41,6 @@ from tests.chaos.runner import Injection, run_through, run_undisturbed, table
 from tests.chaos.training import ServedTraining, Training, runs
 from tests.e2e.phased_package import SCRIPT
 from tests.e2e.standing import Stack
-from tests.s3_server import BUCKET, make_bucket, s3_server
 
 PARTS = (
     *("flow", "dask-scheduler", "dataplane", "prefect-server"),

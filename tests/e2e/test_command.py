@@ -24,12 +24,12 @@ from sf_core.config.yaml_file import load_config
 from sf_core.reports.series import read_devices
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
+from tests.bench.proxies import SilentProxy, silent_proxy
 from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.secrets import PLANTED, leaks
 from tests.patience import patience, wait_until
-from tests.proxies import SilentProxy, silent_proxy
 
 
 def await_part(command: int, module: str) -> psutil.Process:
@@ -48,14 +48,14 @@ def await_part(command: int, module: str) -> psutil.Process:
 
 
 @pytest.fixture
-def proxy() -> Iterator[SilentProxy]:
+def command_proxy() -> Iterator[SilentProxy]:
     """Proxy for commands, not for this process."""
     with silent_proxy() as proxy:
         yield proxy
 
 
 def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
-    tmp_path: Path, proxy: SilentProxy
+    tmp_path: Path, command_proxy: SilentProxy
 ) -> None:
     """Also when its data plane is killed, and where proxies are named that do not reach it. Its keys are
     nowhere in what it leaves."""
@@ -69,7 +69,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
         "SF_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": str(ROOT),
         **PLANTED,
-        **proxy.environment,
+        **command_proxy.environment,
     }
     env.pop("PREFECT_API_URL", None)
     command = [sys.executable, "-m", "sf_core", "train", str(file)]
@@ -120,7 +120,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     (tmp_path / "output").write_text(output.decode() + resumed + again.stdout)
     assert list(tmp_path.glob("prefect/*.db")) and list(tmp_path.glob("runs/*/logs/*.log"))
     assert leaks(tmp_path, PLANTED) == []
-    assert not proxy.was_asked()
+    assert not command_proxy.was_asked()
 
 
 @pytest.mark.nightly

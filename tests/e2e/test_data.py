@@ -25,7 +25,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def folder(quickstart: RunConfig) -> Path:
+def quickstart_folder(quickstart: RunConfig) -> Path:
     """Folder in which `sf train` was called, with runs/quickstart."""
     return Path(quickstart.run_dir).parents[1]
 
@@ -37,9 +37,9 @@ def test_the_page_has_twelve_queries() -> None:
 # those of a run that chooses are in tests/storage/test_data_page.py
 @pytest.mark.parametrize("number", [k for k, text in enumerate(SNIPPETS) if "runs/choosing" not in text])
 def test_the_code_of_the_page_runs(
-    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quickstart_folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(quickstart_folder)
     exec(compile(SNIPPETS[number], f"docs/data.md, query {number + 1}", "exec"), {})
     shown = capsys.readouterr().out
     assert shown.strip() and "Empty DataFrame" not in shown and "(0, " not in shown and "0 rows" not in shown
@@ -54,9 +54,9 @@ def test_its_conversations_are_exported(quickstart: RunConfig, tmp_path: Path) -
 
 
 def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
-    cluster: Cluster, folder: Path, tmp_path: Path
+    cluster: Cluster, quickstart_folder: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(folder / "runs", tmp_path / "runs")
+    shutil.copytree(quickstart_folder / "runs", tmp_path / "runs")
     runs = tmp_path / "runs"
     assert "quickstart  finished  12/12" in read("ls", str(runs))
     assert "removed 13 items" in read("gc", str(runs), "--journals", "--yes")
@@ -85,9 +85,9 @@ def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Clu
 
 
 def test_versions_are_compared_on_other_tasks_and_in_other_ways(
-    cluster: Cluster, folder: Path, tmp_path: Path
+    cluster: Cluster, quickstart_folder: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(folder / "runs", tmp_path / "runs")
+    shutil.copytree(quickstart_folder / "runs", tmp_path / "runs")
     run = str(tmp_path / "runs" / "quickstart")
     changes = options(evaluate__num_tasks=8, evaluate__answers=2, rollout__temperature=0.5)
     compared = ["evaluate", run, "--against", "0", *changes]

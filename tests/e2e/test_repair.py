@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from sf_core.stages.settling.stored_config import read_stored_config
+from tests.bench.sandboxes import need_sandbox
 from tests.e2e.conftest import ROOT, Cluster
 from tests.e2e.invariants import check_nothing_lost, check_result, trajectories
 from tests.e2e.quickstart import options, sf
 from tests.e2e.test_quickstart import held_out
-from tests.sf_core.agents.sandbox.inside import need_sandbox
 
 CONFIG = str(ROOT / "configs" / "repair.yaml")
 

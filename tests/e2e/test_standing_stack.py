@@ -27,7 +27,7 @@ from tests.patience import wait_until
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def standing_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("stack"))
     (stack.user_code / "prefect.yaml").write_text("name: of-the-user\ndeployments: []\n")
     try:
@@ -40,35 +40,35 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.sf("down")
 
 
-def test_every_part_is_up_and_the_runs_can_be_started(stack: Stack) -> None:
-    api = stack.services.api
+def test_every_part_is_up_and_the_runs_can_be_started(standing_stack: Stack) -> None:
+    api = standing_stack.services.api
     PrefectApi(api).check_deployments()
-    assert stack.dataplane_answers()
-    names = {worker.name for worker in read_workers(stack.services.scheduler)}
+    assert standing_stack.dataplane_answers()
+    names = {worker.name for worker in read_workers(standing_stack.services.scheduler)}
     assert names == set(RunConfig().cluster.workers)
     online = f"{api}/work_pools/sf/workers/filter"
     wait_until(lambda: httpx.post(online, json={}).json(), "a process worker", every_s=0.5)
 
 
 def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
-    stack: Stack, tmp_path: Path
+    standing_stack: Stack, tmp_path: Path
 ) -> None:
     gates = tmp_path / "gates"
     code = "import os\nfrom tests.e2e.held_package import agent, reward, tasks\n"
-    (stack.user_code / "my_agent.py").write_text(f"{code}os.environ['GATES'] = {str(gates)!r}\n")
-    prefect = PrefectApi(stack.services.api)
+    (standing_stack.user_code / "my_agent.py").write_text(f"{code}os.environ['GATES'] = {str(gates)!r}\n")
+    prefect = PrefectApi(standing_stack.services.api)
     environment = {part: f"my_agent:{part}" for part in ("tasks", "agent", "reward")}
     open_gates(gates, 0, 1)
     config = small_run("deployed", tmp_path, environment=environment)
     run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
     wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
-    down = stack.sf("down")
+    down = standing_stack.sf("down")
     ended = "run deployed: AwaitingRetry, sf down ended it; the next sf up starts it again where it stopped"
     assert (down.returncode, ended in down.stdout) == (0, True), down.stdout + down.stderr
-    assert stack.processes() == []
+    assert standing_stack.processes() == []
     before = manifests(config)
     open_gates(gates, 2, 3)
-    assert stack.up().returncode == 0
+    assert standing_stack.up().returncode == 0
     assert prefect.await_state(run, "Completed", 150).run_count == 2
     last = "iteration 2, 3 of 3: reward "
     wait_until(lambda: any(line.startswith(last) for line in prefect.logs(run)), "its line", every_s=0.5)
@@ -85,20 +85,20 @@ def open_gates(folder: Path, *numbers: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(stack: Stack, tmp_path: Path) -> None:
-    prefect = PrefectApi(stack.services.api)
+def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(standing_stack: Stack, tmp_path: Path) -> None:
+    prefect = PrefectApi(standing_stack.services.api)
     config = small_run("reset", tmp_path, train={"iterations": 30})
     run = prefect.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
     wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
-    while left := stack.processes():
+    while left := standing_stack.processes():
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-    started = stack.up()
+    started = standing_stack.up()
     lost = "run reset: AwaitingRetry, its process is gone; it is started again where it stopped"
     assert (started.returncode, lost in started.stdout) == (0, True), started.stdout + started.stderr
     assert prefect.await_state(run, "Completed", 180).run_count == 2
-    log = (stack.folder / "logs" / "prefect-worker.log").read_text()
+    log = (standing_stack.folder / "logs" / "prefect-worker.log").read_text()
     assert "Runner failed to retrieve flow" not in log
 
 
@@ -112,40 +112,44 @@ def short_faults(rng: random.Random) -> list[Fault]:
 
 
 @pytest.mark.nightly  # most of what may befall it, in test_resume.py too
-def test_a_run_loses_nothing_to_what_befalls_the_stack(stack: Stack, tmp_path: Path) -> None:
+def test_a_run_loses_nothing_to_what_befalls_the_stack(standing_stack: Stack, tmp_path: Path) -> None:
     rng = random.Random(0)
     faults = short_faults(rng)
-    done = run_through(runs(stack, str(tmp_path), iterations=8), faults, rng)
+    done = run_through(runs(standing_stack, str(tmp_path), iterations=8), faults, rng)
     assert [(injection.fault, injection.lost) for injection in done] == [(fault, []) for fault in faults]
 
 
 @pytest.mark.nightly
-def test_without_overlap_the_weights_are_those_of_an_undisturbed_run(stack: Stack, tmp_path: Path) -> None:
-    rng, trainings = random.Random(0), runs(stack, str(tmp_path), iterations=8, overlap=False)
+def test_without_overlap_the_weights_are_those_of_an_undisturbed_run(
+    standing_stack: Stack, tmp_path: Path
+) -> None:
+    rng, trainings = random.Random(0), runs(standing_stack, str(tmp_path), iterations=8, overlap=False)
     undisturbed = run_undisturbed(next(trainings))
     run_through(trainings, short_faults(rng), rng, undisturbed=undisturbed)
 
 
 @pytest.mark.nightly
-def test_a_run_whose_scheduler_died_goes_on_with_one_more_command(stack: Stack, tmp_path: Path) -> None:
-    run = next(runs(stack, str(tmp_path), iterations=6))
+def test_a_run_whose_scheduler_died_goes_on_with_one_more_command(
+    standing_stack: Stack, tmp_path: Path
+) -> None:
+    run = next(runs(standing_stack, str(tmp_path), iterations=6))
     [injection] = run_through(iter([run]), [Kill("dask-scheduler")], random.Random(0))
     assert (run.starts, injection.lost) == (2, [])
 
 
-def test_a_stack_is_not_started_twice(stack: Stack) -> None:
-    again = stack.up()
+def test_a_stack_is_not_started_twice(standing_stack: Stack) -> None:
+    again = standing_stack.up()
     assert (again.returncode, "is up already" in again.stderr) == (2, True)
 
 
-def test_down_ends_exactly_this_stack(stack: Stack) -> None:
+def test_down_ends_exactly_this_stack(standing_stack: Stack) -> None:
     # a worker that was killed leaves what it started
-    psutil.Process(stack.pid("worker-c0")).kill()
-    assert len(stack.processes()) > 8
+    psutil.Process(standing_stack.pid("worker-c0")).kill()
+    assert len(standing_stack.processes()) > 8
     with subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "/another"}) as stranger:
-        down = stack.sf("down")
+        down = standing_stack.sf("down")
         assert down.returncode == 0, down.stderr
-        assert stack.processes() == []
+        assert standing_stack.processes() == []
         assert stranger.poll() is None
         stranger.kill()
-    assert "no stack is up" in stack.sf("down").stdout
+    assert "no stack is up" in standing_stack.sf("down").stdout

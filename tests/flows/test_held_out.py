@@ -17,7 +17,7 @@ from sf_core.stages.settling.first_tasks import check_held_out
 from sf_core.types import Task
 from sf_core.user_code import place_of
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit, configure
+from tests.bench.runs import commit, configure
 
 REFUSAL = (
     'evaluate.num_tasks 2050: quickstart.tasks("holdout", 2049) raises ValueError: '

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def gpu_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     if not torch.cuda.is_available():
         pytest.skip("no GPU that torch can use")
     folder = str(tmp_path_factory.mktemp("policy"))

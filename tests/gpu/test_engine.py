@@ -12,12 +12,12 @@ from sf_core.engines.testing import awake, drain
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 
 
-def test_log_probs_are_those_of_transformers_and_a_rest_gives_the_memory_back(folder: str) -> None:
+def test_log_probs_are_those_of_transformers_and_a_rest_gives_the_memory_back(gpu_policy: str) -> None:
     config = {"engine": {"max_running": 64, "context_length": 512}, "policy": {"dtype": "bfloat16"}}
-    engine = DrivenEngine(make_engine(RunConfig.model_validate(config), folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+    engine = DrivenEngine(make_engine(RunConfig.model_validate(config), gpu_policy))
+    model = AutoModelForCausalLM.from_pretrained(gpu_policy, dtype=torch.bfloat16).cuda().eval()
     before = torch.cuda.memory_allocated()
-    awake(engine, WeightsRef(0, folder))
+    awake(engine, WeightsRef(0, gpu_policy))
     requests = [GenerationRequest(str(i), [5 + i, 6, 7 + i], 0, 200, (), Sampling(seed=i)) for i in range(96)]
     for request in requests:
         engine.submit(request)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(600)
-def test_the_quickstart_samples_and_trains_in_turn_on_one_gpu(folder: str, tmp_path: Path) -> None:
+def test_the_quickstart_samples_and_trains_in_turn_on_one_gpu(gpu_policy: str, tmp_path: Path) -> None:
     settings = {
         "run_id": "gpu",
         "storage.root": str(tmp_path),

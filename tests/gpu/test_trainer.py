@@ -16,7 +16,7 @@ from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCHES = [
     make_batch(grouped_rows(4, 4, sampled=40), logprob=-6.0, group_size=4, seed=seed) for seed in range(3)
@@ -33,11 +33,11 @@ def make_trainer(
 @pytest.mark.parametrize("backend", [TorchBackend, MegatronBackend])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.05)])
 def test_a_step_measures_what_the_cpu_measures(
-    folder: str, backend: type[TorchBackend], dtype: Literal["float32", "bfloat16"], tolerance: float
+    gpu_policy: str, backend: type[TorchBackend], dtype: Literal["float32", "bfloat16"], tolerance: float
 ) -> None:
-    expected = make_trainer(folder, "cpu", "float32").step(BATCHES[0])
-    config = RunConfig.model_validate({"policy": {"model": folder, "dtype": dtype}})
-    make_model = partial(backend(WorkerDevice()).make_model, config, folder, device="cuda")
+    expected = make_trainer(gpu_policy, "cpu", "float32").step(BATCHES[0])
+    config = RunConfig.model_validate({"policy": {"model": gpu_policy, "dtype": dtype}})
+    make_model = partial(backend(WorkerDevice()).make_model, config, gpu_policy, device="cuda")
     found = ModelTrainer(make_model, config.train, seed=0, dtype=dtype).step(BATCHES[0])
     for name in ("loss", "entropy", "kl", "grad_norm", "logprob_difference_mean"):
         assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
@@ -45,9 +45,9 @@ def test_a_step_measures_what_the_cpu_measures(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trainer_that_rests_gives_its_memory_back_and_goes_on_bit_for_bit(
-    folder: str, dtype: Literal["float32", "bfloat16"]
+    gpu_policy: str, dtype: Literal["float32", "bfloat16"]
 ) -> None:
-    straight, resting = (make_trainer(folder, "cuda", dtype) for _ in range(2))
+    straight, resting = (make_trainer(gpu_policy, "cuda", dtype) for _ in range(2))
     for batch in BATCHES:
         straight.step(batch)
     expected = {name: tensor.float().numpy() for name, tensor in straight.weights().items()}
@@ -62,10 +62,10 @@ def test_a_trainer_that_rests_gives_its_memory_back_and_goes_on_bit_for_bit(
         assert np.array_equal(tensor.float().numpy(), expected[name]), name
 
 
-def test_recomputed_blocks_take_less_memory_and_give_the_same_weights(folder: str) -> None:
+def test_recomputed_blocks_take_less_memory_and_give_the_same_weights(gpu_policy: str) -> None:
     peaks, weights = [], []
     for recompute in (False, True):
-        model = TorchModel(folder, SingleRank(), device="cuda", dtype="bfloat16", recompute=recompute)
+        model = TorchModel(gpu_policy, SingleRank(), device="cuda", dtype="bfloat16", recompute=recompute)
         trainer = ModelTrainer(lambda _, model=model: model, TrainConfig(), seed=0)
         torch.cuda.reset_peak_memory_stats()
         trainer.step(make_batch(grouped_rows(16, 8, sampled=200), logprob=-6.0, group_size=8))

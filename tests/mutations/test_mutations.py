@@ -41,7 +41,7 @@ def mutation(old: str, new: str, tests: tuple[str, ...] = ("tests/test_numbers.p
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def sources(tmp_path: Path) -> Path:
     """Sources of one module."""
     root = tmp_path / "root"
     for name, text in {
@@ -69,20 +69,20 @@ def _judge(root: Path, mutations: list[Mutation], deadline_s: float) -> list[tup
     return [(mutation, result.verdict) for mutation, result in runner.run(mutations)]
 
 
-def test_what_no_test_notices_survives(root: Path) -> None:
+def test_what_no_test_notices_survives(sources: Path) -> None:
     caught = mutation("number * 2", "number * 3")
     # 2 * 2 is 2 + 2
     survives = mutation("number * 2", "number + 2")
     cannot_begin = mutation("def double", "def triple")
-    found = judge(root, [caught, survives, cannot_begin, survives])
+    found = judge(sources, [caught, survives, cannot_begin, survives])
     assert dict(found) == {caught: "caught", survives: "SURVIVED", cannot_begin: "BROKEN"}
     assert len(found) == 4
-    assert (root / "sf_core/numbers.py").read_text() == CODE
+    assert (sources / "sf_core/numbers.py").read_text() == CODE
 
 
-def test_tests_that_hang_have_noticed(root: Path) -> None:
+def test_tests_that_hang_have_noticed(sources: Path) -> None:
     hangs = mutation("    return None", "    while True: pass")
-    assert judge(root, [hangs], deadline_s=1.0) == [(hangs, "hung")]
+    assert judge(sources, [hangs], deadline_s=1.0) == [(hangs, "hung")]
 
 
 @pytest.mark.parametrize(
@@ -93,17 +93,17 @@ def test_tests_that_hang_have_noticed(root: Path) -> None:
         (mutation("number * 2", "number *"), "the new text is no Python: invalid syntax"),
     ],
 )
-def test_what_is_no_edit_of_the_sources_is_refused(root: Path, wrong: Mutation, sentence: str) -> None:
+def test_what_is_no_edit_of_the_sources_is_refused(sources: Path, wrong: Mutation, sentence: str) -> None:
     with pytest.raises(TableError, match=sentence):
-        wrong.applied(root)
+        wrong.applied(sources)
 
 
-def test_tests_that_are_not_there_judge_nothing(root: Path) -> None:
+def test_tests_that_are_not_there_judge_nothing(sources: Path) -> None:
     with pytest.raises(TableError, match=r"tests/gone\.py: BROKEN as it is"):
-        judge(root, [mutation("number * 2", "1", tests=("tests/gone.py",))])
+        judge(sources, [mutation("number * 2", "1", tests=("tests/gone.py",))])
 
 
-def test_tests_that_fail_without_any_mutation_judge_nothing(root: Path) -> None:
-    (root / "tests/test_numbers.py").write_text(TESTS.replace("== 4", "== 5"))
+def test_tests_that_fail_without_any_mutation_judge_nothing(sources: Path) -> None:
+    (sources / "tests/test_numbers.py").write_text(TESTS.replace("== 4", "== 5"))
     with pytest.raises(TableError, match=r"tests/test_numbers\.py: caught as it is:\n[^$]*assert 4 == 5"):
-        judge(root, [mutation("number * 2", "number * 3")])
+        judge(sources, [mutation("number * 2", "number * 3")])

@@ -13,8 +13,8 @@ from sf_core.engines.vllm.server import check_cpu_build
 from sf_core.scheduling.cluster import find_workers
 from sf_core.scheduling.worker import become_worker
 from sf_core.surroundings import count_gpus
-from tests.bad_input.refusals import check_sentence
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
+from tests.bench.refusals import check_sentence
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from sf_core.surroundings import ROOT, check_names, reach_directly
-from tests.bad_input.refusals import check_sentence
+from tests.bench.proxies import VARIABLES, SilentProxy
+from tests.bench.refusals import check_sentence
 from tests.patience import patience
-from tests.proxies import VARIABLES, SilentProxy
 
 SF = str(Path(sys.executable).with_name("sf"))
 

@@ -13,7 +13,7 @@ from storage.run_directory import RunDirectory
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunDirectory]:
+def run_anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunDirectory]:
     if request.param == "file":
         yield RunDirectory(str(tmp_path / "run-1"))
         return

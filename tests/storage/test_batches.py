@@ -33,12 +33,12 @@ def row(session: str, length: int) -> Trajectory:
     )
 
 
-def test_a_batch_is_its_trajectories_and_the_filters_decision(run: RunDirectory) -> None:
-    source = write_trajectories(run, 5, [row("a", 3), row("b", 2)], "shard-0-attempt-1")
-    trajectories = read_trajectories(run.path(source.uri))
+def test_a_batch_is_its_trajectories_and_the_filters_decision(run_anywhere: RunDirectory) -> None:
+    source = write_trajectories(run_anywhere, 5, [row("a", 3), row("b", 2)], "shard-0-attempt-1")
+    trajectories = read_trajectories(run_anywhere.path(source.uri))
     advantages = [np.array([0.5, -0.5, 0.0]), np.zeros(2)]
     ref = write_batch(
-        run,
+        run_anywhere,
         5,
         trajectories,
         advantages=advantages,
@@ -47,7 +47,7 @@ def test_a_batch_is_its_trajectories_and_the_filters_decision(run: RunDirectory)
         part="attempt-1",
     )
     assert ref.uri == "batches/iteration=5/attempt-1.parquet"
-    batch = read_batch(run.path(ref.uri))
+    batch = read_batch(run_anywhere.path(ref.uri))
     assert batch.select(SCHEMA.names).equals(trajectories.select(SCHEMA.names))
     assert batch["iteration"].to_pylist() == [5, 5]
     assert batch["weights"].to_pylist() == [[1.0] * 3, [1.0, 0.0]]
@@ -56,25 +56,27 @@ def test_a_batch_is_its_trajectories_and_the_filters_decision(run: RunDirectory)
     assert set(batch.column_names) == {"iteration", *BATCH_SCHEMA.names}
 
 
-def test_what_the_train_step_makes_is_null(run: RunDirectory) -> None:
-    source = write_trajectories(run, 0, [row("a", 3)], "part")
-    trajectories = read_trajectories(run.path(source.uri))
-    ref = write_batch(run, 0, trajectories, advantages=None, weights=None, decisions=["train"], part="b")
-    batch = read_batch(run.path(ref.uri))
+def test_what_the_train_step_makes_is_null(run_anywhere: RunDirectory) -> None:
+    source = write_trajectories(run_anywhere, 0, [row("a", 3)], "part")
+    trajectories = read_trajectories(run_anywhere.path(source.uri))
+    ref = write_batch(
+        run_anywhere, 0, trajectories, advantages=None, weights=None, decisions=["train"], part="b"
+    )
+    batch = read_batch(run_anywhere.path(ref.uri))
     assert (batch["advantages"].to_pylist(), batch["weights"].to_pylist()) == ([None], [None])
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("advantage", (2, 3)), ("weight", (3, 2))])
 def test_one_advantage_and_one_weight_per_token_are_required(
-    run: RunDirectory, name: str, numbers: tuple[int, int]
+    run_anywhere: RunDirectory, name: str, numbers: tuple[int, int]
 ) -> None:
-    source = write_trajectories(run, 0, [row("a", 3)], "part")
+    source = write_trajectories(run_anywhere, 0, [row("a", 3)], "part")
     advantages, weights = ([np.zeros(number)] for number in numbers)
     with pytest.raises(ValueError, match=f"one {name} per token"):
         write_batch(
-            run,
+            run_anywhere,
             0,
-            read_trajectories(run.path(source.uri)),
+            read_trajectories(run_anywhere.path(source.uri)),
             advantages=advantages,
             weights=weights,
             decisions=["train"],

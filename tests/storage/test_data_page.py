@@ -17,7 +17,7 @@ from storage.parquet import SCHEMA_VERSION
 from storage.run_directory import RunDirectory
 from storage.schema import SCHEMA, TURN
 from storage.trajectories import read_trajectories, write_trajectories
-from tests.sf_core.runs import configure, conversation, group_row, sample
+from tests.bench.runs import configure, conversation, group_row, sample
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -77,7 +77,7 @@ def test_make_run_trains_the_run_that_the_page_opens() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a run of twelve iterations whose data alone is real."""
     folder = tmp_path_factory.mktemp("page")
     run = RunDirectory(str(folder / "runs" / "quickstart"))
@@ -130,9 +130,9 @@ METRICS = ("loss", "entropy", "kl", "grad_norm", "clip_fraction", "lag_mean")
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8])
 def test_iterations_sort_as_numbers(
-    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page_folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(page_folder)
     exec(compile(SNIPPETS[number - 1], f"docs/data.md, query {number}", "exec"), {})
     table = re.sub(r"[│┆]", " ", capsys.readouterr().out).splitlines()
     cells = [line.split() for line in table if line.split()]

@@ -10,30 +10,30 @@ from storage import files
 from storage.run_directory import RunDirectory
 
 
-def test_a_written_file_is_read_back_and_described(run: RunDirectory) -> None:
-    ref = files.write_atomic(run.path("a", "b.bin"), b"hello")
-    assert files.read_bytes(run.path("a", "b.bin")) == b"hello"
+def test_a_written_file_is_read_back_and_described(run_anywhere: RunDirectory) -> None:
+    ref = files.write_atomic(run_anywhere.path("a", "b.bin"), b"hello")
+    assert files.read_bytes(run_anywhere.path("a", "b.bin")) == b"hello"
     assert (ref.bytes, ref.sha256[:8]) == (5, "2cf24dba")
 
 
-def test_writing_again_replaces_the_file(run: RunDirectory) -> None:
-    files.write_atomic(run.path("x"), b"first")
-    files.write_atomic(run.path("x"), b"second")
-    assert files.read_bytes(run.path("x")) == b"second"
+def test_writing_again_replaces_the_file(run_anywhere: RunDirectory) -> None:
+    files.write_atomic(run_anywhere.path("x"), b"first")
+    files.write_atomic(run_anywhere.path("x"), b"second")
+    assert files.read_bytes(run_anywhere.path("x")) == b"second"
 
 
-def test_create_keeps_what_is_there(run: RunDirectory) -> None:
-    files.write_atomic(run.path("x"), b"first", create=True)
+def test_create_keeps_what_is_there(run_anywhere: RunDirectory) -> None:
+    files.write_atomic(run_anywhere.path("x"), b"first", create=True)
     with pytest.raises(FileExistsError):
-        files.write_atomic(run.path("x"), b"second", create=True)
-    assert files.read_bytes(run.path("x")) == b"first"
+        files.write_atomic(run_anywhere.path("x"), b"second", create=True)
+    assert files.read_bytes(run_anywhere.path("x")) == b"first"
 
 
-@pytest.mark.parametrize("run", ["file", "s3"], indirect=True)
-def test_of_many_creators_one_wins(run: RunDirectory) -> None:
+@pytest.mark.parametrize("run_anywhere", ["file", "s3"], indirect=True)
+def test_of_many_creators_one_wins(run_anywhere: RunDirectory) -> None:
     def create(number: int) -> bool:
         try:
-            files.write_atomic(run.path("x"), str(number).encode(), create=True)
+            files.write_atomic(run_anywhere.path("x"), str(number).encode(), create=True)
         except FileExistsError:
             return False
         return True
@@ -41,7 +41,7 @@ def test_of_many_creators_one_wins(run: RunDirectory) -> None:
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(create, range(32)))
     assert sum(won) == 1
-    assert files.read_bytes(run.path("x")) == str(won.index(True)).encode()
+    assert files.read_bytes(run_anywhere.path("x")) == str(won.index(True)).encode()
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(
@@ -59,27 +59,29 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(
     assert (tmp_path / "x").read_bytes() == b"old"
 
 
-def test_what_a_fence_refuses_does_not_appear(run: RunDirectory) -> None:
-    files.write_atomic(run.path("x"), b"what counts")
+def test_what_a_fence_refuses_does_not_appear(run_anywhere: RunDirectory) -> None:
+    files.write_atomic(run_anywhere.path("x"), b"what counts")
 
     def refuse() -> None:
         raise RuntimeError("too late")
 
     with files.fence(refuse):
         with pytest.raises(RuntimeError, match="too late"):
-            files.write_atomic(run.path("x"), b"late")
-        with pytest.raises(RuntimeError, match="too late"), files.writer(run.path("x")) as file:
+            files.write_atomic(run_anywhere.path("x"), b"late")
+        with pytest.raises(RuntimeError, match="too late"), files.writer(run_anywhere.path("x")) as file:
             file.write(b"late")
-    assert files.read_bytes(run.path("x")) == b"what counts"
-    files.write_atomic(run.path("x"), b"next")
+    assert files.read_bytes(run_anywhere.path("x")) == b"what counts"
+    files.write_atomic(run_anywhere.path("x"), b"next")
 
 
-def test_what_a_killed_writer_left_is_found(run: RunDirectory) -> None:
-    left = run.path("weights", "v00001", f".model.safetensors.{'0' * 32}.tmp")
+def test_what_a_killed_writer_left_is_found(run_anywhere: RunDirectory) -> None:
+    left = run_anywhere.path("weights", "v00001", f".model.safetensors.{'0' * 32}.tmp")
     files.write_atomic(left, b"half")
-    files.write_atomic(run.path("weights", "v00001", "model.safetensors"), b"whole")
-    assert files.list_unfinished(run.path("weights")) == ([left] if files.is_local(run.uri) else [])
-    assert files.list_unfinished(run.path("none")) == []
+    files.write_atomic(run_anywhere.path("weights", "v00001", "model.safetensors"), b"whole")
+    assert files.list_unfinished(run_anywhere.path("weights")) == (
+        [left] if files.is_local(run_anywhere.uri) else []
+    )
+    assert files.list_unfinished(run_anywhere.path("none")) == []
 
 
 def test_a_local_folder_is_what_is_there_now_and_copied_once() -> None:
@@ -94,14 +96,19 @@ def test_a_local_folder_is_what_is_there_now_and_copied_once() -> None:
     files.remove_folder(source)
 
 
-def test_listing_sees_files_written_since_and_neither_folders_nor_hidden_ones(run: RunDirectory) -> None:
-    assert files.list_files(run.path("d")) == []
-    files.write_atomic(run.path("d", "b"), b"")
-    assert files.list_files(run.path("d")) == [run.path("d", "b")]
-    files.write_atomic(run.path("d", "a"), b"")
-    files.write_atomic(run.path("d", ".a.123.tmp"), b"")
-    files.write_atomic(run.path("d", "folder", "c"), b"")
-    assert files.list_files(run.path("d")) == [run.path("d", "a"), run.path("d", "b")]
+def test_listing_sees_files_written_since_and_neither_folders_nor_hidden_ones(
+    run_anywhere: RunDirectory,
+) -> None:
+    assert files.list_files(run_anywhere.path("d")) == []
+    files.write_atomic(run_anywhere.path("d", "b"), b"")
+    assert files.list_files(run_anywhere.path("d")) == [run_anywhere.path("d", "b")]
+    files.write_atomic(run_anywhere.path("d", "a"), b"")
+    files.write_atomic(run_anywhere.path("d", ".a.123.tmp"), b"")
+    files.write_atomic(run_anywhere.path("d", "folder", "c"), b"")
+    assert files.list_files(run_anywhere.path("d")) == [
+        run_anywhere.path("d", "a"),
+        run_anywhere.path("d", "b"),
+    ]
 
 
 def test_a_link_is_listed_as_what_it_leads_to(tmp_path: Path) -> None:
@@ -131,30 +138,30 @@ def test_removing_leaves_what_links_lead_to(tmp_path: Path) -> None:
     assert blob.read_bytes() == b"another run's"
 
 
-def test_what_lies_behind_a_link_lies_where_it_leads(run: RunDirectory, tmp_path: Path) -> None:
-    assert files.lies_in(run.path("d", "x"), run.uri)
-    assert not files.lies_in(run.uri + "-2/x", run.uri)
-    if files.is_local(run.uri):
+def test_what_lies_behind_a_link_lies_where_it_leads(run_anywhere: RunDirectory, tmp_path: Path) -> None:
+    assert files.lies_in(run_anywhere.path("d", "x"), run_anywhere.uri)
+    assert not files.lies_in(run_anywhere.uri + "-2/x", run_anywhere.uri)
+    if files.is_local(run_anywhere.uri):
         (tmp_path / "elsewhere").mkdir()
-        Path(run.uri).mkdir()
-        Path(run.path("d")).symlink_to(tmp_path / "elsewhere")
-        (tmp_path / "linked").symlink_to(run.uri)
-        assert not files.lies_in(run.path("d", "x"), run.uri)
-        assert files.lies_in(str(tmp_path / "linked" / "x"), run.uri)
+        Path(run_anywhere.uri).mkdir()
+        Path(run_anywhere.path("d")).symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "linked").symlink_to(run_anywhere.uri)
+        assert not files.lies_in(run_anywhere.path("d", "x"), run_anywhere.uri)
+        assert files.lies_in(str(tmp_path / "linked" / "x"), run_anywhere.uri)
 
 
-def test_removing_twice_is_no_error(run: RunDirectory) -> None:
-    files.write_atomic(run.path("x"), b"")
-    files.remove(run.path("x"))
-    files.remove(run.path("x"))
-    assert not files.exists(run.path("x"))
+def test_removing_twice_is_no_error(run_anywhere: RunDirectory) -> None:
+    files.write_atomic(run_anywhere.path("x"), b"")
+    files.remove(run_anywhere.path("x"))
+    files.remove(run_anywhere.path("x"))
+    assert not files.exists(run_anywhere.path("x"))
 
 
-def test_a_folder_is_copied_without_what_is_excluded(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_folder_is_copied_without_what_is_excluded(run_anywhere: RunDirectory, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text(name)
-    files.copy_folder(str(tmp_path), run.path("policy"), exclude=("*.safetensors",))
-    assert files.list_files(run.path("policy")) == [run.path("policy", "config.json")]
+    files.copy_folder(str(tmp_path), run_anywhere.path("policy"), exclude=("*.safetensors",))
+    assert files.list_files(run_anywhere.path("policy")) == [run_anywhere.path("policy", "config.json")]
 
 
 def test_copying_an_empty_folder_is_refused(tmp_path: Path) -> None:
@@ -188,12 +195,12 @@ def test_the_size_of_a_folder_is_known_while_files_are_written_into_it(tmp_path:
         writing.result()
 
 
-def test_a_folder_goes_with_all_that_is_in_it(run: RunDirectory) -> None:
-    files.write_atomic(run.path("d", "x"), b"12")
-    files.write_atomic(run.path("d", "deeper", ".y"), b"345")
-    files.write_atomic(run.path("e"), b"6")
-    assert [files.folder_bytes(run.path(name)) for name in ("d", "e", "none")] == [5, 1, 0]
-    files.remove_folder(run.path("d"))
-    files.remove_folder(run.path("d"))
-    assert files.folder_bytes(run.path("d")) == 0
-    assert files.read_bytes(run.path("e")) == b"6"
+def test_a_folder_goes_with_all_that_is_in_it(run_anywhere: RunDirectory) -> None:
+    files.write_atomic(run_anywhere.path("d", "x"), b"12")
+    files.write_atomic(run_anywhere.path("d", "deeper", ".y"), b"345")
+    files.write_atomic(run_anywhere.path("e"), b"6")
+    assert [files.folder_bytes(run_anywhere.path(name)) for name in ("d", "e", "none")] == [5, 1, 0]
+    files.remove_folder(run_anywhere.path("d"))
+    files.remove_folder(run_anywhere.path("d"))
+    assert files.folder_bytes(run_anywhere.path("d")) == 0
+    assert files.read_bytes(run_anywhere.path("e")) == b"6"

@@ -6,10 +6,10 @@ from storage.metrics import read_metrics, write_metrics
 from storage.run_directory import RunDirectory
 
 
-def test_steps_are_read_back_with_their_place(run: RunDirectory) -> None:
-    ref = write_metrics(run, "train", 3, [{"loss": 0.5, "lag_mean": 1}, {"loss": 0.25}])
+def test_steps_are_read_back_with_their_place(run_anywhere: RunDirectory) -> None:
+    ref = write_metrics(run_anywhere, "train", 3, [{"loss": 0.5, "lag_mean": 1}, {"loss": 0.25}])
     assert ref.uri == "metrics/train/iteration=3.parquet"
-    assert read_metrics(run.path(ref.uri)) == [
+    assert read_metrics(run_anywhere.path(ref.uri)) == [
         {"iteration": 3, "step": 0, "loss": 0.5, "lag_mean": 1.0},
         {"iteration": 3, "step": 1, "loss": 0.25, "lag_mean": None},
     ]

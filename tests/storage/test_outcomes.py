@@ -47,33 +47,37 @@ def committed(run: RunDirectory, iteration: int, *rows: dict[str, Any]) -> FileR
     return ref
 
 
-def test_rows_of_earlier_iterations_are_read_as_they_were_written(run: RunDirectory) -> None:
+def test_rows_of_earlier_iterations_are_read_as_they_were_written(run_anywhere: RunDirectory) -> None:
     written = [[outcome(0)], [], [outcome(2, **OUTSIDE), outcome(1, source="")], [outcome(3)]]
-    refs = [committed(run, iteration, *rows) for iteration, rows in enumerate(written)]
+    refs = [committed(run_anywhere, iteration, *rows) for iteration, rows in enumerate(written)]
     assert refs[2].uri == "outcomes/iteration=2/rollout-1.parquet"
-    read = list(read_outcomes(run, before=3))
+    read = list(read_outcomes(run_anywhere, before=3))
     assert read == [{"run_id": "run-1", **row} for rows in written[:3] for row in rows]
-    assert list(read_outcomes(run, before=0)) == []
+    assert list(read_outcomes(run_anywhere, before=0)) == []
 
 
-def test_rows_that_are_written_again_are_the_same_file(run: RunDirectory) -> None:
+def test_rows_that_are_written_again_are_the_same_file(run_anywhere: RunDirectory) -> None:
     rows = [outcome(0), outcome(1)]
-    assert write_outcomes(run, 0, rows, "rollout-2") == write_outcomes(run, 0, rows, "rollout-2")
+    assert write_outcomes(run_anywhere, 0, rows, "rollout-2") == write_outcomes(
+        run_anywhere, 0, rows, "rollout-2"
+    )
 
 
-def test_only_files_that_a_manifest_names_are_read(run: RunDirectory) -> None:
-    write_outcomes(run, 0, [outcome(0)], "rollout-1")
-    assert list(read_outcomes(run, before=1)) == []
-    write_outcomes(run, 1, [outcome(0)], "rollout-0")
-    committed(run, 1, outcome(1))
-    assert [row["number"] for row in read_outcomes(run, before=2)] == [1]
-    assert len(files.list_files(run.partition("outcomes", 1))) == 1, "what no manifest names is removed"
+def test_only_files_that_a_manifest_names_are_read(run_anywhere: RunDirectory) -> None:
+    write_outcomes(run_anywhere, 0, [outcome(0)], "rollout-1")
+    assert list(read_outcomes(run_anywhere, before=1)) == []
+    write_outcomes(run_anywhere, 1, [outcome(0)], "rollout-0")
+    committed(run_anywhere, 1, outcome(1))
+    assert [row["number"] for row in read_outcomes(run_anywhere, before=2)] == [1]
+    assert len(files.list_files(run_anywhere.partition("outcomes", 1))) == 1, (
+        "what no manifest names is removed"
+    )
 
 
-def test_a_run_made_anew_has_no_outcomes(run: RunDirectory) -> None:
-    committed(run, 0, outcome(0))
-    run.begin_anew()
-    assert files.list_files(run.partition("outcomes", 0)) == []
+def test_a_run_made_anew_has_no_outcomes(run_anywhere: RunDirectory) -> None:
+    committed(run_anywhere, 0, outcome(0))
+    run_anywhere.begin_anew()
+    assert files.list_files(run_anywhere.partition("outcomes", 0)) == []
 
 
 @pytest.mark.parametrize(
@@ -87,13 +91,13 @@ def test_a_run_made_anew_has_no_outcomes(run: RunDirectory) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(run: RunDirectory, damage: Any, fault: str) -> None:
-    committed(run, 0, outcome(0))
-    uri = run.path(committed(run, 1, outcome(1)).uri)
+def test_a_file_that_cannot_be_read_is_named(run_anywhere: RunDirectory, damage: Any, fault: str) -> None:
+    committed(run_anywhere, 0, outcome(0))
+    uri = run_anywhere.path(committed(run_anywhere, 1, outcome(1)).uri)
     damage(uri)
     with pytest.raises(ValueError, match=f"^{re.escape(uri)}: {fault}$"):
-        list(read_outcomes(run, before=2))
-    assert len(list(read_outcomes(run, before=1))) == 1
+        list(read_outcomes(run_anywhere, before=2))
+    assert len(list(read_outcomes(run_anywhere, before=1))) == 1
 
 
 def test_a_storage_that_fails_names_the_file(tmp_path: Any) -> None:

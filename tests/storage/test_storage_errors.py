@@ -10,7 +10,7 @@ from s3fs import S3FileSystem
 from storage import files
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory
-from tests.s3_server import make_bucket, s3_server
+from tests.bench.s3_server import make_bucket, s3_server
 
 
 @pytest.fixture

@@ -122,28 +122,28 @@ def same(left: Trajectory, right: Trajectory) -> bool:
     max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(rows=st.lists(trajectories(), max_size=4))
-def test_rows_come_back_as_they_were_written(run: RunDirectory, rows: list[Trajectory]) -> None:
-    ref = write_trajectories(run, 3, rows, "shard-0-attempt-1")
-    table = read_trajectories(run.path(ref.uri))
+def test_rows_come_back_as_they_were_written(run_anywhere: RunDirectory, rows: list[Trajectory]) -> None:
+    ref = write_trajectories(run_anywhere, 3, rows, "shard-0-attempt-1")
+    table = read_trajectories(run_anywhere.path(ref.uri))
     assert table["iteration"].to_pylist() == [3] * len(rows)
     assert table["run_id"].to_pylist() == ["run-1"] * len(rows)
     assert all(same(*pair) for pair in zip(rows, to_rows(table), strict=True))
 
 
-def test_writing_the_same_part_again_gives_the_same_file(run: RunDirectory) -> None:
+def test_writing_the_same_part_again_gives_the_same_file(run_anywhere: RunDirectory) -> None:
     rows = [example(session) for session in range(3)]
-    first = write_trajectories(run, 0, rows, "shard-0-attempt-1")
-    assert write_trajectories(run, 0, rows, "shard-0-attempt-1") == first
+    first = write_trajectories(run_anywhere, 0, rows, "shard-0-attempt-1")
+    assert write_trajectories(run_anywhere, 0, rows, "shard-0-attempt-1") == first
     assert first.uri == "trajectories/iteration=0/shard-0-attempt-1.parquet"
 
 
-def test_held_out_rows_are_kept_apart(run: RunDirectory) -> None:
-    ref = write_trajectories(run, 4, [example(group_id=None)], "part", kind="evaluations")
+def test_held_out_rows_are_kept_apart(run_anywhere: RunDirectory) -> None:
+    ref = write_trajectories(run_anywhere, 4, [example(group_id=None)], "part", kind="evaluations")
     assert ref.uri == "evaluations/iteration=4/part.parquet"
-    assert read_trajectories(run.path(ref.uri))["group_id"].to_pylist() == [None]
+    assert read_trajectories(run_anywhere.path(ref.uri))["group_id"].to_pylist() == [None]
 
 
-def test_only_tokens_that_were_not_sampled_are_null(run: RunDirectory) -> None:
+def test_only_tokens_that_were_not_sampled_are_null(run_anywhere: RunDirectory) -> None:
     carried = example(loss_mask=np.zeros(9, np.bool_))
     (row,) = to_table("run-1", [carried]).to_pylist()
     assert row["policy_versions"] == [None, None, 1, 1, 2, 2, None, 2, 2]
@@ -166,22 +166,22 @@ def test_a_slice_of_a_table_gives_its_own_rows() -> None:
     assert all(same(*pair) for pair in zip(rows[1:3], to_rows(to_table("r", rows).slice(1, 2)), strict=True))
 
 
-def test_chosen_columns_are_read_alone(run: RunDirectory) -> None:
-    uri = run.path(write_trajectories(run, 2, [example()], "part").uri)
+def test_chosen_columns_are_read_alone(run_anywhere: RunDirectory) -> None:
+    uri = run_anywhere.path(write_trajectories(run_anywhere, 2, [example()], "part").uri)
     assert read_trajectories(uri, ["reward"]).column_names == ["reward"]
     assert read_trajectories(uri, ["iteration"]).to_pylist() == [{"iteration": 2}]
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, -1])
-def test_a_truncated_file_is_named(run: RunDirectory, keep: int) -> None:
-    uri = run.path(write_trajectories(run, 0, [example()], "part").uri)
+def test_a_truncated_file_is_named(run_anywhere: RunDirectory, keep: int) -> None:
+    uri = run_anywhere.path(write_trajectories(run_anywhere, 0, [example()], "part").uri)
     files.write_atomic(uri, files.read_bytes(uri)[:keep])
     with pytest.raises(ValueError, match=r"part\.parquet: not a complete Parquet file"):
         read_trajectories(uri)
 
 
-def test_a_byte_that_changed_on_the_way_is_found(run: RunDirectory) -> None:
-    uri = run.path(write_trajectories(run, 0, [example()], "part").uri)
+def test_a_byte_that_changed_on_the_way_is_found(run_anywhere: RunDirectory) -> None:
+    uri = run_anywhere.path(write_trajectories(run_anywhere, 0, [example()], "part").uri)
     with files.local_copy(uri) as path:
         page = pq.read_metadata(path).row_group(0).column(0)
         end = page.dictionary_page_offset + page.total_compressed_size
@@ -192,11 +192,11 @@ def test_a_byte_that_changed_on_the_way_is_found(run: RunDirectory) -> None:
         read_trajectories(uri)
 
 
-def test_missing_files_and_other_folders_are_named(run: RunDirectory) -> None:
+def test_missing_files_and_other_folders_are_named(run_anywhere: RunDirectory) -> None:
     with pytest.raises(ValueError, match="no such file"):
-        read_trajectories(run.path("trajectories/iteration=0/none.parquet"))
+        read_trajectories(run_anywhere.path("trajectories/iteration=0/none.parquet"))
     with pytest.raises(ValueError, match="expected a file in a folder iteration=K"):
-        read_trajectories(run.path("trajectories/none.parquet"))
+        read_trajectories(run_anywhere.path("trajectories/none.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -219,17 +219,17 @@ def test_a_file_of_another_or_of_no_schema_version_is_refused(
         read_trajectories(str(folder / "part.parquet"))
 
 
-def test_a_column_that_is_not_there_is_named(run: RunDirectory) -> None:
-    uri = run.path(write_trajectories(run, 0, [example()], "part").uri)
+def test_a_column_that_is_not_there_is_named(run_anywhere: RunDirectory) -> None:
+    uri = run_anywhere.path(write_trajectories(run_anywhere, 0, [example()], "part").uri)
     with pytest.raises(ValueError, match=r"part\.parquet: has no column prize"):
         read_trajectories(uri, ["reward", "prize"])
 
 
 def test_rows_of_an_iterator_are_written_in_groups_and_read_back_in_order(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run_anywhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("storage.parquet.ROW_GROUP_BYTES", 100)
-    uri = run.path(write_trajectories(run, 0, (example(i) for i in range(10)), "part").uri)
+    uri = run_anywhere.path(write_trajectories(run_anywhere, 0, (example(i) for i in range(10)), "part").uri)
     with files.local_copy(uri) as path:
         assert pq.read_metadata(path).num_row_groups > 1
     assert [row.session_id for row in to_rows(read_trajectories(uri))] == [
@@ -237,8 +237,8 @@ def test_rows_of_an_iterator_are_written_in_groups_and_read_back_in_order(
     ]
 
 
-def test_an_iteration_without_rows_is_an_empty_table(run: RunDirectory) -> None:
-    table = read_trajectories(run.path(write_trajectories(run, 0, [], "part").uri))
+def test_an_iteration_without_rows_is_an_empty_table(run_anywhere: RunDirectory) -> None:
+    table = read_trajectories(run_anywhere.path(write_trajectories(run_anywhere, 0, [], "part").uri))
     assert (len(table), table.column_names[0]) == (0, "run_id")
 
 

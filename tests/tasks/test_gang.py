@@ -18,15 +18,14 @@ from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaggedTaskRunner, TaskFuture
 from tasks.gang import Gang
+from tests.bench.dataplane.planes import ServedPlane
+from tests.bench.runs import commit, configure
 from tests.patience import wait_until
-from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.stand import Server
-from tests.sf_core.runs import commit, configure
-from tests.tasks.test_lease import completed, failed, queued, server  # noqa: F401
+from tests.tasks.test_lease import completed, failed, queued
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def flow_client() -> Iterator[Client]:
     """Dask client of a flow whose cluster has a worker t0."""
     resources = {"@t0": 1, "rollout": 1, "train": 1}
     with (
@@ -39,20 +38,22 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, server: Server) -> RunRef:  # noqa: F811
+def run_ref(tmp_path: Path, served_plane: ServedPlane) -> RunRef:
     directory = RunDirectory(str(tmp_path / "run"))
     configure(directory)
-    server.register()
-    return RunRef("run", directory.uri, server.url, attempt=1)
+    served_plane.register()
+    return RunRef("run", directory.uri, served_plane.url, attempt=1)
 
 
 @pytest.fixture
-def gang_of(client: Client, run: RunRef, monkeypatch: pytest.MonkeyPatch) -> Callable[[TaskFuture], Gang]:
+def gang_of(
+    flow_client: Client, run_ref: RunRef, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[TaskFuture], Gang]:
     """Makes a gang of one rank, submitted to t0 as this future."""
 
     def make(rank: TaskFuture) -> Gang:
-        monkeypatch.setattr("tasks.gang.submit", lambda task, run, iteration, seat, **options: rank)
-        gang = Gang(run, 0, ("t0",))
+        monkeypatch.setattr("tasks.gang.submit", lambda task, run_ref, iteration, seat, **options: rank)
+        gang = Gang(run_ref, 0, ("t0",))
         assert gang.submit([]) == [rank]
         return gang
 
@@ -60,55 +61,58 @@ def gang_of(client: Client, run: RunRef, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 
 def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
-    client: Client,
-    server: Server,  # noqa: F811
-    run: RunRef,
+    flow_client: Client,
+    served_plane: ServedPlane,
+    run_ref: RunRef,
     gang_of: Callable[[TaskFuture], Gang],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loan = Lease("rollout", "t0", "t0-1.1")
-    server.connect(lambda ids, seed: [1], loan.lease_id, engine_id=loan.holder, worker="t0")
+    served_plane.connect(lambda ids, seed: [1], loan.lease_id, engine_id=loan.holder, worker="t0")
 
     def begin() -> None:
-        wait_until(lambda: loan.lease_id in server.reasons)
-        GangFiles(RunDirectory(run.uri), 0, 1, 0).take_seat(0, once=True)
+        wait_until(lambda: loan.lease_id in served_plane.reasons)
+        GangFiles(RunDirectory(run_ref.uri), 0, 1, 0).take_seat(0, once=True)
 
     rank = threading.Thread(target=begin)
     rank.start()
-    gang_of(queued(client)).take_devices([("t0", "t0-0.1")])
+    gang_of(queued(flow_client)).take_devices([("t0", "t0-0.1")])
     rank.join()
-    assert server.reasons == {loan.lease_id: "revoked"}
+    assert served_plane.reasons == {loan.lease_id: "revoked"}
     assert "did not yield" not in caplog.text
 
 
 def test_whether_rank_0_has_returned_is_told_apart_from_the_commit(
-    client: Client, run: RunRef, gang_of: Callable[[TaskFuture], Gang]
+    flow_client: Client, run_ref: RunRef, gang_of: Callable[[TaskFuture], Gang]
 ) -> None:
-    assert gang_of(completed(client)).has_returned()
-    assert not gang_of(failed(client, RuntimeError("the others were gone"))).has_returned()
-    assert Gang(run, 0, ()).has_returned()
+    assert gang_of(completed(flow_client)).has_returned()
+    assert not gang_of(failed(flow_client, RuntimeError("the others were gone"))).has_returned()
+    assert Gang(run_ref, 0, ()).has_returned()
 
 
 def test_a_rank_0_that_was_lost_with_its_worker_has_not_returned(
-    client: Client, gang_of: Callable[[TaskFuture], Gang], monkeypatch: pytest.MonkeyPatch
+    flow_client: Client, gang_of: Callable[[TaskFuture], Gang], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.cluster.STATE_S", 0.05)
-    assert not gang_of(queued(client)).has_returned()
+    assert not gang_of(queued(flow_client)).has_returned()
 
 
 def test_the_error_of_a_gang_that_has_failed_as_a_whole_is_raised_and_a_commit_counts_more(
-    client: Client, run: RunRef, gang_of: Callable[[TaskFuture], Gang]
+    flow_client: Client, run_ref: RunRef, gang_of: Callable[[TaskFuture], Gang]
 ) -> None:
-    gang = gang_of(failed(client, ValueError("the batch is empty")))
+    gang = gang_of(failed(flow_client, ValueError("the batch is empty")))
     with pytest.raises(ValueError, match="the batch is empty"):
         gang.has_committed()
-    commit(RunDirectory(run.uri), 0, "train")
+    commit(RunDirectory(run_ref.uri), 0, "train")
     assert gang.has_committed()
 
 
 def test_a_rank_that_dask_lost_is_tried_again_on_the_worker_that_is_there(
-    client: Client, run: RunRef, gang_of: Callable[[TaskFuture], Gang], caplog: pytest.LogCaptureFixture
+    flow_client: Client,
+    run_ref: RunRef,
+    gang_of: Callable[[TaskFuture], Gang],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gang = gang_of(failed(client, NoValidWorkerError("train", set(), set(), {"@t0": 1}, 300.0)))
+    gang = gang_of(failed(flow_client, NoValidWorkerError("train", set(), set(), {"@t0": 1}, 300.0)))
     assert not gang.has_committed()
     assert "train of iteration 0: trying again on t0" in caplog.messages

@@ -13,25 +13,25 @@ from sf_core.scheduling.cluster import owner_of
 from sf_core.stages.run import RunRef
 from tasks import interruption
 from tasks.interruption import free_workers_at_end
+from tests.bench.workers import WorkerBench, running_tasks, tasks_process
 from tests.patience import wait_until
-from tests.sf_core.scheduling.test_worker import Bench, bench, running_tasks, tasks_process  # noqa: F401
 
 
 @pytest.mark.parametrize("end", [None, ValueError("the batch failed")])
 def test_a_worker_that_goes_on_after_the_end_of_its_run_is_ended_by_force(
-    bench: Bench,  # noqa: F811
+    worker_bench: WorkerBench,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     end: BaseException | None,
 ) -> None:
     run = RunRef("run", str(tmp_path), "http://127.0.0.1:9", attempt=1)
-    process = bench.sf_worker("f0", "--tags", "spot")
-    bench.await_worker(process)
+    process = worker_bench.sf_worker("f0", "--tags", "spot")
+    worker_bench.await_worker(process)
     before = tasks_process(process)
-    with Client(bench.scheduler, set_as_default=False) as client:
+    with Client(worker_bench.scheduler, set_as_default=False) as client:
         monkeypatch.setattr(interruption, "dask_client", lambda: client)
-        monkeypatch.setattr(interruption, "scheduler_address", lambda: bench.scheduler)
+        monkeypatch.setattr(interruption, "scheduler_address", lambda: worker_bench.scheduler)
         monkeypatch.setattr(interruption, "PATIENCE_S", 0.2)
         monkeypatch.setattr(interruption, "RELEASE_S", 0.1)
         with dask.annotate(resources={"@f0": 1}, owner=owner_of(run.run_id, run.attempt)):
@@ -48,4 +48,4 @@ def test_a_worker_that_goes_on_after_the_end_of_its_run_is_ended_by_force(
         assert blocked.cancelled()
         assert not before.is_running()
         assert "still busy after 0.2 s, and ended: f0" in caplog.messages
-    bench.end(process)
+    worker_bench.end(process)

@@ -24,14 +24,13 @@ from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaskFuture, end_of
 from tasks.lease import Leases
+from tests.bench.dataplane.planes import ServedPlane, converse, finish
+from tests.bench.runs import configure
 from tests.patience import wait_until
-from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.stand import Server, attended, converse, finish, running_app
-from tests.sf_core.runs import configure
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def local_client() -> Iterator[Client]:
     with Client(processes=False, n_workers=1, dashboard_address=None, set_as_default=False) as client:
         yield client
 
@@ -55,12 +54,6 @@ def queued(client: Client) -> TaskFuture:
     return PrefectDaskFuture(uuid.uuid4(), client.submit(int, pure=False, resources={"@nobody": 1}))
 
 
-@pytest.fixture
-def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
-    with running_app() as url, attended(url, tmp_path, model_dir) as server:
-        yield server
-
-
 class Cluster:
     """Futures of the leases that are submitted: queued unless it is told how a worker's lease ends."""
 
@@ -76,12 +69,12 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster(client)
+def cluster(local_client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster(local_client)
     tags = {"r0": "rollout", "a0": "agent", "a1": "agent"}
     workers = {f"tcp://{name}": Worker(name, frozenset({tag})) for name, tag in tags.items()}
-    monkeypatch.setattr("tasks.lease.dask_client", lambda: client)
-    monkeypatch.setattr("tasks.lease.list_connected", lambda client: workers)
+    monkeypatch.setattr("tasks.lease.dask_client", lambda: local_client)
+    monkeypatch.setattr("tasks.lease.list_connected", lambda local_client: workers)
     monkeypatch.setattr("tasks.lease.submit", cluster.submit)
     monkeypatch.setattr("tasks.lease.LOOK_S", 0.02)
     monkeypatch.setattr("tasks.lease.RELEASED_S", 0.1)
@@ -89,13 +82,13 @@ def cluster(client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 @pytest.fixture
-def leases(tmp_path: Path, server: Server, cluster: Cluster) -> Leases:
+def leases(tmp_path: Path, served_plane: ServedPlane, cluster: Cluster) -> Leases:
     run = RunDirectory(str(tmp_path / "run"))
     configure(
         run, cluster={"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 0.2}}}, rollout={"concurrency": 1}
     )
     plan = Plan(rollout=("r0",), trainers=(), lent=False, agent=("a0", "a1"))
-    return Leases(RunRef("run", run.uri, server.url, attempt=1), plan)
+    return Leases(RunRef("run", run.uri, served_plane.url, attempt=1), plan)
 
 
 @pytest.mark.parametrize(
@@ -108,23 +101,23 @@ def leases(tmp_path: Path, server: Server, cluster: Cluster) -> Leases:
         (ValueError("no such agent"), "failed"),
     ],
 )
-def test_only_what_a_lease_cannot_help_is_a_loss(client: Client, error: Exception, how: str) -> None:
-    end = end_of(failed(client, error))
+def test_only_what_a_lease_cannot_help_is_a_loss(local_client: Client, error: Exception, how: str) -> None:
+    end = end_of(failed(local_client, error))
     assert end is not None
     assert (end.how, type(end.error), str(end.error)) == (how, type(error), str(error))
 
 
-def test_how_a_lease_ended_is_what_it_returned(client: Client) -> None:
-    assert end_of(queued(client)) is None
-    ends = [end_of(completed(client, data)) for data in ("revoked", "training comes first", 7)]
+def test_how_a_lease_ended_is_what_it_returned(local_client: Client) -> None:
+    assert end_of(queued(local_client)) is None
+    ends = [end_of(completed(local_client, data)) for data in ("revoked", "training comes first", 7)]
     assert [end.how for end in ends if end] == ["revoked", "returned", "returned"]
 
 
 def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+    local_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.cluster.STATE_S", 0.05)
-    [worker] = client.cluster.workers.values()
+    [worker] = local_client.cluster.workers.values()
     answer, may_answer = worker.handlers["get_data"], asyncio.Event()
 
     async def answer_later(comm: Any, **question: Any) -> Any:
@@ -132,7 +125,7 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
         return await answer(comm, **question)
 
     worker.handlers["get_data"] = answer_later
-    retired = completed(client)
+    retired = completed(local_client)
 
     def how() -> str | None:
         end = end_of(retired)
@@ -140,59 +133,59 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
 
     assert how() == "unknown"
     worker.handlers["get_data"] = answer
-    assert client.loop is not None
-    client.loop.add_callback(may_answer.set)
+    assert local_client.loop is not None
+    local_client.loop.add_callback(may_answer.set)
     wait_until(lambda: how() == "returned", "its answer")
 
 
 def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it(
-    leases: Leases, cluster: Cluster, server: Server, caplog: pytest.LogCaptureFixture
+    leases: Leases, cluster: Cluster, served_plane: ServedPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.register(groups_per_batch=1, num_batches=1)
+    served_plane.register(groups_per_batch=1, num_batches=1)
 
     def retiring() -> dict[str, bool]:
-        return {name: runner["retiring"] for name, runner in server.get("/runs/run")["runners"].items()}
+        return {name: runner["retiring"] for name, runner in served_plane.get("/runs/run")["runners"].items()}
 
     with leases:
         # two sessions wait for agents
         wait_until(lambda: len(cluster.submitted) == 3, "a lease of a1")
         assert cluster.submitted == ["a0:a0-0.1", "r0:r0-1.1", "a1:a1-2.1"]
-        server.connect(lambda ids, seed: [1])
-        claims = [server.claim(1, runner=runner)[0] for runner in ("a0:a0-0.1", "a1:a1-2.1")]
+        served_plane.connect(lambda ids, seed: [1])
+        claims = [served_plane.claim(1, runner=runner)[0] for runner in ("a0:a0-0.1", "a1:a1-2.1")]
         for claim in claims:
-            converse(server, claim, 1, streamed=False)
-            finish(server, claim)
+            converse(served_plane, claim, 1, streamed=False)
+            finish(served_plane, claim)
         wait_until(lambda: True in retiring().values(), "one to retire")
         assert retiring() == {"a0:a0-0.1": False, "a1:a1-2.1": True}
-    assert server.get("/runs/run")["released"]
+    assert served_plane.get("/runs/run")["released"]
     assert "lease a0-0.1 was released and did not end" in caplog.messages
 
 
 def test_a_run_whose_agents_all_fail_is_released_and_ends_with_their_error(
-    leases: Leases, cluster: Cluster, server: Server, client: Client
+    leases: Leases, cluster: Cluster, served_plane: ServedPlane, local_client: Client
 ) -> None:
-    server.register()
+    served_plane.register()
     failure = ValueError("module my_agent has no agent")
-    cluster.ends = {"a0": failed(client, failure), "a1": failed(client, failure)}
+    cluster.ends = {"a0": failed(local_client, failure), "a1": failed(local_client, failure)}
     with pytest.raises(ValueError, match="module my_agent has no agent"), leases:
-        wait_until(lambda: server.get("/runs/run")["released"], "the end of the run")
+        wait_until(lambda: served_plane.get("/runs/run")["released"], "the end of the run")
         raise RuntimeError("the run was released")
 
 
 def test_a_lease_that_failed_while_others_did_its_work_is_an_error_at_the_end(
-    leases: Leases, cluster: Cluster, server: Server, client: Client
+    leases: Leases, cluster: Cluster, served_plane: ServedPlane, local_client: Client
 ) -> None:
-    server.register()
-    cluster.ends = {"a0": failed(client, ValueError("only here"))}
+    served_plane.register()
+    cluster.ends = {"a0": failed(local_client, ValueError("only here"))}
     with pytest.raises(ValueError, match="only here"), leases:
         wait_until(lambda: "a1:a1-2.1" in cluster.submitted, "another agent")
-    assert server.get("/runs/run")["released"]
+    assert served_plane.get("/runs/run")["released"]
 
 
 def test_leases_that_cannot_be_released_do_not_hide_how_the_run_ended(
-    leases: Leases, server: Server, caplog: pytest.LogCaptureFixture
+    leases: Leases, served_plane: ServedPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert httpx.get(f"{server.url}/runs/run").status_code == 404
+    assert httpx.get(f"{served_plane.url}/runs/run").status_code == 404
     with leases:
         pass
     [message] = [record.message for record in caplog.records if record.name == "tasks.lease"]

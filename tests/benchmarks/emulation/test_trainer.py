@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,29 +17,24 @@ from sf_core.training.gang import GangError, RankAssignment, join_gang
 from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit, configure
-from tests.sf_core.training.batches import make_batch
+from tests.bench.runs import commit, configure
+from tests.bench.training.batches import make_batch
 
 WORKERS = ("h800", "h20")
 
 
 class TestContract(TrainerTests):
     @pytest.fixture(autouse=True)
-    def _in(self, run: RunDirectory) -> None:
+    def _in(self, empty_run: RunDirectory) -> None:
         self.backend = EmulatedBackend(WorkerDevice())
-        self.directory = run
-        configure(run, engine={"kind": "emulated"}, emulation={"time_dilation": 1e9})
+        self.directory = empty_run
+        configure(empty_run, engine={"kind": "emulated"}, emulation={"time_dilation": 1e9})
 
     def begin(self, attempt: int) -> OpenRun:
         return OpenRun(RunRef("run", self.directory.uri, dataplane_url="", attempt=attempt))
 
     def batch(self, iteration: int) -> pa.Table:
         return make_batch([([1] * 50, [False] + [True] * 49)] * 2, version=iteration)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(str(tmp_path / "run"))
 
 
 def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
@@ -70,13 +64,13 @@ def test_what_does_not_train_takes_no_time_and_is_not_counted() -> None:
     assert found["reward_mean"] == pytest.approx(np.mean(batch["reward"].to_numpy()))
 
 
-def test_no_step_is_over_before_the_slowest_rank_has_computed(run: RunDirectory) -> None:
+def test_no_step_is_over_before_the_slowest_rank_has_computed(empty_run: RunDirectory) -> None:
     with ThreadPoolExecutor() as pool:
-        steps = [pool.submit(step, run, rank) for rank in range(2)]
+        steps = [pool.submit(step, empty_run, rank) for rank in range(2)]
         assert [each.result() for each in steps] == [[0, 1], [0, 1]]
 
 
-def test_a_rank_that_does_not_finish_is_named_after_the_bound(run: RunDirectory) -> None:
-    assert one_try(run).take_seat(1, once=True)
+def test_a_rank_that_does_not_finish_is_named_after_the_bound(empty_run: RunDirectory) -> None:
+    assert one_try(empty_run).take_seat(1, once=True)
     with pytest.raises(GangError, match=r"rank 1 \(h20\) has not computed its share within 0.1 s"):
-        step(run, 0, timeout_s=0.1)
+        step(empty_run, 0, timeout_s=0.1)

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.simulation.__main__ import app
-from tests.bad_input.commands import check_refused
+from tests.bench.commands import check_refused
 from tests.benchmarks.simulation.measured import leave_run
 
 DEVICES = ["--rollout", "1", "--dual", "1"]

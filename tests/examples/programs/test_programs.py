@@ -13,12 +13,6 @@ from sf_core.environments.functions.judge import HiddenTests
 from sf_core.environments.registry import check_host
 from sf_core.environments.splits import split_of
 from sf_core.environments.testing import EnvironmentTests
-from tests.sf_core.agents.sandbox.inside import need_sandbox
-
-
-@pytest.fixture(autouse=True)
-def sandbox() -> None:
-    need_sandbox()
 
 
 class TestContract(EnvironmentTests):

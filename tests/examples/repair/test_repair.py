@@ -17,21 +17,12 @@ from sf_core.environments.testing import EnvironmentTests
 from sf_core.models.builtin import make_policy, make_tokenizer
 from sf_core.training.demonstrations import encode
 from sf_core.types import Task
-from tests.sf_core.agents.sandbox.inside import need_sandbox
+from tests.bench.dataplane.planes import ServedPlane, answering
+from tests.bench.runners import make_runner, run_until_ready
 from tests.sf_core.agents.test_command_sessions import rows_of
-from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
-from tests.sf_core.dataplane.conftest import model_dir, renderer
-from tests.sf_core.dataplane.stand import Server, answering
-
-__all__ = ["model_dir", "renderer", "server"]
 
 ROOT = Path(__file__).parents[3]
 REPAIR = Repair(operators=1)
-
-
-@pytest.fixture(autouse=True)
-def sandbox() -> None:
-    need_sandbox()
 
 
 class TestContract(EnvironmentTests):
@@ -83,7 +74,7 @@ def call(name: str, **arguments: str) -> str:
 
 
 def test_a_session_edits_checks_and_is_scored_for_what_it_leaves(
-    server: Server,
+    plane_process: ServedPlane,
     renderer: Renderer,
 ) -> None:
     task = REPAIR.tasks("train", 0)
@@ -99,12 +90,12 @@ def test_a_session_edits_checks_and_is_scored_for_what_it_leaves(
         call("check"),
         "It is right now.",
     ]
-    server.register(group_size=1, groups_per_batch=1, num_batches=1)
-    server.connect(answering(renderer, *answers))
+    plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
+    plane_process.connect(answering(renderer, *answers))
     functions = {"prepare": REPAIR.prepare, "agent": REPAIR.agent, "reward": REPAIR.reward}
-    runner = make_runner(server.url, tasks=REPAIR.tasks, **functions)
-    run_until_ready(server, runner)
-    [row] = rows_of(server)
+    runner = make_runner(plane_process.url, tasks=REPAIR.tasks, **functions)
+    run_until_ready(plane_process, runner)
+    [row] = rows_of(plane_process)
     said = [message["content"] for message in json.loads(row.messages) if message["role"] == "tool"]
     before: dict[str, Callable[[int, int], int]] = {}
     exec(task.prompt.partition("assert")[0], before)

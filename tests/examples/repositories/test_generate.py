@@ -16,8 +16,8 @@ from examples.repositories.libraries import Library
 from sf_core.config.run_config import EnvironmentConfig
 from sf_core.environments.registry import environment_of
 from sf_core.environments.repositories.environment import Repositories
-from tests.examples.repositories.conftest import LISTS, TEST_LISTS
-from tests.sf_core.agents.sandbox.inside import need_sandbox
+from tests.bench.repositories import LISTS, TEST_LISTS
+from tests.bench.sandboxes import need_sandbox
 
 PAGE = Path(__file__).parents[3] / "docs" / "repositories.md"
 

@@ -17,12 +17,9 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Task
 from storage.schema import Trajectory
 from storage.trajectories import read_trajectories, to_rows
+from tests.bench.dataplane.planes import ServedPlane, say
+from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import ASK
-from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
-from tests.sf_core.dataplane.conftest import model_dir, renderer
-from tests.sf_core.dataplane.stand import Server, say
-
-__all__ = ["model_dir", "renderer", "server"]
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,12 +38,12 @@ print(reply.choices[0].message.content, message.content[0].text, content.text)
 """
 
 
-def rows_of(server: Server) -> list[Trajectory]:
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+def rows_of(plane: ServedPlane) -> list[Trajectory]:
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
     return [
         row
         for file in sealed["files"]
-        for row in to_rows(read_trajectories(str(Path(server.run_dir, "run", file["uri"]))))
+        for row in to_rows(read_trajectories(str(Path(plane.run_dir, "run", file["uri"]))))
     ]
 
 
@@ -55,25 +52,25 @@ def python(script: str, **settings: Any) -> Any:
 
 
 def test_the_public_clients_find_the_endpoint_in_the_variables(
-    server: Server,
+    plane_process: ServedPlane,
     renderer: Renderer,
 ) -> None:
-    server.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     answers: list[str] = []
 
     def reward(task: Task, answer: str) -> float:
         answers.append(answer)
         return 1.0
 
-    run_until_ready(server, make_runner(server.url, agent=python(ASK_BY_ALL), reward=reward))
+    run_until_ready(plane_process, make_runner(plane_process.url, agent=python(ASK_BY_ALL), reward=reward))
     assert answers == ["42 42 42\n"]
     # what it wrote is in the first branch
-    assert [row.output for row in rows_of(server)] == ["42 42 42\n", None, None]
+    assert [row.output for row in rows_of(plane_process)] == ["42 42 42\n", None, None]
 
 
 def test_the_documented_script_is_an_agent(
-    server: Server,
+    plane_process: ServedPlane,
     renderer: Renderer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,73 +84,73 @@ def test_the_documented_script_is_an_agent(
     program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    server.register(group_size=1, groups_per_batch=1, num_batches=1)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
 
     def reward(task: Task, answer: str) -> float:
         return float(answer == "42\n")
 
-    run_until_ready(server, make_runner(server.url, agent=CommandAgent(command).run, reward=reward))
-    [row] = rows_of(server)
+    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent_of(command), reward=reward))
+    [row] = rows_of(plane_process)
     assert row.reward == 1.0
     assert row.output is not None and re.fullmatch(r"tokens: \d+", row.output.replace("42\n", "").strip())
 
 
 def test_a_command_that_fails_after_an_answer_keeps_what_it_wrote(
-    server: Server,
+    plane_process: ServedPlane,
     renderer: Renderer,
 ) -> None:
     rules = {"on_failure": {"agent_error": "zero"}, "failed_reward": -1.0}
-    server.register(group_size=2, groups_per_batch=1, num_batches=1, **rules)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(group_size=2, groups_per_batch=1, num_batches=1, **rules)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     agents = iter([python(ASK + "sys.exit(3)"), python(ASK)])
 
     async def agent(task: Any, endpoint: Any) -> Any:
         return await next(agents)(task, endpoint)
 
-    run_until_ready(server, make_runner(server.url, agent=agent))
-    [row] = [row for row in rows_of(server) if row.status != "finished"]
+    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent))
+    [row] = [row for row in rows_of(plane_process) if row.status != "finished"]
     assert (row.status, row.reward) == ("agent_error", -1.0)
     assert row.output is not None and sorted(row.output.splitlines()) == ["42", "asked"]
 
 
 def test_a_command_that_runs_too_long_fails_for_that_reason(
-    server: Server,
+    plane_process: ServedPlane,
     renderer: Renderer,
 ) -> None:
-    server.register(group_size=1, groups_per_batch=1, num_batches=1, session_attempts=2)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(group_size=1, groups_per_batch=1, num_batches=1, session_attempts=2)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     slow, asking = python("import time; time.sleep(1000)", timeout_s=0.2), python(ASK)
     agents = iter([slow, asking])
 
     async def agent(task: Any, endpoint: Any) -> Any:
         return await next(agents)(task, endpoint)
 
-    run_until_ready(server, make_runner(server.url, agent=agent))
-    counters = server.get("/runs/run")["counters"]
+    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent))
+    counters = plane_process.get("/runs/run")["counters"]
     assert {name: number for name, number in counters.items() if name.startswith("failures.")} == {
         "failures.timeout": 1
     }
-    [row] = rows_of(server)
+    [row] = rows_of(plane_process)
     assert row.status == "finished"
 
 
 def test_the_output_of_an_answer_that_is_scored_elsewhere_waits_for_its_reward(
-    server: Server,
+    plane_process: ServedPlane,
     renderer: Renderer,
 ) -> None:
-    server.register(group_size=1, groups_per_batch=1, num_batches=1)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     # a runner that scores is there
-    server.post("/runs/run/claim", {"runner": "w0", "max": 0, "work": "reward"})
-    [claim] = server.claim()
-    base = f"{server.url}/sessions/{claim['session_id']}/v1"
+    plane_process.post("/runs/run/claim", {"runner": "w0", "max": 0, "work": "reward"})
+    [claim] = plane_process.claim()
+    base = f"{plane_process.url}/sessions/{claim['session_id']}/v1"
     body = {"model": "policy", "messages": [{"role": "user", "content": "6 * 7?"}]}
-    server.http.post(f"{base}/chat/completions", json=body).raise_for_status()
+    plane_process.http.post(f"{base}/chat/completions", json=body).raise_for_status()
     told = {"session_id": claim["session_id"], "status": "answered", "answer": '"42"'}
-    server.post("/runs/run/finished", {"sessions": [{**told, "output": "what it wrote"}]})
-    [given] = server.post("/runs/run/claim", {"runner": "w0", "max": 1, "work": "reward"})["sessions"]
+    plane_process.post("/runs/run/finished", {"sessions": [{**told, "output": "what it wrote"}]})
+    [given] = plane_process.post("/runs/run/claim", {"runner": "w0", "max": 1, "work": "reward"})["sessions"]
     report = {"session_id": given["session_id"], "status": "finished", "reward": 1.0}
-    server.post("/runs/run/finished", {"sessions": [report]})
-    [row] = rows_of(server)
+    plane_process.post("/runs/run/finished", {"sessions": [report]})
+    [row] = rows_of(plane_process)
     assert row.output == "what it wrote"

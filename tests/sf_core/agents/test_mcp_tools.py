@@ -19,12 +19,9 @@ from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
 from sf_core.cli.stack.local import free_port
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
+from tests.bench.dataplane.planes import ServedPlane, answering
+from tests.bench.runners import make_runner, run_until_ready
 from tests.patience import until, wait_until
-from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
-from tests.sf_core.dataplane.conftest import model_dir, renderer
-from tests.sf_core.dataplane.stand import Server, answering
-
-__all__ = ["model_dir", "renderer", "server"]
 
 pytestmark = pytest.mark.system
 
@@ -56,9 +53,9 @@ def pad(request: pytest.FixtureRequest) -> Any:
     return STDIO if request.param == "stdio" else request.getfixturevalue("over_http")
 
 
-def using(server: Any, use: Any, timeout_s: float = 60.0) -> Any:
+def using(plane: Any, use: Any, timeout_s: float = 60.0) -> Any:
     async def work() -> Any:
-        async with mcp_tools(server, timeout_s=timeout_s) as tools:
+        async with mcp_tools(plane, timeout_s=timeout_s) as tools:
             return await use({tool.name: tool for tool in tools})
 
     return asyncio.run(work())
@@ -77,10 +74,12 @@ def test_tools_are_listed_and_called(pad: Any) -> None:
     assert using(pad, use) == ["3", "42"]
 
 
-def test_an_agent_uses_them_over_the_gateway(server: Server, renderer: Renderer, pad: Any) -> None:
-    server.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100)
+def test_an_agent_uses_them_over_the_gateway(
+    plane_process: ServedPlane, renderer: Renderer, pad: Any
+) -> None:
+    plane_process.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call>'
-    server.connect(answering(renderer, call, "42"))
+    plane_process.connect(answering(renderer, call, "42"))
 
     async def agent(task: Task, endpoint: Endpoint) -> str:
         async with mcp_tools(pad) as tools:
@@ -92,8 +91,8 @@ def test_an_agent_uses_them_over_the_gateway(server: Server, renderer: Renderer,
         rewards.append(answer)
         return 1.0
 
-    run_until_ready(server, make_runner(server.url, agent=agent, reward=reward, concurrency=1))
-    assert rewards == ["42"] and len(server.asked) == 2
+    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent, reward=reward, concurrency=1))
+    assert rewards == ["42"] and len(plane_process.asked) == 2
 
 
 def test_a_server_that_dies_is_told_with_its_last_words() -> None:
@@ -164,10 +163,12 @@ def test_an_error_of_the_agent_stays_what_it_is(pad: Any) -> None:
         using(pad, use)
 
 
-def test_the_loop_ends_with_a_tool_that_is_lost(server: Server, renderer: Renderer) -> None:
-    server.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100, session_attempts=1)
+def test_the_loop_ends_with_a_tool_that_is_lost(plane_process: ServedPlane, renderer: Renderer) -> None:
+    plane_process.register(
+        group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100, session_attempts=1
+    )
     call = '<tool_call>\n{"name": "die", "arguments": {}}\n</tool_call>'
-    server.connect(answering(renderer, call, "42"))
+    plane_process.connect(answering(renderer, call, "42"))
     raised: list[str] = []
 
     async def agent(task: Task, endpoint: Endpoint) -> str:
@@ -178,5 +179,5 @@ def test_the_loop_ends_with_a_tool_that_is_lost(server: Server, renderer: Render
             raised.append(str(error))
             return "42"
 
-    run_until_ready(server, make_runner(server.url, agent=agent, concurrency=1))
+    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent, concurrency=1))
     assert len(raised) == 1 and "has ended; it wrote last: " in raised[0]

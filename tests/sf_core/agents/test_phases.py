@@ -19,14 +19,11 @@ from sf_core.dataplane.control.plane import sweep_run
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Task
 from sf_core.user_code import name_function
+from tests.bench.dataplane.planes import ServedPlane, attended, running_process, say
+from tests.bench.dataplane.run_driver import Driver
+from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import agent as ask
 from tests.patience import patience
-from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
-from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
-from tests.sf_core.dataplane.runs.test_replay import Driver
-from tests.sf_core.dataplane.stand import Server, attended, running_process, say
-
-__all__ = ["server"]
 
 
 class Rooms:
@@ -61,15 +58,15 @@ class Rooms:
         await self.leave("prepared")
 
 
-def serve(server: Server, renderer: Renderer, **changes: Any) -> None:  # noqa: F811
+def serve(plane: ServedPlane, renderer: Renderer, **changes: Any) -> None:
     usual = {"group_size": 1, "groups_per_batch": 4, "num_batches": 1, "session_attempts": 1}
-    server.register(**usual | changes)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane.register(**usual | changes)
+    plane.connect(lambda prompt, seed: say(renderer, "42"))
 
 
 def test_sessions_are_prepared_while_another_runs_and_what_was_prepared_ends_with_its_agent(
-    server: Server,
-    renderer: Renderer,  # noqa: F811
+    plane_process: ServedPlane,
+    renderer: Renderer,
 ) -> None:
     rooms = Rooms()
 
@@ -89,13 +86,13 @@ def test_sessions_are_prepared_while_another_runs_and_what_was_prepared_ends_wit
         await rooms.leave("scored")
         return 1.0
 
-    serve(server, renderer, prepare_ahead=2)
+    serve(plane_process, renderer, prepare_ahead=2)
     changes = {"agent": agent, "reward": reward, "prepare": rooms.prepare}
-    run_until_ready(server, make_runner(server.url, concurrency=1, prepare_ahead=2, **changes))
+    run_until_ready(plane_process, make_runner(plane_process.url, concurrency=1, prepare_ahead=2, **changes))
     assert rooms.most["running"] == 1
     assert rooms.most["prepared"] == 3
     assert rooms.now["prepared"] == 0
-    assert server.get("/runs/run")["counters"]["finished_sessions"] >= 4
+    assert plane_process.get("/runs/run")["counters"]["finished_sessions"] >= 4
 
 
 @asynccontextmanager
@@ -181,19 +178,19 @@ def scores_nothing(task: Task, answer: Any) -> None:
     ],
 )
 def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
-    server: Server,
-    renderer: Renderer,  # noqa: F811
+    plane_process: ServedPlane,
+    renderer: Renderer,
     changes: dict[str, Any],
     reason: str,
     sentence: str,
 ) -> None:
     changes = {"agent": agent_with_a_room, "prepare_ahead": 1} | changes
-    serve(server, renderer, groups_per_batch=1, prepare_ahead=changes["prepare_ahead"])
+    serve(plane_process, renderer, groups_per_batch=1, prepare_ahead=changes["prepare_ahead"])
 
     async def work() -> None:
-        working = asyncio.ensure_future(make_runner(server.url, **changes).run())
+        working = asyncio.ensure_future(make_runner(plane_process.url, **changes).run())
         counted = f"rejected_groups.{reason}"
-        async with httpx.AsyncClient(base_url=server.url) as http:
+        async with httpx.AsyncClient(base_url=plane_process.url) as http:
             while counted not in (status := (await http.get("/runs/run")).json())["counters"]:
                 assert not working.done()
                 await asyncio.sleep(0.02)
@@ -206,8 +203,8 @@ def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
 
 def test_what_is_ready_outlives_a_restart_of_the_data_plane(
     tmp_path: Path,
-    model_dir: str,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model_dir: str,
+    renderer: Renderer,
 ) -> None:
     rooms = Rooms()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -227,27 +224,27 @@ def test_what_is_ready_outlives_a_restart_of_the_data_plane(
         await asyncio.to_thread(plane.close)
         await asyncio.to_thread(plane.enter_context, running_process(tmp_path / "port", port, *folder))
         await rooms.enter("restarted")
-        with attended(url, tmp_path, model_dir) as server:
-            await asyncio.to_thread(server.connect, lambda prompt, seed: say(renderer, "42"))
-            while not (await asyncio.to_thread(server.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
+        with attended(url, tmp_path, model_dir) as served_plane:
+            await asyncio.to_thread(served_plane.connect, lambda prompt, seed: say(renderer, "42"))
+            while not (await asyncio.to_thread(served_plane.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
                 assert not working.done()
-            await asyncio.to_thread(server.post, "/runs/run/release")
+            await asyncio.to_thread(served_plane.post, "/runs/run/release")
             await working
         assert {task: rooms.prepared[task] for task in before} == dict.fromkeys(before, 1)
 
     with ExitStack() as plane:
         url = plane.enter_context(running_process(tmp_path / "port", port, *folder))
         with httpx.Client(base_url=url) as http:
-            server = Server(url, http, tmp_path, model_dir)
+            served_plane = ServedPlane(url, http, tmp_path, model_dir)
             usual = {"group_size": 1, "groups_per_batch": 3, "num_batches": 1}
-            server.register(prepare_ahead=2, **usual)
+            served_plane.register(prepare_ahead=2, **usual)
         asyncio.run(asyncio.wait_for(work(plane, url), patience()))
 
 
 def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
     tmp_path: Path,
-    model_dir: str,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model_dir: str,
+    renderer: Renderer,
 ) -> None:
     async def wait(driver: Driver, seconds: float) -> list[str]:
         """Ids of the sessions that are left when the run has served for so long."""

@@ -13,8 +13,7 @@ import pytest
 from sf_core.agents.reports import MAX_ERROR, Reports, _parts
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
-from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.specs import SPEC
+from tests.bench.dataplane.specs import SPEC
 
 
 class Stand:
@@ -40,7 +39,7 @@ class Stand:
 
 
 @contextlib.asynccontextmanager
-async def sending(folder: Path, model_dir: str) -> AsyncIterator[Stand]:  # noqa: F811
+async def sending(folder: Path, model_dir: str) -> AsyncIterator[Stand]:
     spec = SPEC | {"run_dir": str(folder / "run"), "model_dir": model_dir}
     app = make_app(options=DataplaneOptions(str(folder / "plane")))
     async with (
@@ -62,7 +61,7 @@ async def sending(folder: Path, model_dir: str) -> AsyncIterator[Stand]:  # noqa
 )
 def test_a_report_that_is_refused_fails_its_session_with_the_reason_and_no_other(
     tmp_path: Path,
-    model_dir: str,  # noqa: F811
+    model_dir: str,
     report: dict[str, Any],
     reason: str,
 ) -> None:
@@ -80,7 +79,7 @@ def test_a_report_that_is_refused_fails_its_session_with_the_reason_and_no_other
     asyncio.run(scenario())
 
 
-def test_a_report_is_sent_until_the_data_plane_takes_it(tmp_path: Path, model_dir: str) -> None:  # noqa: F811
+def test_a_report_is_sent_until_the_data_plane_takes_it(tmp_path: Path, model_dir: str) -> None:
     async def scenario() -> None:
         async with sending(tmp_path, model_dir) as stand:
             refused = asyncio.Event()
@@ -99,7 +98,7 @@ def test_a_report_is_sent_until_the_data_plane_takes_it(tmp_path: Path, model_di
     asyncio.run(scenario())
 
 
-def test_whatever_an_agent_raises_can_be_reported(tmp_path: Path, model_dir: str) -> None:  # noqa: F811
+def test_whatever_an_agent_raises_can_be_reported(tmp_path: Path, model_dir: str) -> None:
     async def scenario() -> None:
         async with sending(tmp_path, model_dir) as stand:
             await stand.register()

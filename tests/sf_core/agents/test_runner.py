@@ -6,7 +6,6 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,17 @@ from openai import AsyncOpenAI
 
 from sf_core.agents import runner as runner_module
 from sf_core.agents.phases import as_reward, as_rewards
-from sf_core.agents.runner import AgentRunner, _describe_error
-from sf_core.config import RolloutConfig
+from sf_core.agents.runner import _sentence
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane as plane_module
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Scored, Task
 from storage.trajectories import read_trajectories, to_rows
+from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
+from tests.bench.proxies import SilentProxy
+from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import agent
 from tests.patience import patience
-from tests.proxies import SilentProxy
-from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
-from tests.sf_core.dataplane.stand import Server, attended, running_app, running_process, say
 
 
 def test_the_parts_of_a_reward_add_up_to_it() -> None:
@@ -97,29 +95,6 @@ def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
     assert _describe_error(_DumbError(), "agent") == "_DumbError: it cannot say why"
 
 
-@pytest.fixture
-def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
-    """A data plane without a key, in a process of its own."""
-    with running_process(tmp_path / "port", 0) as url, attended(url, tmp_path, model_dir) as server:
-        yield server
-
-
-def make_runner(url: str, **changes: Any) -> AgentRunner:
-    usual: dict[str, Any] = {
-        "key": None,
-        "run_id": "run",
-        "runner_id": "a0",
-        "tasks": lambda split, index: Task(f"t{index}", "e", "6 * 7?", "42"),
-        "agent": agent,
-        "reward": lambda task, answer: float(answer == task.answer),
-        "seed": 0,
-    }
-    names = usual.keys() | {"runner_id", "patience_s", "work", "prepare"}
-    rules = {name: value for name, value in changes.items() if name not in names}
-    given = {name: value for name, value in changes.items() if name in names}
-    return AgentRunner(url=url, rules=RolloutConfig(**{"concurrency": 2} | rules), **usual | given)
-
-
 def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
     runner = make_runner("http://127.0.0.1:9", patience_s=0.1)
     sentence = r"^data plane at http://127.0.0.1:9: no claim of a0 on run run was answered for 0.1 s: "
@@ -127,30 +102,32 @@ def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
         asyncio.run(asyncio.wait_for(runner.run(), patience()))
 
 
-def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_run(server: Server) -> None:
+def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_run(
+    plane_process: ServedPlane,
+) -> None:
     with pytest.raises(ConnectionError, match=r"was answered for 0\.1 s: Client error '404 Not Found'"):
-        asyncio.run(asyncio.wait_for(make_runner(server.url, patience_s=0.1).run(), patience()))
+        asyncio.run(asyncio.wait_for(make_runner(plane_process.url, patience_s=0.1).run(), patience()))
 
 
 @pytest.mark.parametrize("key", ["key-of-the-run", None])
 def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
-    server: Server,
-    renderer: Renderer,  # noqa: F811
+    plane_process: ServedPlane,
+    renderer: Renderer,
     key: str | None,
 ) -> None:
-    server.register(key=key, group_size=1, groups_per_batch=2, num_batches=1)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(key=key, group_size=1, groups_per_batch=2, num_batches=1)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     endpoints: list[Endpoint] = []
 
     async def keyed_agent(task: Task, endpoint: Endpoint) -> str:
         endpoints.append(endpoint)
         return await agent(task, endpoint)
 
-    runner = make_runner(server.url, agent=keyed_agent)
+    runner = make_runner(plane_process.url, agent=keyed_agent)
 
     async def work() -> None:
         working = asyncio.ensure_future(runner.run())
-        async with httpx.AsyncClient(base_url=server.url) as http:
+        async with httpx.AsyncClient(base_url=plane_process.url) as http:
             while not (await http.get("/runs/run/batches/0", params={"wait_s": 10})).json()["ready"]:
                 assert not working.done()
             question = {"model": "policy", "messages": []}
@@ -161,36 +138,22 @@ def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
 
     asyncio.run(asyncio.wait_for(work(), patience()))
     assert {endpoint.api_key for endpoint in endpoints} == {key or "none"}
-    assert server.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
-
-
-def run_until_ready(server: Server, runner: AgentRunner) -> None:
-    """Run the runner until batch 0 is full, then release the run."""
-
-    async def work() -> None:
-        working = asyncio.ensure_future(runner.run())
-        async with httpx.AsyncClient(base_url=server.url, timeout=patience()) as http:
-            while not (await http.get("/runs/run/batches/0", params={"wait_s": 10})).json()["ready"]:
-                assert not working.done()
-            await http.post("/runs/run/release")
-        await working
-
-    asyncio.run(asyncio.wait_for(work(), patience()))
+    assert plane_process.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
 
 
 def test_no_proxy_stands_between_agents_and_their_data_plane(
-    server: Server,
-    renderer: Renderer,  # noqa: F811
+    plane_process: ServedPlane,
+    renderer: Renderer,
     proxy: SilentProxy,
 ) -> None:
-    server.register(group_size=1, groups_per_batch=1, num_batches=1)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(group_size=1, groups_per_batch=1, num_batches=1)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
 
     async def work() -> None:
-        working = asyncio.ensure_future(make_runner(server.url).run())
-        while not (await asyncio.to_thread(server.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
+        working = asyncio.ensure_future(make_runner(plane_process.url).run())
+        while not (await asyncio.to_thread(plane_process.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
             assert not working.done()
-        await asyncio.to_thread(server.post, "/runs/run/release")
+        await asyncio.to_thread(plane_process.post, "/runs/run/release")
         assert await working == 1
 
     asyncio.run(asyncio.wait_for(work(), patience()))
@@ -199,8 +162,8 @@ def test_no_proxy_stands_between_agents_and_their_data_plane(
 
 def test_a_runner_whose_agents_block_its_event_loop_is_heard_all_the_same(
     tmp_path: Path,
-    model_dir: str,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model_dir: str,
+    renderer: Renderer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     silence_s = patience(1.0)
@@ -214,20 +177,20 @@ def test_a_runner_whose_agents_block_its_event_loop_is_heard_all_the_same(
         time.sleep(2.5 * silence_s)
         return answer
 
-    with running_app() as url, attended(url, tmp_path, model_dir) as server:
-        server.register(group_size=1, groups_per_batch=1, num_batches=1)
-        server.connect(lambda prompt, seed: say(renderer, "42"))
-        run_until_ready(server, make_runner(url, agent=blocking_agent, concurrency=1))
-        assert "retries" not in server.get("/runs/run")["counters"]
+    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
+        plane.register(group_size=1, groups_per_batch=1, num_batches=1)
+        plane.connect(lambda prompt, seed: say(renderer, "42"))
+        run_until_ready(plane, make_runner(url, agent=blocking_agent, concurrency=1))
+        assert "retries" not in plane.get("/runs/run")["counters"]
 
 
 def test_of_failures_at_the_same_place_one_is_in_the_log(
-    server: Server,
-    renderer: Renderer,  # noqa: F811
+    plane_process: ServedPlane,
+    renderer: Renderer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    server.register(group_size=1, groups_per_batch=2, num_batches=1, session_attempts=4)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(group_size=1, groups_per_batch=2, num_batches=1, session_attempts=4)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     failed: list[str] = []
 
     async def failing_agent(task: Task, endpoint: Endpoint) -> str:
@@ -237,7 +200,7 @@ def test_of_failures_at_the_same_place_one_is_in_the_log(
         return await agent(task, endpoint)
 
     with caplog.at_level(logging.WARNING, "sf_core.agents.runner"):
-        run_until_ready(server, make_runner(server.url, agent=failing_agent))
+        run_until_ready(plane_process, make_runner(plane_process.url, agent=failing_agent))
     assert len(set(failed)) == 3
     [logged] = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
     assert "ValueError" in logged and "nor is \\udc80" in logged
@@ -256,21 +219,23 @@ async def chatting_agent(task: Task, endpoint: Endpoint) -> str:
 
 
 def test_the_session_of_an_agent_that_overflows_its_context_trains_with_its_group(
-    server: Server,
-    renderer: Renderer,  # noqa: F811
+    plane_process: ServedPlane,
+    renderer: Renderer,
 ) -> None:
-    server.register(group_size=2, groups_per_batch=1, num_batches=1, context_length=256, failed_reward=-1.0)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+    plane_process.register(
+        group_size=2, groups_per_batch=1, num_batches=1, context_length=256, failed_reward=-1.0
+    )
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     prompts = iter(["short", "long"])
 
     def tasks(split: str, index: int) -> Task:
         return Task("sum", "addition", next(prompts), "42")
 
-    runner = make_runner(server.url, agent=chatting_agent, tasks=tasks)
-    run_until_ready(server, runner)
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    runner = make_runner(plane_process.url, agent=chatting_agent, tasks=tasks)
+    run_until_ready(plane_process, runner)
+    sealed = plane_process.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert (sealed["failures"], sealed["rejected"]) == ({"context_overflow": 1}, {})
-    rows = to_rows(read_trajectories(str(Path(server.run_dir, "run", sealed["files"][0]["uri"]))))
+    rows = to_rows(read_trajectories(str(Path(plane_process.run_dir, "run", sealed["files"][0]["uri"]))))
     ended = {row.status: row for row in rows}
     assert ended["finished"].reward == 1.0
     failed = ended["context_overflow"]
@@ -298,8 +263,8 @@ def end_the_program_in_its_thread(task: Task, answer: str) -> float:
 @pytest.mark.parametrize("fault", [end_the_program, cancel_itself, end_the_program_in_its_thread])
 def test_who_ends_the_program_or_cancels_itself_costs_one_session(
     tmp_path: Path,
-    model_dir: str,  # noqa: F811
-    renderer: Renderer,  # noqa: F811
+    model_dir: str,
+    renderer: Renderer,
     caplog: pytest.LogCaptureFixture,
     fault: Any,
 ) -> None:
@@ -314,18 +279,18 @@ def test_who_ends_the_program_or_cancels_itself_costs_one_session(
         return fault(task, answer) if len(called) == 1 else 1.0
 
     changes = {"agent": faulty_agent} if asyncio.iscoroutinefunction(fault) else {"reward": faulty_reward}
-    with running_app() as url, attended(url, tmp_path, model_dir) as server:
-        server.register(group_size=1, groups_per_batch=1, num_batches=1)
-        server.connect(lambda prompt, seed: say(renderer, "42"))
-        run_until_ready(server, make_runner(url, concurrency=1, **changes))
-        assert server.get("/runs/run")["counters"]["failed_sessions"] == 1
+    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
+        plane.register(group_size=1, groups_per_batch=1, num_batches=1)
+        plane.connect(lambda prompt, seed: say(renderer, "42"))
+        run_until_ready(plane, make_runner(url, concurrency=1, **changes))
+        assert plane.get("/runs/run")["counters"]["failed_sessions"] == 1
     assert len(called) == 2
     assert "failed: " in caplog.text and "no such tool" in caplog.text
 
 
 def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
     tmp_path: Path,
-    model_dir: str,  # noqa: F811
+    model_dir: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner_module, "BEAT_S", 0.05)
@@ -348,8 +313,8 @@ def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
             await http.post("/runs/run/release")
         await working
 
-    with running_app() as url, attended(url, tmp_path, model_dir) as server:
-        server.register(group_size=1, groups_per_batch=1)
+    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
+        plane.register(group_size=1, groups_per_batch=1)
         asyncio.run(asyncio.wait_for(work(url), patience()))
     assert not came_to_an_end.is_set()
     over.set()

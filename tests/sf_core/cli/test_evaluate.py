@@ -13,12 +13,12 @@ from sf_core.models.builtin import make_policy
 from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
+from tests.bench.runs import commit, configure, pretend
 from tests.sf_core.reports.evaluations.test_comparison import measure
-from tests.sf_core.runs import commit, configure, pretend
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run_with_weights(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "runs" / "r"))
     config = configure(run, train={"iterations": 2}, evaluate={"num_tasks": 2})
     pretend(run, 2)
@@ -41,35 +41,35 @@ class Measures:
         measure(directory, tasks)
 
 
-def test_each_version_is_measured_once(run: RunDirectory) -> None:
+def test_each_version_is_measured_once(run_with_weights: RunDirectory) -> None:
     measures = Measures()
-    found = evaluate_apart(run.uri, None, 0, None, ["evaluate.num_tasks=3"], measures)
+    found = evaluate_apart(run_with_weights.uri, None, 0, None, ["evaluate.num_tasks=3"], measures)
     assert [config.evaluate.num_tasks for config in measures.asked] == [3, 3]
     own = found.comparison
     assert own.before is not None
     assert (own.before.version, own.after.version, own.difference, own.won) == (0, 2, pytest.approx(0.2), 3)
     assert json.loads(found.as_json())["interval"] == [pytest.approx(0.2)] * 2
-    again = evaluate_apart(run.uri, 2, None, None, ["evaluate.num_tasks=3"], measures)
+    again = evaluate_apart(run_with_weights.uri, 2, None, None, ["evaluate.num_tasks=3"], measures)
     assert len(measures.asked) == 2 and again.comparison.before is None
     assert Path(again.file).name != Path(found.file).name
 
 
-def test_a_version_computes_in_the_dtype_that_the_run_began_with(run: RunDirectory) -> None:
+def test_a_version_computes_in_the_dtype_that_the_run_began_with(run_with_weights: RunDirectory) -> None:
     policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": "auto"}
-    configure(run, train={"iterations": 2}, evaluate={"num_tasks": 2}, policy=policy)
-    commit(run, None, "start", data={"dtype": "bfloat16"})
+    configure(run_with_weights, train={"iterations": 2}, evaluate={"num_tasks": 2}, policy=policy)
+    commit(run_with_weights, None, "start", data={"dtype": "bfloat16"})
     measures = Measures()
-    evaluate_apart(run.uri, 2, None, None, ["evaluate.num_tasks=3"], measures)
+    evaluate_apart(run_with_weights.uri, 2, None, None, ["evaluate.num_tasks=3"], measures)
     [config] = measures.asked
     opened = OpenRun(RunRef(str(config.run_id), config.run_dir, "", 0))
     assert opened.config.policy.dtype == "bfloat16"
 
 
-def test_prompts_are_asked_as_the_file_has_them_now(run: RunDirectory, tmp_path: Path) -> None:
+def test_prompts_are_asked_as_the_file_has_them_now(run_with_weights: RunDirectory, tmp_path: Path) -> None:
     file, measures = tmp_path / "ask, me: {now}.jsonl", Measures()
     for text in ("a", "b"):
         file.write_text(json.dumps({"prompt": text}) + "\n")
-        evaluate_apart(run.uri, None, None, file, [], measures)
+        evaluate_apart(run_with_weights.uri, None, None, file, [], measures)
     assert [config.environment.name for config in measures.asked] == ["prompts"] * 2
     assert [config.evaluate.num_tasks for config in measures.asked] == [1, 1]
     assert measures.asked[0].environment.settings["file"] == str(file)

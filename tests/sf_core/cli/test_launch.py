@@ -16,9 +16,9 @@ from sf_core.cli.launch import _run_once
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 from storage.run_directory import RunDirectory
+from tests.bench.commands import sf
+from tests.bench.runs import commit, configure, pretend
 from tests.patience import patience
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.runs import commit, configure, pretend
 
 SUMMARY = {
     "iterations": 2,
@@ -33,7 +33,7 @@ SUMMARY = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def finished_run(tmp_path: Path) -> RunDirectory:
     """A finished run without a worker that can train, so that continuing it is refused at once."""
     run = RunDirectory(str(tmp_path / "[v2]" / "r"))
     workers = {"r0": {"tags": ["rollout"]}}
@@ -43,90 +43,95 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
-    code, output = sf("resume", run.uri)
+def test_a_finished_run_is_shown_and_not_run_again(finished_run: RunDirectory) -> None:
+    code, output = sf("resume", finished_run.uri)
     assert code == 0, output
     assert output.startswith(
         "run r is already finished; a larger train.iterations makes it go on, another run_id begins another "
         "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
     )
     assert "tokens 1,000 sampled, 20 per second" in output, "of an earlier version"
-    assert f"policy {run.policy_dir} use it sf serve {run.uri} trajectories" in output
-    Path(run.policy_dir).mkdir()
-    assert f"use it sf serve {run.uri} or vllm serve {run.policy_dir} " in sf("resume", run.uri)[1]
+    assert f"policy {finished_run.policy_dir} use it sf serve {finished_run.uri} trajectories" in output
+    Path(finished_run.policy_dir).mkdir()
+    assert (
+        f"use it sf serve {finished_run.uri} or vllm serve {finished_run.policy_dir} "
+        in sf("resume", finished_run.uri)[1]
+    )
     assert "idle devices r0 50% (loading 42%, start 8%), t0 25% (start 25%) picture" in output
 
 
-def test_a_finished_run_says_how_much_of_what_was_sampled_counts(run: RunDirectory) -> None:
-    run.write_summary(SUMMARY | {"tokens_sampled": 1500})
-    output = sf("resume", run.uri)[1]
+def test_a_finished_run_says_how_much_of_what_was_sampled_counts(finished_run: RunDirectory) -> None:
+    finished_run.write_summary(SUMMARY | {"tokens_sampled": 1500})
+    output = sf("resume", finished_run.uri)[1]
     assert "tokens 1,500 sampled, 1,000 of them in sessions that count, 20 per second" in output
 
 
 def test_the_summary_names_the_prefect_server_that_shows_the_run(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    finished_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    assert "Prefect UI prefect server start (then http://127.0.0.1:4200)" in sf("resume", run.uri)[1]
+    assert "Prefect UI prefect server start (then http://127.0.0.1:4200)" in sf("resume", finished_run.uri)[1]
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:14200/api")
-    assert "Prefect UI http://127.0.0.1:14200" in sf("resume", run.uri)[1]
+    assert "Prefect UI http://127.0.0.1:14200" in sf("resume", finished_run.uri)[1]
 
 
 @pytest.fixture
-def stopped(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDirectory:
+def stopped_run(finished_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDirectory:
     """A run that could be resumed."""
-    configure(run, train={"iterations": 3}, storage={"root": str(tmp_path / "[v2]")})
+    configure(finished_run, train={"iterations": 3}, storage={"root": str(tmp_path / "[v2]")})
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    return run
+    return finished_run
 
 
-def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped: RunDirectory) -> None:
+def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped_run: RunDirectory) -> None:
     program = "import sys, time; from sf_core.cli.command_lock import hold\nfrom pathlib import Path\n"
     program += "lock = hold(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
-    command = [sys.executable, "-c", program, stopped.uri]
+    command = [sys.executable, "-c", program, stopped_run.uri]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
         assert first.stdout
         first.stdout.readline()
-        code, output = sf("resume", stopped.uri)
+        code, output = sf("resume", stopped_run.uri)
         who = f"run r is worked on by another command, process {first.pid} on {socket.gethostname()} since "
         assert (code, who in output, "end it there with Ctrl-C" in output) == (1, True, True), output
         assert first.poll() is None
         first.kill()
-    with hold(Path(stopped.uri)):
+    with hold(Path(stopped_run.uri)):
         pass
 
 
 @pytest.mark.parametrize("variable", ["PREFECT_HOME", "SF_CACHE_DIR"])
 def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
-    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch, variable: str
+    stopped_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "/dev/null/x")
-    code, output = sf("resume", stopped.uri)
+    code, output = sf("resume", stopped_run.uri)
     sentence = f"cannot be written (Not a directory): set {variable} to another folder"
     assert (code, sentence in output) == (2, True), output
 
 
-def test_too_few_open_files_are_refused_before_anything_starts(stopped: RunDirectory) -> None:
+def test_too_few_open_files_are_refused_before_anything_starts(stopped_run: RunDirectory) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
     try:
-        code, output = sf("resume", stopped.uri)
+        code, output = sf("resume", stopped_run.uri)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (code, "this process may have 512 files open" in output) == (2, True), output
 
 
-def test_an_emulated_run_is_said_to_have_no_policy(run: RunDirectory, tmp_path: Path) -> None:
-    configure(run, train={"iterations": 2}, engine={"kind": "emulated"}, storage={"root": str(tmp_path)})
-    code, output = sf("resume", run.uri)
+def test_an_emulated_run_is_said_to_have_no_policy(finished_run: RunDirectory, tmp_path: Path) -> None:
+    configure(
+        finished_run, train={"iterations": 2}, engine={"kind": "emulated"}, storage={"root": str(tmp_path)}
+    )
+    code, output = sf("resume", finished_run.uri)
     assert (code, "policy none, because it is emulated trajectories" in output) == (0, True), output
 
 
-def test_a_finished_run_goes_on_with_more_iterations(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_with_more_iterations(finished_run: RunDirectory, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": run.uri.rsplit("/", 1)[0]}}))
+    file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": finished_run.uri.rsplit("/", 1)[0]}}))
     code, output = sf("train", str(file), "--set", "train.iterations=3")
     assert "run r: as it was configured, but for train.iterations 3 (was 2)" in output
     assert (code, "no worker carries" in output) == (1, True), output
@@ -135,11 +140,11 @@ def test_a_finished_run_goes_on_with_more_iterations(run: RunDirectory, tmp_path
 
 
 def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resumed(
-    run: RunDirectory,
+    finished_run: RunDirectory,
 ) -> None:
-    configure(run, train={"iterations": 3}, cluster={"workers": {"r0": {"tags": ["rollout"]}}})
-    commit(run, 2, "publish")
-    code, output = sf("resume", run.uri)
+    configure(finished_run, train={"iterations": 3}, cluster={"workers": {"r0": {"tags": ["rollout"]}}})
+    commit(finished_run, 2, "publish")
+    code, output = sf("resume", finished_run.uri)
     assert (code, "no worker carries" in output) == (1, True), output
 
 

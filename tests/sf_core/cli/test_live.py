@@ -10,7 +10,7 @@ from sf_core.cli import live as live_view
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.waits import clock
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit, configure
+from tests.bench.runs import commit, configure
 
 STATUS: dict[str, Any] = {
     "stage": "train",

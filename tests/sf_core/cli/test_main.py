@@ -6,19 +6,13 @@ from pathlib import Path
 
 import dask
 import pytest
-from typer.testing import CliRunner
 
-from sf_core.cli.main import app
 from sf_core.config.yaml_file import builtin_configs
 from sf_core.reports.tables import DEVICE_COLUMNS
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit, configure
-
-
-def sf(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, " ".join(result.output.split())
+from tests.bench.commands import sf
+from tests.bench.runs import commit, configure
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from sf_core.cli.replay import replay
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.runs import configure, copy_run, train, trained_run
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.commands import sf
+from tests.bench.runs import configure, copy_run
+from tests.bench.trained_runs import train, train_run
+from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCHES = [
     make_batch(grouped_rows(num_groups=16, group_size=4), logprob=-4.0, group_size=4, seed=seed)
@@ -21,21 +22,21 @@ BATCHES = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def run_to_replay(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     settings = {"iterations": 4, "checkpoint_every": 2, "minibatches": 2, "warmup_steps": 3}
-    return trained_run(tmp_path_factory.mktemp("runs"), settings, BATCHES)
+    return train_run(tmp_path_factory.mktemp("runs"), settings, BATCHES)
 
 
 @pytest.fixture
-def copy(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return copy_run(trained, tmp_path)
+def copy(run_to_replay: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copy_run(run_to_replay, tmp_path)
 
 
 @pytest.mark.parametrize("iteration", range(4))
 def test_a_step_comes_out_equal_with_and_without_a_checkpoint_just_before_it(
-    trained: RunDirectory, iteration: int
+    run_to_replay: RunDirectory, iteration: int
 ) -> None:
-    result = replay(trained.uri, iteration)
+    result = replay(run_to_replay.uri, iteration)
     assert (result.equal, result.largest_difference, result.metrics) == (True, 0.0, {})
 
 
@@ -60,13 +61,13 @@ def test_a_step_of_a_gpu_is_not_done_again_where_none_is(
     assert (code, "was trained on a GPU, which rounds otherwise; here is none" in output) == (2, True)
 
 
-def test_nothing_is_written_into_the_run(trained: RunDirectory) -> None:
+def test_nothing_is_written_into_the_run(run_to_replay: RunDirectory) -> None:
     def content() -> dict[str, tuple[int, bytes]]:
-        paths = [path for path in Path(trained.uri).rglob("*") if path.is_file()]
+        paths = [path for path in Path(run_to_replay.uri).rglob("*") if path.is_file()]
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
     before = content()
-    code, output = sf("replay", trained.uri, "--iteration", "1")
+    code, output = sf("replay", run_to_replay.uri, "--iteration", "1")
     assert code == 0 and output.endswith("iteration 1: the weights came out equal, bit for bit")
     assert content() == before
 
@@ -104,11 +105,13 @@ def test_steps_whose_weights_are_bfloat16_come_out_equal(tmp_path: Path) -> None
     assert (result.equal, result.largest_difference) == (True, None)
 
 
-def test_a_run_or_an_iteration_that_is_not_there_is_named(trained: RunDirectory, tmp_path: Path) -> None:
-    code, output = sf("replay", trained.uri, "--iteration", "4")
+def test_a_run_or_an_iteration_that_is_not_there_is_named(
+    run_to_replay: RunDirectory, tmp_path: Path
+) -> None:
+    code, output = sf("replay", run_to_replay.uri, "--iteration", "4")
     assert code == 2
     assert "trained: train of iteration 4 is not committed; `sf inspect " in output
-    assert sf("replay", trained.uri, "--iteration", "-1")[0] == 2
+    assert sf("replay", run_to_replay.uri, "--iteration", "-1")[0] == 2
     code, output = sf("replay", str(tmp_path / "none"), "--iteration", "0")
     assert (code, "no run here" in output) == (2, True)
 

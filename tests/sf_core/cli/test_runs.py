@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from sf_core.cli.main import app
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import configure as write_config
-from tests.sf_core.runs import conversation, pretend, sample
+from tests.bench.runs import configure as write_config
+from tests.bench.runs import conversation, pretend, sample
 
 
 def sf(*arguments: str) -> tuple[int, str]:

@@ -24,23 +24,23 @@ def port_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def temporary() -> Iterator[Path]:
+def short_folder() -> Iterator[Path]:
     """Temporary folder with a path short enough for sockets."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
 @pytest.fixture
-def process(port_file: Path, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(port_file: Path, short_folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [*COMMAND, "--port", "0", "--port-file", str(port_file)]
-    environment = {**os.environ, "SF_DATAPLANE_KEY": "secret", "TMPDIR": str(temporary)}
+    environment = {**os.environ, "SF_DATAPLANE_KEY": "secret", "TMPDIR": str(short_folder)}
     with subprocess.Popen(command, env=environment) as process:
         yield process
         process.kill()
 
 
 def test_the_process_says_where_it_listens_and_ends_when_told(
-    process: subprocess.Popen[bytes], port_file: Path, temporary: Path
+    process: subprocess.Popen[bytes], port_file: Path, short_folder: Path
 ) -> None:
     wait_until(port_file.exists)
     url = f"http://127.0.0.1:{port_file.read_text()}/healthz"
@@ -50,7 +50,7 @@ def test_the_process_says_where_it_listens_and_ends_when_told(
     assert httpx.get(url).status_code == 401
     process.send_signal(signal.SIGTERM)
     process.wait(patience())
-    assert list(temporary.iterdir()) == []
+    assert list(short_folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "example.org"])

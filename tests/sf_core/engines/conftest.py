@@ -1,78 +1,8 @@
-"""Tiny randomly initialised models as Hugging Face folders, with a tokenizer, which grammars need."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
-
-from tests.sf_core.dataplane.conftest import model_dir, renderer, server  # noqa: F401
-from tests.sf_core.engines.grammar_contract import write_tokenizer
-
-SIZE: dict[str, Any] = dict(
-    vocab_size=60,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-)
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen3": Qwen3Config(**SIZE, head_dim=16, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SIZE),
-    "llama": LlamaConfig(**SIZE),
-    "llama-yarn": LlamaConfig(**SIZE, rope_parameters=_YARN),
-    "qwen3-moe": Qwen3MoeConfig(
-        **SIZE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-    ),
-    "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3),
-}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Folders:
-    """Model folders by architecture and seed; each is made once."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __call__(self, kind: str = "qwen3", seed: int = 0) -> str:
-        folder = self._root / f"{kind}-{seed}"
-        if not folder.exists():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(CONFIGS[kind])
-            for name, parameter in model.named_parameters():
-                # Initialisation leaves these at 1 and 0, where a wrong use of them would not show.
-                if parameter.dim() == 1:
-                    torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-            model.save_pretrained(folder)
-            write_tokenizer(folder)
-        return str(folder)
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(tmp_path_factory.mktemp("models"))
+def _one_thread(one_thread: None) -> None:
+    """Engines of these tests compute with one thread."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,18 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from sf_core.engines.protocol import StepEngine
 from sf_core.engines.testing import awake, catch, drain, ids_of
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+from tests.bench.engines.model_folders import STOP, VOCABULARY
 from tests.properties import examples
 from tests.sf_core.engines.model_contract import FolderEngineTests
-
-CONTROL = ["<end>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
-TEXT = [*'0123456789abcdefghijklmnopqrstuvwxyz{}[]:,. -\n"_\\/', '{"', '":', ", ", '"}', "tr"]
-STOP = CONTROL.index("<end>")
-VOCABULARY = [*CONTROL, *TEXT]
 
 SCALARS = st.sampled_from(
     [
@@ -55,14 +49,6 @@ def arrays(values: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[
 
 FLAT = objects(SCALARS) | arrays(SCALARS)
 SCHEMAS = SCALARS | FLAT | objects(FLAT) | arrays(FLAT)
-
-
-def write_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="/"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CONTROL])
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def text_of(ids: Sequence[int]) -> str:

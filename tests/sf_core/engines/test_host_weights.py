@@ -24,7 +24,7 @@ from storage.run_directory import RunDirectory
 from storage.tensors import shared_memory
 from storage.tensors.weight_delta import save_delta
 from storage.tensors.weights import load_weights, pack_weights, save_weights
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 from tests.patience import patience
 
 HOLD = """
@@ -59,7 +59,7 @@ def host() -> Iterator[HostWeights]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run_with_deltas(tmp_path: Path) -> RunDirectory:
     """A run whose versions 1 to 4 are stored, each with a delta; in each, two elements of the first tensor
     are changed."""
     run = RunDirectory(str(tmp_path / "run"))
@@ -107,49 +107,53 @@ def inode(host: HostWeights) -> int:
 
 
 def test_a_newcomer_reads_all_and_then_what_changed_into_the_same_file(
-    host: HostWeights, run: RunDirectory
+    host: HostWeights, run_with_deltas: RunDirectory
 ) -> None:
     assert host.version is None
-    assert host.fetch(ref(run, 1)) == host.folder
+    assert host.fetch(ref(run_with_deltas, 1)) == host.folder
     assert holds(host, 1)
     first = inode(host)
     for version in (2, 3, 4):
-        assert host.fetch(ref(run, version)) == host.folder
+        assert host.fetch(ref(run_with_deltas, version)) == host.folder
         assert holds(host, version) and inode(host) == first
 
 
-def test_what_changed_is_taken_without_reading_the_rest(host: HostWeights, run: RunDirectory) -> None:
-    host.fetch(ref(run, 1))
+def test_what_changed_is_taken_without_reading_the_rest(
+    host: HostWeights, run_with_deltas: RunDirectory
+) -> None:
+    host.fetch(ref(run_with_deltas, 1))
     # the tensors of the next version are there but wrong, so they were not looked at
-    damage(file_of(run, 2, "model"))
-    host.fetch(ref(run, 2))
+    damage(file_of(run_with_deltas, 2, "model"))
+    host.fetch(ref(run_with_deltas, 2))
     assert holds(host, 2)
 
 
-def test_one_that_lags_by_more_than_a_version_reads_all(host: HostWeights, run: RunDirectory) -> None:
-    host.fetch(ref(run, 1))
+def test_one_that_lags_by_more_than_a_version_reads_all(
+    host: HostWeights, run_with_deltas: RunDirectory
+) -> None:
+    host.fetch(ref(run_with_deltas, 1))
     first = inode(host)
-    host.fetch(ref(run, 3))
+    host.fetch(ref(run_with_deltas, 3))
     assert holds(host, 3) and inode(host) != first
-    host.fetch(ref(run, 1))
+    host.fetch(ref(run_with_deltas, 1))
     assert holds(host, 1), "a run may go back to an older version"
 
 
-def test_a_version_that_is_here_is_not_read_again(host: HostWeights, run: RunDirectory) -> None:
-    host.fetch(ref(run, 2))
-    damage(file_of(run, 2, "model"))
-    host.fetch(ref(run, 2))
+def test_a_version_that_is_here_is_not_read_again(host: HostWeights, run_with_deltas: RunDirectory) -> None:
+    host.fetch(ref(run_with_deltas, 2))
+    damage(file_of(run_with_deltas, 2, "model"))
+    host.fetch(ref(run_with_deltas, 2))
     assert holds(host, 2)
-    save_weights(run.weights_dir(9), tensors(2), 9)
-    host.fetch(ref(run, 9))
+    save_weights(run_with_deltas.weights_dir(9), tensors(2), 9)
+    host.fetch(ref(run_with_deltas, 9))
     assert host.version == 9
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncated", "empty", "missing", "of other versions"])
 def test_all_is_read_where_the_delta_is_of_no_use(
-    host: HostWeights, run: RunDirectory, fault: str, caplog: pytest.LogCaptureFixture
+    host: HostWeights, run_with_deltas: RunDirectory, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    delta = file_of(run, 3, "delta")
+    delta = file_of(run_with_deltas, 3, "delta")
     if fault == "corrupt":
         damage(delta)
     elif fault == "truncated":
@@ -159,43 +163,47 @@ def test_all_is_read_where_the_delta_is_of_no_use(
     elif fault == "missing":
         delta.unlink()
     else:
-        delta.write_bytes(file_of(run, 2, "delta").read_bytes())
-    host.fetch(ref(run, 2))
+        delta.write_bytes(file_of(run_with_deltas, 2, "delta").read_bytes())
+    host.fetch(ref(run_with_deltas, 2))
     first = inode(host)
-    host.fetch(ref(run, 3))
+    host.fetch(ref(run_with_deltas, 3))
     assert holds(host, 3) and inode(host) != first
     told = [record.getMessage() for record in caplog.records]
     assert [str(delta) in text for text in told] == [True] * (fault != "missing")
-    host.fetch(ref(run, 4))
+    host.fetch(ref(run_with_deltas, 4))
     assert holds(host, 4) and inode(host) != first
 
 
-def test_all_is_read_where_another_try_left_the_delta(host: HostWeights, run: RunDirectory) -> None:
-    host.fetch(ref(run, 2))
-    save_weights(run.weights_dir(3), tensors(30), 3)
-    host.fetch(ref(run, 3))
+def test_all_is_read_where_another_try_left_the_delta(
+    host: HostWeights, run_with_deltas: RunDirectory
+) -> None:
+    host.fetch(ref(run_with_deltas, 2))
+    save_weights(run_with_deltas.weights_dir(3), tensors(30), 3)
+    host.fetch(ref(run_with_deltas, 3))
     assert torch.equal(load_weights(host.folder)["a"], tensors(30)["a"])
 
 
-def test_all_is_read_where_an_engine_has_written_into_its_copy(host: HostWeights, run: RunDirectory) -> None:
-    host.fetch(ref(run, 1))
+def test_all_is_read_where_an_engine_has_written_into_its_copy(
+    host: HostWeights, run_with_deltas: RunDirectory
+) -> None:
+    host.fetch(ref(run_with_deltas, 1))
     with open(f"{host.folder}/model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    host.fetch(ref(run, 2))
+    host.fetch(ref(run_with_deltas, 2))
     assert holds(host, 2)
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncated", "empty", "missing"])
 @pytest.mark.parametrize("has_delta", [True, False])
 def test_wrong_weights_are_refused_by_name_and_those_from_before_stay(
-    host: HostWeights, run: RunDirectory, places: dict[str, Path], fault: str, has_delta: bool
+    host: HostWeights, run_with_deltas: RunDirectory, places: dict[str, Path], fault: str, has_delta: bool
 ) -> None:
-    host.fetch(ref(run, 2))
-    damage(file_of(run, 3, "delta"))
+    host.fetch(ref(run_with_deltas, 2))
+    damage(file_of(run_with_deltas, 3, "delta"))
     if not has_delta:
-        file_of(run, 3, "delta").unlink()
-    full = file_of(run, 3, "model")
+        file_of(run_with_deltas, 3, "delta").unlink()
+    full = file_of(run_with_deltas, 3, "model")
     if fault == "corrupt":
         damage(full)
     elif fault == "truncated":
@@ -205,41 +213,45 @@ def test_wrong_weights_are_refused_by_name_and_those_from_before_stay(
     else:
         full.unlink()
     with pytest.raises(ValueError) as refused:
-        host.fetch(ref(run, 3))
+        host.fetch(ref(run_with_deltas, 3))
     check_sentence(str(refused.value), str(full))
     assert holds(host, 2)
     assert len(list(places["memory"].iterdir())) == 1, "nothing of what was refused is left"
-    host.fetch(ref(run, 4))
+    host.fetch(ref(run_with_deltas, 4))
     assert holds(host, 4)
 
 
-def test_a_header_that_names_more_than_there_is_is_refused(host: HostWeights, run: RunDirectory) -> None:
-    full = file_of(run, 1, "model")
+def test_a_header_that_names_more_than_there_is_is_refused(
+    host: HostWeights, run_with_deltas: RunDirectory
+) -> None:
+    full = file_of(run_with_deltas, 1, "model")
     content = full.read_bytes()
     for wrong in (b"\xff" * 8 + content[8:], content.replace(b"[2000]", b"[20  ]"), content + b" "):
         full.write_bytes(wrong)
         with pytest.raises(ValueError) as refused:
-            host.fetch(ref(run, 1))
+            host.fetch(ref(run_with_deltas, 1))
         check_sentence(str(refused.value), str(full))
     assert host.version is None and not os.path.exists(f"{host.folder}/model.safetensors")
 
 
 def test_a_start_folder_is_read_in_one_file_or_several_and_without_a_digest(
-    host: HostWeights, run: RunDirectory
+    host: HostWeights, run_with_deltas: RunDirectory
 ) -> None:
     halves = {"a": {"a": torch.ones(2)}, "b": {"b": torch.zeros(3)}}
     for name, half in halves.items():
-        files.write_atomic(f"{run.start_dir}/{name}.safetensors", save(half, {"format": "pt"}))
+        files.write_atomic(f"{run_with_deltas.start_dir}/{name}.safetensors", save(half, {"format": "pt"}))
     index = b'{"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}'
-    files.write_atomic(f"{run.start_dir}/model.safetensors.index.json", index)
-    host.fetch(WeightsRef(0, run.start_dir))
+    files.write_atomic(f"{run_with_deltas.start_dir}/model.safetensors.index.json", index)
+    host.fetch(WeightsRef(0, run_with_deltas.start_dir))
     assert sorted(load_weights(host.folder)) == ["a", "b"] and host.version == 0
-    whole = run.path("whole")
+    whole = run_with_deltas.path("whole")
     files.write_atomic(f"{whole}/model.safetensors", save(tensors(0), {"format": "pt"}))
-    assert save_delta(run.weights_dir(1), pack_weights(tensors(0), 0), pack_weights(tensors(1), 1), 1)
+    assert save_delta(
+        run_with_deltas.weights_dir(1), pack_weights(tensors(0), 0), pack_weights(tensors(1), 1), 1
+    )
     host.fetch(WeightsRef(0, whole))
     first = inode(host)
-    host.fetch(ref(run, 1))
+    host.fetch(ref(run_with_deltas, 1))
     assert holds(host, 1) and inode(host) == first
 
 
@@ -332,30 +344,30 @@ def test_a_trainer_whose_host_has_no_room_shares_nothing(
     assert holds(host, 2), "by the delta"
 
 
-def test_tied_tensors_stay_tied(host: HostWeights, run: RunDirectory) -> None:
+def test_tied_tensors_stay_tied(host: HostWeights, run_with_deltas: RunDirectory) -> None:
     shared = torch.randn(4, 2)
-    save_weights(run.weights_dir(1), {"embed": shared, "head": shared}, 1)
-    host.fetch(ref(run, 1))
+    save_weights(run_with_deltas.weights_dir(1), {"embed": shared, "head": shared}, 1)
+    host.fetch(ref(run_with_deltas, 1))
     found = load_weights(host.folder)
     assert torch.equal(found["embed"], shared) and found["head"] is found["embed"]
 
 
-def test_other_files_of_the_folder_stay(host: HostWeights, run: RunDirectory) -> None:
+def test_other_files_of_the_folder_stay(host: HostWeights, run_with_deltas: RunDirectory) -> None:
     config = Path(host.folder) / "config.json"
     config.write_text("{}")
     for version in (1, 2, 4):
-        host.fetch(ref(run, version))
+        host.fetch(ref(run_with_deltas, version))
     assert config.read_text() == "{}"
 
 
 def test_the_weights_are_in_shared_memory_if_it_has_room(
-    run: RunDirectory, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    run_with_deltas: RunDirectory, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def place(host: HostWeights) -> Path:
         return Path(os.path.realpath(f"{host.folder}/model.safetensors")).parents[1]
 
     host = HostWeights()
-    host.fetch(ref(run, 1))
+    host.fetch(ref(run_with_deltas, 1))
     assert place(host) == places["memory"]
     allocate = os.posix_fallocate
 
@@ -365,41 +377,41 @@ def test_the_weights_are_in_shared_memory_if_it_has_room(
         allocate(descriptor, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    host.fetch(ref(run, 3))
+    host.fetch(ref(run_with_deltas, 3))
     assert holds(host, 3) and place(host) == places["temporary"]
     assert not list(places["memory"].iterdir())
     monkeypatch.setattr(shared_memory, "PLACE", str(places["temporary"] / "none"))
-    host.fetch(ref(run, 1))
+    host.fetch(ref(run_with_deltas, 1))
     assert holds(host, 1) and place(host) == places["temporary"]
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: os.write(-1, b""))
     with pytest.raises(StorageError, match=r"v00004/model\.safetensors: neither .* has room for 0 MiB"):
-        host.fetch(ref(run, 4))
+        host.fetch(ref(run_with_deltas, 4))
     assert holds(host, 1) or host.version == 1
     host.close()
     assert not list(places["temporary"].iterdir())
 
 
 def test_nothing_is_left_of_one_that_was_closed_or_forgotten(
-    run: RunDirectory, places: dict[str, Path]
+    run_with_deltas: RunDirectory, places: dict[str, Path]
 ) -> None:
     for close in (True, False):
         host = HostWeights()
-        host.fetch(ref(run, 1))
-        host.fetch(ref(run, 3))
+        host.fetch(ref(run_with_deltas, 1))
+        host.fetch(ref(run_with_deltas, 3))
         assert all(list(place.iterdir()) for place in places.values())
         if close:
             host.close()
             host.close()
             with pytest.raises(RuntimeError, match="closed"):
-                host.fetch(ref(run, 3))
+                host.fetch(ref(run_with_deltas, 3))
         del host
         assert not any(list(place.iterdir()) for place in places.values())
 
 
 def test_what_a_killed_process_left_goes_when_the_next_one_fetches(
-    run: RunDirectory, places: dict[str, Path]
+    run_with_deltas: RunDirectory, places: dict[str, Path]
 ) -> None:
-    command = [sys.executable, "-c", HOLD, run.weights_dir(1), str(places["memory"])]
+    command = [sys.executable, "-c", HOLD, run_with_deltas.weights_dir(1), str(places["memory"])]
     env = os.environ | {"TMPDIR": str(places["temporary"])}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as other:
         assert other.stdout is not None and other.stdout.readline()
@@ -410,13 +422,13 @@ def test_what_a_killed_process_left_goes_when_the_next_one_fetches(
     for folder in left:
         os.utime(folder, (time.time() - 3600,) * 2)
     host = HostWeights()
-    host.fetch(ref(run, 1))
+    host.fetch(ref(run_with_deltas, 1))
     assert not any(folder.exists() for folder in left)
     host.close()
 
 
 def test_one_that_is_closed_while_it_fetches_leaves_nothing(
-    run: RunDirectory, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    run_with_deltas: RunDirectory, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, go_on = threading.Event(), threading.Event()
     allocate = os.posix_fallocate
@@ -431,7 +443,7 @@ def test_one_that_is_closed_while_it_fetches_leaves_nothing(
 
     def fetch() -> None:
         try:
-            host.fetch(ref(run, 1))
+            host.fetch(ref(run_with_deltas, 1))
         except RuntimeError as error:
             ended.append(str(error))
 
@@ -445,9 +457,13 @@ def test_one_that_is_closed_while_it_fetches_leaves_nothing(
     assert not any(list(place.iterdir()) for place in places.values())
 
 
-def test_fetches_of_several_threads_follow_one_another(host: HostWeights, run: RunDirectory) -> None:
+def test_fetches_of_several_threads_follow_one_another(
+    host: HostWeights, run_with_deltas: RunDirectory
+) -> None:
     versions = [1, 2, 3, 4] * 4
-    threads = [threading.Thread(target=host.fetch, args=[ref(run, version)]) for version in versions]
+    threads = [
+        threading.Thread(target=host.fetch, args=[ref(run_with_deltas, version)]) for version in versions
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,7 +1,7 @@
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
-from tests.sf_core.engines.self_running import SelfRunningEngine
+from tests.bench.engines.self_running import SelfRunningEngine
 
 
 def script(prompt_ids: list[int], seed: int) -> list[int]:

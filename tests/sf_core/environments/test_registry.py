@@ -30,7 +30,7 @@ from sf_core.environments.testing import EnvironmentTests
 from sf_core.settings import Settings
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.types import Endpoint, Task
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,11 +15,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.environments.registry import environment_of
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.environments.verifiers import Verifiers
-from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
-from tests.sf_core.dataplane.conftest import model_dir, renderer
-from tests.sf_core.dataplane.stand import Server, answering
-
-__all__ = ["model_dir", "renderer", "server"]
+from tests.bench.dataplane.planes import ServedPlane, answering
+from tests.bench.runners import make_runner, run_until_ready
 
 PAD = "verifiers_pad"
 
@@ -66,7 +63,7 @@ def test_loading_one_leaves_the_signals_of_the_process_alone() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def run(server: Server, environment: Verifiers) -> list[float]:
+def run(plane: ServedPlane, environment: Verifiers) -> list[float]:
     rewards: list[float] = []
 
     async def reward(task: Any, answer: Any) -> float:
@@ -74,22 +71,26 @@ def run(server: Server, environment: Verifiers) -> list[float]:
         return rewards[-1]
 
     parts = {"tasks": environment.tasks, "agent": environment.agent, "reward": reward}
-    run_until_ready(server, make_runner(server.url, concurrency=1, **parts))
+    run_until_ready(plane, make_runner(plane.url, concurrency=1, **parts))
     return rewards
 
 
-def test_its_rollout_is_the_agent_and_its_rubric_the_reward(server: Server, renderer: Renderer) -> None:
-    server.register(group_size=1, groups_per_batch=2, num_batches=1)
-    server.connect(answering(renderer, "5", "it is 6"))
-    assert run(server, pad()) == [1.5, 0.0]
-    assert server.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
+def test_its_rollout_is_the_agent_and_its_rubric_the_reward(
+    plane_process: ServedPlane, renderer: Renderer
+) -> None:
+    plane_process.register(group_size=1, groups_per_batch=2, num_batches=1)
+    plane_process.connect(answering(renderer, "5", "it is 6"))
+    assert run(plane_process, pad()) == [1.5, 0.0]
+    assert plane_process.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
 
 
-def test_its_tools_are_called_in_a_session_of_several_turns(server: Server, renderer: Renderer) -> None:
-    server.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100)
+def test_its_tools_are_called_in_a_session_of_several_turns(
+    plane_process: ServedPlane, renderer: Renderer
+) -> None:
+    plane_process.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=100)
     call = '<tool_call>\n{"name": "count_letters", "arguments": {"word": "train"}}\n</tool_call>'
-    server.connect(answering(renderer, call, "5"))
-    assert run(server, pad(kind="tool")) == [1.5]
+    plane_process.connect(answering(renderer, call, "5"))
+    assert run(plane_process, pad(kind="tool")) == [1.5]
 
 
 def test_a_text_of_another_agent_is_scored_by_the_rubric() -> None:

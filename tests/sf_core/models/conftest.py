@@ -1,5 +1,8 @@
-"""The models of the engines' tests."""
+from __future__ import annotations
 
-from tests.sf_core.engines.conftest import folders, one_thread
+import pytest
 
-__all__ = ["folders", "one_thread"]
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread(one_thread: None) -> None:
+    """Models of these tests compute with one thread."""

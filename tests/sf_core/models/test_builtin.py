@@ -42,7 +42,7 @@ CONVERSATION = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def builtin_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     make_policy(str(folder), CONFIG, seed=3)
     return folder
@@ -98,23 +98,23 @@ def test_a_conversation_with_tools_is_rendered_verbatim() -> None:
     )
 
 
-def test_the_folder_loads_with_the_auto_classes(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_the_folder_loads_with_the_auto_classes(builtin_policy: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(builtin_policy)
+    model = AutoModelForCausalLM.from_pretrained(builtin_policy)
     assert tokenizer.init_kwargs["tool_format"] == "plain"
     assert tokenizer.chat_template == TOKENIZER.chat_template
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_the_weights_are_a_function_of_the_seed(folder: Path, tmp_path: Path) -> None:
+def test_the_weights_are_a_function_of_the_seed(builtin_policy: Path, tmp_path: Path) -> None:
     def weights(path: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(path).model.embed_tokens.weight
 
     make_policy(str(tmp_path / "same"), CONFIG, seed=3)
     make_policy(str(tmp_path / "other"), CONFIG, seed=4)
-    assert torch.equal(weights(folder), weights(tmp_path / "same"))
-    assert not torch.equal(weights(folder), weights(tmp_path / "other"))
+    assert torch.equal(weights(builtin_policy), weights(tmp_path / "same"))
+    assert not torch.equal(weights(builtin_policy), weights(tmp_path / "other"))
 
 
 def test_the_default_policy_has_about_a_million_parameters(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from sf_core.models.decoder import Decoder, DecoderSpec, causal_attention, decoder_spec, fuse
-from tests.sf_core.engines.conftest import Folders
+from sf_core.models.decoder import Decoder, DecoderSpec, causal_attention, decoder_spec, fuse, rotations
+from tests.bench.engines.model_folders import ModelFolders
 
 
 def causal_forward(
@@ -22,8 +22,8 @@ def causal_forward(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "llama-yarn"])
-def test_forward_equals_transformers(folders: Folders, kind: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders(kind))
+def test_forward_equals_transformers(model_folders: ModelFolders, kind: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folders(kind))
     spec = decoder_spec(model.config, 128)
     assert spec is not None
     ids = torch.randint(0, 60, (3, 50))
@@ -32,8 +32,8 @@ def test_forward_equals_transformers(folders: Folders, kind: str) -> None:
         torch.testing.assert_close(decoder.head(hidden), model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_equal_those_of_transformers_for_every_parameter(folders: Folders) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders("qwen3"))
+def test_gradients_equal_those_of_transformers_for_every_parameter(model_folders: ModelFolders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folders("qwen3"))
     spec = decoder_spec(model.config, 128)
     assert spec is not None
     ids = torch.randint(0, 60, (2, 20))
@@ -45,8 +45,8 @@ def test_gradients_equal_those_of_transformers_for_every_parameter(folders: Fold
         torch.testing.assert_close(params[name].grad, expected.grad, atol=1e-4, rtol=1e-3, msg=name)
 
 
-def test_right_padding_changes_nothing_before_it(folders: Folders) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders("qwen3"))
+def test_right_padding_changes_nothing_before_it(model_folders: ModelFolders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folders("qwen3"))
     spec = decoder_spec(model.config, 128)
     assert spec is not None
     ids = torch.randint(0, 60, (2, 30))

@@ -15,7 +15,7 @@ from sf_core.models import published
 from sf_core.models.gguf_file import make_folder
 from sf_core.models.published import PublishedModel, folder_of, make_published
 from sf_core.training.policy_folder import check_model_folder, policy_folder
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
 from tests.sf_core.models.gguf_files import TEMPLATE, small_llama, write_gguf
 
 

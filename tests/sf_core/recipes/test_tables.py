@@ -7,7 +7,7 @@ from sf_core.recipes.tables import samples_of
 from storage.run_directory import RunDirectory
 from storage.schema import TurnSpan
 from storage.trajectories import read_trajectories, write_trajectories
-from tests.sf_core.runs import conversation
+from tests.bench.runs import conversation
 
 USER = {"role": "user", "content": "?"}
 ANSWER = {"role": "assistant", "content": "!"}

@@ -24,9 +24,9 @@ from sf_core.reports.view import RunView
 from storage import files
 from storage.attempts import Attempt
 from storage.run_directory import STAGES, RunDirectory
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.dataplane.stand import Server, running_app
-from tests.sf_core.runs import commit, configure, pretend
+from tests.bench.commands import sf
+from tests.bench.dataplane.planes import ServedPlane, running_app
+from tests.bench.runs import commit, configure, pretend
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def served(
     make_policy(str(model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with running_app(key=key, port=port) as url, httpx.Client(base_url=url, headers=headers) as http:
-        Server(url, http, root, str(model)).register(run_id=name, run_dir=str(root / name))
+        ServedPlane(url, http, root, str(model)).register(run_id=name, run_dir=str(root / name))
         yield url, http
 
 

@@ -12,7 +12,7 @@ from sf_core.reports.concerns import concerns_of, failures_line, sum_run_concern
 from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit, configure
+from tests.bench.runs import commit, configure
 
 GOOD: dict[str, dict[str, Any]] = {
     "rollout": {

@@ -18,8 +18,8 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
 from storage.trajectories import write_trajectories
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.runs import configure, conversation, sample
+from tests.bench.commands import sf
+from tests.bench.runs import configure, conversation, sample
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "What is 2+2 and 3+3? \N{GREEK SMALL LETTER PI}"}
@@ -44,7 +44,7 @@ FOLLOW_UP = [USER, ANSWER, {"role": "user", "content": "sure?"}, THOUGHT]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def sampled_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "run-1"))
     configure(run)
     sample(run, 0, [conversation(TOOL_USE)])
@@ -69,9 +69,9 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def test_trl_gets_prompts_and_what_the_policy_made_of_them(run: RunDirectory, tmp_path: Path) -> None:
+def test_trl_gets_prompts_and_what_the_policy_made_of_them(sampled_run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert written(run.uri, "trl", str(out)) == (2, {})
+    assert written(sampled_run.uri, "trl", str(out)) == (2, {})
     first, second = lines(out)
     calls = {key: value for key, value in CALLS.items() if key != "unparsed_calls"}
     assert (first["prompt"], first["completion"]) == ([SYSTEM, USER], [calls, *RESULTS, ANSWER])
@@ -80,17 +80,17 @@ def test_trl_gets_prompts_and_what_the_policy_made_of_them(run: RunDirectory, tm
     assert second["session_id"] == "s1" and second["iteration"] == 1
 
 
-def test_datasets_reads_trl_rows_as_they_were_written(run: RunDirectory, tmp_path: Path) -> None:
+def test_datasets_reads_trl_rows_as_they_were_written(sampled_run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    export(run.uri, "trl", str(out))
+    export(sampled_run.uri, "trl", str(out))
     loaded = load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
     assert set(loaded.column_names) >= {"prompt", "completion", "reward"}
     assert loaded.to_list() == lines(out)
 
 
-def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path) -> None:
+def test_verl_gets_messages_with_what_to_train(sampled_run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
-    assert written(run.uri, "verl", str(out)) == (2, {})
+    assert written(sampled_run.uri, "verl", str(out)) == (2, {})
     # as MultiTurnSFTDataset opens it
     frame = pd.read_parquet(out, dtype_backend="pyarrow")
     first, second = (without_nulls(row) for row in frame["messages"].tolist())
@@ -105,9 +105,9 @@ def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path
     assert [row["reward"] for row in frame["extra_info"].tolist()] == [0.5, 1.0]
 
 
-def test_sharegpt_speakers_take_turns(run: RunDirectory, tmp_path: Path) -> None:
+def test_sharegpt_speakers_take_turns(sampled_run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert written(run.uri, "sharegpt", str(out)) == (2, {})
+    assert written(sampled_run.uri, "sharegpt", str(out)) == (2, {})
     first, second = lines(out)
     assert first["system"] == "be brief" and second["system"] == ""
     speakers = [turn["from"] for turn in first["conversations"]]
@@ -124,10 +124,10 @@ def documents(folder: Path) -> dict[str, Any]:
 
 
 def test_atif_has_a_document_per_session_with_calls_and_results_in_one_step(
-    run: RunDirectory, tmp_path: Path
+    sampled_run: RunDirectory, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert written(run.uri, "atif", str(out)) == (2, {})
+    assert written(sampled_run.uri, "atif", str(out)) == (2, {})
     first, second = (documents(out)[name] for name in ("s0.json", "s1.json"))
     assert (first["schema_version"], first["session_id"], first["trajectory_id"]) == (
         "ATIF-v1.7",
@@ -250,19 +250,21 @@ def test_a_branch_is_left_out_if_its_sampled_answers_cannot_be_told(tmp_path: Pa
     assert export(run.uri, "sharegpt", str(tmp_path / "all.jsonl")).rows == 2
 
 
-def test_sessions_that_agents_opened_are_written_when_asked_for(run: RunDirectory, tmp_path: Path) -> None:
+def test_sessions_that_agents_opened_are_written_when_asked_for(
+    sampled_run: RunDirectory, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="no opened sessions have finished yet"):
-        export(run.uri, "trl", str(tmp_path / "none.jsonl"), opened=True)
+        export(sampled_run.uri, "trl", str(tmp_path / "none.jsonl"), opened=True)
     for version in (9, 10):
         row = conversation([USER, ANSWER], session_id=f"run-1.open.{version}")
-        write_trajectories(run, version, [row], row.session_id, "opened")
-    code, output = sf("export", run.uri, "--to", "trl", "--opened", str(tmp_path / "out.jsonl"))
+        write_trajectories(sampled_run, version, [row], row.session_id, "opened")
+    code, output = sf("export", sampled_run.uri, "--to", "trl", "--opened", str(tmp_path / "out.jsonl"))
     assert (code, "2 conversations for trl; 0 left out" in output) == (0, True)
     assert [row["session_id"] for row in lines(tmp_path / "out.jsonl")] == ["run-1.open.9", "run-1.open.10"]
 
 
-def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:
-    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+def test_the_command_says_what_it_wrote(sampled_run: RunDirectory, tmp_path: Path) -> None:
+    code, output = sf("export", sampled_run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert code == 0
     assert "out.jsonl: 2 conversations for trl; 0 left out" in output
 
@@ -277,11 +279,11 @@ def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_written_is_one_sentence(
-    run: RunDirectory, tmp_path: Path, to: str, out: str, sentence: str
+    sampled_run: RunDirectory, tmp_path: Path, to: str, out: str, sentence: str
 ) -> None:
     (tmp_path / "taken.jsonl").write_text("mine")
     (tmp_path / "file").write_text("")
-    code, output = sf("export", run.uri, "--to", to, str(tmp_path / out))
+    code, output = sf("export", sampled_run.uri, "--to", to, str(tmp_path / out))
     assert code == 2
     assert sentence in output
     assert (tmp_path / "taken.jsonl").read_text() == "mine"
@@ -313,10 +315,10 @@ def test_a_part_is_read_and_written_some_rows_at_a_time(
 
 
 @pytest.mark.parametrize(("to", "out"), [("trl", "out.jsonl"), ("atif", "out")])
-def test_a_broken_part_leaves_no_file(run: RunDirectory, tmp_path: Path, to: str, out: str) -> None:
-    part = run.partition("trajectories", 1) + "/rollout-1.parquet"
+def test_a_broken_part_leaves_no_file(sampled_run: RunDirectory, tmp_path: Path, to: str, out: str) -> None:
+    part = sampled_run.partition("trajectories", 1) + "/rollout-1.parquet"
     files.write_atomic(part, b"PAR1")
-    code, output = sf("export", run.uri, "--to", to, str(tmp_path / out))
+    code, output = sf("export", sampled_run.uri, "--to", to, str(tmp_path / out))
     assert code == 2 and "not a complete Parquet file" in output
     assert not (tmp_path / out).exists()
 

@@ -6,7 +6,7 @@ import pytest
 from sf_core.reports.log_lines import describe_iteration, tell
 from sf_core.reports.view import RunView
 from storage.run_directory import STAGES, RunDirectory
-from tests.sf_core.runs import commit, configure
+from tests.bench.runs import commit, configure
 
 FAILED = {
     "failures": {"timeout": 2},

@@ -15,8 +15,8 @@ from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import write_trajectories
+from tests.bench.runs import commit, configure, conversation
 from tests.sf_core.reports.test_series import AT, write_spans
-from tests.sf_core.runs import commit, configure, conversation
 
 DATA: dict[str, dict[str, Any]] = {
     "rollout": {"reward_mean": 0.25, "sampled_tokens": 500, "failures": {"timeout": 2, "agent_error": 1}},
@@ -24,10 +24,9 @@ DATA: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
-    root = str(tmp_path) if request.param == "file" else f"memory://{tmp_path}"
-    run = RunDirectory(f"{root}/run-1")
+@pytest.fixture
+def configured_run(runs_root: str) -> RunDirectory:
+    run = RunDirectory(f"{runs_root}/run-1")
     configure(run, train={"iterations": 4})
     return run
 
@@ -51,9 +50,9 @@ def evaluate(run: RunDirectory, version: int, reward: float) -> None:
     commit(run, version, "evaluate", data={"reward_mean": reward} | times)
 
 
-def test_an_iteration_is_a_row_and_the_newest_comes_first(run: RunDirectory) -> None:
-    page = RunPage(run)
-    turn(run, 0)
+def test_an_iteration_is_a_row_and_the_newest_comes_first(configured_run: RunDirectory) -> None:
+    page = RunPage(configured_run)
+    turn(configured_run, 0)
     page.update(0)
     assert page.progress == 25
     row = {
@@ -68,49 +67,49 @@ def test_an_iteration_is_a_row_and_the_newest_comes_first(run: RunDirectory) -> 
     }
     assert page.table == [row]
     # what the iteration has made is evaluated while the next one runs
-    evaluate(run, 1, 0.75)
-    turn(run, 1)
+    evaluate(configured_run, 1, 0.75)
+    turn(configured_run, 1)
     page.update(1)
     assert page.progress == 50
     assert page.table == [row | {"iteration": 1}, row | {"held-out reward": 0.75}]
 
 
 def test_a_run_that_chooses_shows_how_many_groups_were_right_mixed_and_wrong(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    configured_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configure(run, train={"iterations": 4}, rollout={"gate": "mixed"})
-    turn(run, 0)  # of before the kinds were counted
+    configure(configured_run, train={"iterations": 4}, rollout={"gate": "mixed"})
+    turn(configured_run, 0)  # of before the kinds were counted
     monkeypatch.setitem(DATA, "rollout", DATA["rollout"] | {"right": 3, "mixed": 8, "wrong": 1})
-    turn(run, 1)
-    page = RunPage(run)
+    turn(configured_run, 1)
+    page = RunPage(configured_run)
     page.update(1)
     assert [row["groups right/mixed/wrong"] for row in page.table] == ["3/8/1", ""]
 
 
-def test_another_attempt_shows_the_iterations_before_it(run: RunDirectory) -> None:
+def test_another_attempt_shows_the_iterations_before_it(configured_run: RunDirectory) -> None:
     for number in range(3):
-        turn(run, number)
-    page = RunPage(run)
+        turn(configured_run, number)
+    page = RunPage(configured_run)
     page.update(2)
     assert [row["iteration"] for row in page.table] == [2, 1, 0]
 
 
 def test_of_a_long_run_the_last_iterations_are_shown(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    configured_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_page, "NUM_ROWS", 2)
-    page = RunPage(run)
+    page = RunPage(configured_run)
     for number in range(4):
-        turn(run, number)
+        turn(configured_run, number)
         page.update(number)
     assert [(row["iteration"], row["tokens/s"]) for row in page.table] == [(3, 50.0), (2, 50.0)]
 
 
-def test_the_report_holds_its_pictures_and_says_where_the_files_are(run: RunDirectory) -> None:
-    evaluate(run, 0, 0.125)
-    turn(run, 0)
-    evaluate(run, 1, 0.75)
-    page = RunPage(run)
+def test_the_report_holds_its_pictures_and_says_where_the_files_are(configured_run: RunDirectory) -> None:
+    evaluate(configured_run, 0, 0.125)
+    turn(configured_run, 0)
+    evaluate(configured_run, 1, 0.75)
+    page = RunPage(configured_run)
     page.update(0)
     report = page.report()
     assert "1 of 4 iterations are through. Held-out reward 0.125 (version 0) → 0.750 (version 1)." in report
@@ -118,16 +117,16 @@ def test_the_report_holds_its_pictures_and_says_where_the_files_are(run: RunDire
     assert len(pictures) == 2
     for picture in pictures:
         Image.open(io.BytesIO(base64.b64decode(picture))).verify()
-    batches = run.path("batches")
+    batches = configured_run.path("batches")
     assert f"[{batches}]({batches if '://' in batches else 'file://' + batches})" in report
-    assert run.checkpoint_dir(1) in report
+    assert configured_run.checkpoint_dir(1) in report
 
 
-def test_the_report_has_the_table_of_the_devices(run: RunDirectory) -> None:
+def test_the_report_has_the_table_of_the_devices(configured_run: RunDirectory) -> None:
     for number in range(3):
-        turn(run, number)
-    record_devices(RunView(run), 2, is_over=True)
-    page = RunPage(run)
+        turn(configured_run, number)
+    record_devices(RunView(configured_run), 2, is_over=True)
+    page = RunPage(configured_run)
     page.update(2)
     lines = page.report().partition("## Devices in figures\n\n")[2].splitlines()
     assert lines[0].startswith("| # | idle t0 | busy all |")

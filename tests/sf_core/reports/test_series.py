@@ -36,10 +36,9 @@ def write_spans(run: RunDirectory, *spans: Span) -> None:
     run.write_timeline(f"{spans[0].worker}-{spans[0].lease}", spans[-1].end, data.encode())
 
 
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
-    root = str(tmp_path) if request.param == "file" else f"memory://{tmp_path}"
-    run = RunDirectory(f"{root}/run-1")
+@pytest.fixture
+def timed_run(runs_root: str) -> RunDirectory:
+    run = RunDirectory(f"{runs_root}/run-1")
     run.write_config(RunConfig(run_id="run-1"))
     for number in range(3):
         at = AT + 10 * number
@@ -60,9 +59,9 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_figures_of_an_iteration_are_a_row_of_metrics(run: RunDirectory) -> None:
-    record_devices(RunView(run), 2, is_over=True)
-    row = read_devices(run, range(3))[1]
+def test_figures_of_an_iteration_are_a_row_of_metrics(timed_run: RunDirectory) -> None:
+    record_devices(RunView(timed_run), 2, is_over=True)
+    row = read_devices(timed_run, range(3))[1]
     assert (row["iteration"], row["seconds"], row["idle_t0"]) == (1, 10, 0.5)
     assert row["loading_t0"] == 0.1
     assert (row["utilisation_train"], row["utilisation_rollout"]) == (pytest.approx(0.3), pytest.approx(0.2))
@@ -72,54 +71,54 @@ def test_figures_of_an_iteration_are_a_row_of_metrics(run: RunDirectory) -> None
     assert (row["lag_0"], row["lag_1"]) == (30, 10)
 
 
-def test_the_figures_of_all_iterations_read_as_one_table(run: RunDirectory, tmp_path: Path) -> None:
-    record_devices(RunView(run), 2, is_over=True)
-    if files.is_local(run.uri):
-        table = pq.read_table(run.path("metrics", "devices"))
+def test_the_figures_of_all_iterations_read_as_one_table(timed_run: RunDirectory, tmp_path: Path) -> None:
+    record_devices(RunView(timed_run), 2, is_over=True)
+    if files.is_local(timed_run.uri):
+        table = pq.read_table(timed_run.path("metrics", "devices"))
         assert sorted(table["iteration"].to_pylist()) == [0, 1, 2]
 
 
-def test_figures_are_written_once_and_the_same_whenever_that_is(run: RunDirectory) -> None:
-    record_devices(RunView(run), 1, is_over=True)
-    early = read_devices(run, range(3))
+def test_figures_are_written_once_and_the_same_whenever_that_is(timed_run: RunDirectory) -> None:
+    record_devices(RunView(timed_run), 1, is_over=True)
+    early = read_devices(timed_run, range(3))
     assert list(early) == [0, 1]
-    record_devices(RunView(run), 2, is_over=True)
-    late = read_devices(run, range(3))
+    record_devices(RunView(timed_run), 2, is_over=True)
+    late = read_devices(timed_run, range(3))
     assert {k: repr(late[k]) for k in early} == {k: repr(early[k]) for k in early}  # NaN is not NaN
     for k in range(3):
-        files.remove(run.metrics_file("devices", k))
-    record_devices(RunView(run), 2, is_over=True)
-    assert repr(read_devices(run, range(3))) == repr(late)
+        files.remove(timed_run.metrics_file("devices", k))
+    record_devices(RunView(timed_run), 2, is_over=True)
+    assert repr(read_devices(timed_run, range(3))) == repr(late)
 
 
 def test_an_iteration_whose_devices_may_still_write_has_no_figures_yet(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    timed_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(series.time, "time", lambda: AT + 31)  # a second after the end of the last
-    record_devices(RunView(run), 2)
-    assert list(read_devices(run, range(3))) == [0, 1]
+    record_devices(RunView(timed_run), 2)
+    assert list(read_devices(timed_run, range(3))) == [0, 1]
 
 
-def test_timelines_are_drawn_from_the_directory_alone(run: RunDirectory, tmp_path: Path) -> None:
-    write_timelines(RunView(run))
-    events = json.loads(files.read_bytes(run.trace_file))["traceEvents"]
+def test_timelines_are_drawn_from_the_directory_alone(timed_run: RunDirectory, tmp_path: Path) -> None:
+    write_timelines(RunView(timed_run))
+    events = json.loads(files.read_bytes(timed_run.trace_file))["traceEvents"]
     assert {"iteration 2", "train 1", "batch 0", "yield"} <= {event["name"] for event in events}
-    (tmp_path / "copy.png").write_bytes(files.read_bytes(run.timeline_picture))
+    (tmp_path / "copy.png").write_bytes(files.read_bytes(timed_run.timeline_picture))
     with Image.open(tmp_path / "copy.png") as picture:
         assert picture.width > 1000
         assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_an_iteration_under_way_is_drawn_as_far_as_it_is(run: RunDirectory) -> None:
-    files.remove(run.manifest_file(2, "publish"))
-    write_timelines(RunView(run))
-    names = {event["name"] for event in json.loads(files.read_bytes(run.trace_file))["traceEvents"]}
+def test_an_iteration_under_way_is_drawn_as_far_as_it_is(timed_run: RunDirectory) -> None:
+    files.remove(timed_run.manifest_file(2, "publish"))
+    write_timelines(RunView(timed_run))
+    names = {event["name"] for event in json.loads(files.read_bytes(timed_run.trace_file))["traceEvents"]}
     assert "train 2" in names
     assert "iteration 2" not in names
 
 
-def test_devices_are_shown_as_a_table(run: RunDirectory) -> None:
-    lines = shown(inspect_timeline(run.uri)).splitlines()
+def test_devices_are_shown_as_a_table(timed_run: RunDirectory) -> None:
+    lines = shown(inspect_timeline(timed_run.uri)).splitlines()
     assert lines[4].split()[:6] == ["#", "t0", "all", "train", "rollout", "switches"]
     assert "50% (10% loading)" in lines[6]
     assert lines[6].replace(" (10% loading)", "").split() == [
@@ -136,4 +135,4 @@ def test_devices_are_shown_as_a_table(run: RunDirectory) -> None:
         "30",
         "10",
     ]
-    assert run.timeline_picture in " ".join(lines)
+    assert timed_run.timeline_picture in " ".join(lines)

@@ -8,8 +8,8 @@ from sf_core.reports.summary import orchestration_seconds, summarise
 from sf_core.reports.view import RunView
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+from tests.bench.runs import commit, configure
 from tests.sf_core.reports.html.report_runs import AT, commit_iteration, talk
-from tests.sf_core.runs import commit, configure
 
 
 def iteration(number: int, attempt: int, *stages: tuple[str, float, float]) -> list[Manifest]:

@@ -66,10 +66,9 @@ def commit(run: RunDirectory, iteration: int, stage: str, **more: Any) -> None:
     run.commit_manifest(Manifest(run_id=run.run_id, iteration=iteration, stage=stage, attempt=1, **more))
 
 
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
-    root = str(tmp_path) if request.param == "file" else f"memory://{tmp_path}"
-    run = RunDirectory(f"{root}/run-1")
+@pytest.fixture
+def recorded_run(runs_root: str) -> RunDirectory:
+    run = RunDirectory(f"{runs_root}/run-1")
     run.write_config(RunConfig(run_id="run-1"))
     first = [
         trajectory("run-1.g0.0.a1", [*GIVEN, 0, 0, 0]),
@@ -105,16 +104,16 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def tokenizer(run: RunDirectory, tmp_path: Path) -> None:
+def tokenizer(recorded_run: RunDirectory, tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, "</s>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder = tmp_path / "tokenizer"
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
-    files.copy_folder(str(folder), run.start_dir)
+    files.copy_folder(str(folder), recorded_run.start_dir)
 
 
-def test_figures_count_every_session_and_every_trained_token_once(run: RunDirectory) -> None:
-    view = RunView(run)
+def test_figures_count_every_session_and_every_trained_token_once(recorded_run: RunDirectory) -> None:
+    view = RunView(recorded_run)
     first, second = RunSeries(view).rollouts.values()
     assert (first.sessions, first.reward_mean, first.tokens_sampled) == (2, 0.5, 6)
     assert (second.lag_mean, second.lag_max) == (0.25, 1)
@@ -124,8 +123,8 @@ def test_figures_count_every_session_and_every_trained_token_once(run: RunDirect
     ]
 
 
-def test_a_run_is_a_table_of_its_iterations(run: RunDirectory) -> None:
-    lines = shown(inspect_run(run.uri)).splitlines()
+def test_a_run_is_a_table_of_its_iterations(recorded_run: RunDirectory) -> None:
+    lines = shown(inspect_run(recorded_run.uri)).splitlines()
     assert lines[0].strip() == "run run-1"
     assert [line.split() for line in lines[3:6]] == [
         ["start", "0.250"],
@@ -134,7 +133,7 @@ def test_a_run_is_a_table_of_its_iterations(run: RunDirectory) -> None:
     ]
     assert "--session run-1.g2.0.a1" in lines[-1]
     assert lines[-5:-3] == ["failed sessions: timeout 2", "failed held-out sessions: agent_error 1"]
-    assert "right/mixed" not in lines[1] and "--tasks" not in shown(inspect_run(run.uri))
+    assert "right/mixed" not in lines[1] and "--tasks" not in shown(inspect_run(recorded_run.uri))
 
 
 def test_a_run_that_has_just_begun_is_shown_empty(tmp_path: Path) -> None:
@@ -146,8 +145,8 @@ def test_a_run_that_has_just_begun_is_shown_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tokenizer")
-def test_a_session_is_shown_turn_by_turn_with_sampled_tokens_marked(run: RunDirectory) -> None:
-    text = shown(inspect_session(run.uri, "run-1.g2.0.a1"))
+def test_a_session_is_shown_turn_by_turn_with_sampled_tokens_marked(recorded_run: RunDirectory) -> None:
+    text = shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
     assert "session run-1.g2.0.a1, trains iteration 1" in text
     assert "reward 1 (answer 1)  1.50 s" in text
     assert "branch 0  9 tokens, 4 sampled, 4 not trained yet  versions 0-1" in text
@@ -156,25 +155,27 @@ def test_a_session_is_shown_turn_by_turn_with_sampled_tokens_marked(run: RunDire
     assert "assistant  5-9     stop    e-r0    0-1       «calc 42 </s> thanks»" in text
 
 
-def test_what_a_command_wrote_is_shown_and_steers_no_terminal(run: RunDirectory) -> None:
+def test_what_a_command_wrote_is_shown_and_steers_no_terminal(recorded_run: RunDirectory) -> None:
     wrote = "thinking [b]hard[/b]\n\n\x1b[2Jdone\r\n"
-    write_trajectories(run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], output=wrote)], "part", "opened")
-    text = shown(inspect_session(run.uri, "run-1.open.1"))
+    write_trajectories(
+        recorded_run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], output=wrote)], "part", "opened"
+    )
+    text = shown(inspect_session(recorded_run.uri, "run-1.open.1"))
     _, lines = text.split("\nwhat the command wrote\n")
     assert lines.splitlines() == ["thinking [b]hard[/b]", "", "\\x1b[2Jdone"]
-    assert "command" not in shown(inspect_session(run.uri, "run-1.g2.0.a1"))
+    assert "command" not in shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
 
 
-def test_what_turns_earned_by_themselves_is_shown(run: RunDirectory) -> None:
-    text = shown(inspect_session(run.uri, "run-1.g1.0.a1"))
+def test_what_turns_earned_by_themselves_is_shown(recorded_run: RunDirectory) -> None:
+    text = shown(inspect_session(recorded_run.uri, "run-1.g1.0.a1"))
     assert "role       tokens  finish  engine  versions  reward  text" in text
     assert "assistant  5-6     stop    e-r0    0         0.25    " in text
-    assert "reward  text" not in shown(inspect_session(run.uri, "run-1.g2.0.a1"))
+    assert "reward  text" not in shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
 
 
 @pytest.mark.usefixtures("tokenizer")
-def test_a_branch_shows_only_what_its_parent_does_not(run: RunDirectory) -> None:
-    text = shown(inspect_session(run.uri, "run-1.g0.0.a1"))
+def test_a_branch_shows_only_what_its_parent_does_not(recorded_run: RunDirectory) -> None:
+    text = shown(inspect_session(recorded_run.uri, "run-1.g0.0.a1"))
     _, branch = text.split("branch 1 of 0  11 tokens, 5 sampled, 2 trained")
     assert "0-8" in branch
     assert "as in branch 0" in branch
@@ -182,12 +183,12 @@ def test_a_branch_shows_only_what_its_parent_does_not(run: RunDirectory) -> None
     assert branch.split("assistant")[1].split()[1:] == ["length", "e-t0", "0", "«what", "is»"]
 
 
-def test_without_a_tokenizer_ids_are_shown(run: RunDirectory) -> None:
-    assert "«5 6 7 8»" in shown(inspect_session(run.uri, "run-1.g2.0.a1"))
+def test_without_a_tokenizer_ids_are_shown(recorded_run: RunDirectory) -> None:
+    assert "«5 6 7 8»" in shown(inspect_session(recorded_run.uri, "run-1.g2.0.a1"))
 
 
-def test_held_out_sessions_are_found_too(run: RunDirectory) -> None:
-    text = shown(inspect_session(run.uri, "run-1.e1.0.a1"))
+def test_held_out_sessions_are_found_too(recorded_run: RunDirectory) -> None:
+    text = shown(inspect_session(recorded_run.uri, "run-1.e1.0.a1"))
     assert "session run-1.e1.0.a1, evaluates version 1" in text
     assert "group none" in text
 
@@ -200,35 +201,37 @@ def test_held_out_sessions_are_found_too(run: RunDirectory) -> None:
         ("run-1.open.1", "never trained"),
     ],
 )
-def test_what_became_of_the_tokens_is_said(run: RunDirectory, session: str, fate: str) -> None:
-    commit(run, 1, "train")
-    write_trajectories(run, 0, [trajectory("run-1.open.1", [*GIVEN, 0])], "part", "opened")
-    text = shown(inspect_session(run.uri, session))
+def test_what_became_of_the_tokens_is_said(recorded_run: RunDirectory, session: str, fate: str) -> None:
+    commit(recorded_run, 1, "train")
+    write_trajectories(recorded_run, 0, [trajectory("run-1.open.1", [*GIVEN, 0])], "part", "opened")
+    text = shown(inspect_session(recorded_run.uri, session))
     assert f"«sampled, {fate}»" in text
     assert re.search(rf"(\d) sampled, \1 {fate}  versions", text)
 
 
-def test_the_tools_of_a_branch_are_named(run: RunDirectory) -> None:
+def test_the_tools_of_a_branch_are_named(recorded_run: RunDirectory) -> None:
     tools = json.dumps([{"type": "function", "function": {"name": name}} for name in ("calc", "\x1b[2J")])
-    write_trajectories(run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], tools=tools)], "part", "opened")
-    assert "tools: calc, \\x1b[2J" in shown(inspect_session(run.uri, "run-1.open.1"))
-    assert "tools:" not in shown(inspect_session(run.uri, "run-1.e1.0.a1"))
+    write_trajectories(
+        recorded_run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], tools=tools)], "part", "opened"
+    )
+    assert "tools: calc, \\x1b[2J" in shown(inspect_session(recorded_run.uri, "run-1.open.1"))
+    assert "tools:" not in shown(inspect_session(recorded_run.uri, "run-1.e1.0.a1"))
 
 
-def test_sampled_text_cannot_steer_the_terminal(run: RunDirectory) -> None:
+def test_sampled_text_cannot_steer_the_terminal(recorded_run: RunDirectory) -> None:
     nasty = ["\x1b[2J", "[/red]", "\n"]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(nasty)}, "\n"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     row = trajectory("run-1.g9.0.a1", [0, 0, 0], turns=[TurnSpan("[/b]", 0, 3)])
-    commit(run, 2, "rollout", outputs=[write_trajectories(run, 2, [row], "part")])
-    if files.is_local(run.uri):
-        tokenizer.save_pretrained(run.start_dir)
-        text = shown(inspect_session(run.uri, "run-1.g9.0.a1"))
+    commit(recorded_run, 2, "rollout", outputs=[write_trajectories(recorded_run, 2, [row], "part")])
+    if files.is_local(recorded_run.uri):
+        tokenizer.save_pretrained(recorded_run.start_dir)
+        text = shown(inspect_session(recorded_run.uri, "run-1.g9.0.a1"))
         assert "\x1b" not in text
         assert "\\x1b[2J [/red] ↵" in text
 
 
-def test_names_that_agents_chose_cannot_steer_the_terminal(run: RunDirectory) -> None:
+def test_names_that_agents_chose_cannot_steer_the_terminal(recorded_run: RunDirectory) -> None:
     nasty = "\x1b]0;owned\x07"
     row = trajectory(
         "run-1.open.1",
@@ -239,25 +242,25 @@ def test_names_that_agents_chose_cannot_steer_the_terminal(run: RunDirectory) ->
         reward_parts={nasty: 1.0},
         turns=[TurnSpan(nasty, 0, 3, "stop", nasty)],
     )
-    write_trajectories(run, 0, [row], "part", "opened")
-    text = shown(inspect_session(run.uri, "run-1.open.1"))
+    write_trajectories(recorded_run, 0, [row], "part", "opened")
+    text = shown(inspect_session(recorded_run.uri, "run-1.open.1"))
     assert "\x1b" not in text
     assert text.count("\\x1b]0;owned\\x07") == 6
 
 
-def test_an_unknown_run_is_named_with_runs_like_it(run: RunDirectory) -> None:
+def test_an_unknown_run_is_named_with_runs_like_it(recorded_run: RunDirectory) -> None:
     with pytest.raises(ValueError, match=r"run-2: no run here .*; did you mean run-1\?"):
-        inspect_run(run.uri.removesuffix("1") + "2")
+        inspect_run(recorded_run.uri.removesuffix("1") + "2")
 
 
-def test_an_unknown_session_is_named_with_sessions_like_it(run: RunDirectory) -> None:
+def test_an_unknown_session_is_named_with_sessions_like_it(recorded_run: RunDirectory) -> None:
     with pytest.raises(
         ValueError, match=r"run-1: no session 'run-1\.g2\.0\.a2'; did you mean run-1\.g2\.0\.a1"
     ):
-        inspect_session(run.uri, "run-1.g2.0.a2")
+        inspect_session(recorded_run.uri, "run-1.g2.0.a2")
 
 
-def test_a_committed_file_that_is_gone_is_named(run: RunDirectory) -> None:
-    files.remove(run.path("trajectories/iteration=1/part.parquet"))
+def test_a_committed_file_that_is_gone_is_named(recorded_run: RunDirectory) -> None:
+    files.remove(recorded_run.path("trajectories/iteration=1/part.parquet"))
     with pytest.raises(ValueError, match=r"iteration=1/part\.parquet: no such file"):
-        inspect_run(run.uri)
+        inspect_run(recorded_run.uri)

@@ -13,11 +13,6 @@ from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(str(tmp_path / "run-1"))
-
-
 def config_of(**track: str) -> RunConfig:
     return RunConfig.model_validate({"run_id": "run-1", "track": track, "train": {"iterations": 2}})
 
@@ -42,14 +37,14 @@ def measure(run: RunDirectory, number: int) -> None:
 
 
 def test_mlflow_gets_every_metric_once_though_the_run_was_interrupted(
-    run: RunDirectory, mlflow_at: str, monkeypatch: pytest.MonkeyPatch
+    empty_run: RunDirectory, mlflow_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
     config = config_of(mlflow="agents")
-    write_metrics(run, "evaluation", 0, [{"reward_mean": 0.5}])
-    measure(run, 0)
+    write_metrics(empty_run, "evaluation", 0, [{"reward_mean": 0.5}])
+    measure(empty_run, 0)
     client = MlflowClient(mlflow_at)
 
     def the_run() -> Run:
@@ -57,18 +52,18 @@ def test_mlflow_gets_every_metric_once_though_the_run_was_interrupted(
         [sent] = client.search_runs([experiment.experiment_id])
         return sent
 
-    with monkeypatch.context() as patch, pytest.raises(ValueError), Trackers(run, config) as trackers:
+    with monkeypatch.context() as patch, pytest.raises(ValueError), Trackers(empty_run, config) as trackers:
         patch.setattr("sf_core.reports.trackers._flat", lambda _: [("n" * 300, "a name that MLflow refuses")])
         trackers.send(0)
         raise ValueError
     assert (the_run().info.status, the_run().data.metrics) == ("FAILED", {})
-    with pytest.raises(KeyboardInterrupt), Trackers(run, config) as trackers:
+    with pytest.raises(KeyboardInterrupt), Trackers(empty_run, config) as trackers:
         trackers.send(0)
         raise KeyboardInterrupt
     assert the_run().info.status == "KILLED"
-    measure(run, 1)
-    write_metrics(run, "evaluation", 2, [{"reward_mean": 0.75}])
-    with Trackers(run, config) as trackers:
+    measure(empty_run, 1)
+    write_metrics(empty_run, "evaluation", 2, [{"reward_mean": 0.75}])
+    with Trackers(empty_run, config) as trackers:
         trackers.send(1)
     sent = the_run()
 
@@ -84,11 +79,11 @@ def test_mlflow_gets_every_metric_once_though_the_run_was_interrupted(
     assert the_run().info.status == "RUNNING"
 
 
-def test_wandb_offline_keeps_the_metrics_in_a_file(run: RunDirectory, wandb_at: Path) -> None:
+def test_wandb_offline_keeps_the_metrics_in_a_file(empty_run: RunDirectory, wandb_at: Path) -> None:
     import wandb
 
-    measure(run, 0)
-    with Trackers(run, config_of(wandb="agents")):
+    measure(empty_run, 0)
+    with Trackers(empty_run, config_of(wandb="agents")):
         pass
     wandb.teardown()  # as at the end of a process: its service writes what it still has
     [file] = wandb_at.glob("offline-run-*-run-1-*/*.wandb")
@@ -97,7 +92,7 @@ def test_wandb_offline_keeps_the_metrics_in_a_file(run: RunDirectory, wandb_at: 
 
 
 def test_wandb_goes_on_with_the_run_that_the_run_directory_names_and_begins_another_for_another(
-    run: RunDirectory, wandb_at: Path, monkeypatch: pytest.MonkeyPatch
+    empty_run: RunDirectory, wandb_at: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
@@ -110,12 +105,12 @@ def test_wandb_goes_on_with_the_run_that_the_run_directory_names_and_begins_anot
 
     monkeypatch.setattr(wandb, "init", noted)
     for number in range(2):
-        measure(run, number)
-        with Trackers(run, config_of(wandb="agents")):
+        measure(empty_run, number)
+        with Trackers(empty_run, config_of(wandb="agents")):
             pass
-    files.remove_folder(run.uri)
-    measure(run, 0)
-    with Trackers(run, config_of(wandb="agents")):
+    files.remove_folder(empty_run.uri)
+    measure(empty_run, 0)
+    with Trackers(empty_run, config_of(wandb="agents")):
         pass
     wandb.teardown()
     ids, names = zip(*begun, strict=True)
@@ -124,27 +119,27 @@ def test_wandb_goes_on_with_the_run_that_the_run_directory_names_and_begins_anot
 
 
 def test_a_tracker_that_is_away_costs_a_line_of_the_log_and_gets_it_later(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    empty_run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measure(run, 0)
+    measure(empty_run, 0)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/missing/folder/mlflow.db")
     (tmp_path / "missing").write_text("a file where the folder should be")
-    with caplog.at_level(logging.WARNING), Trackers(run, config_of(mlflow="agents")):
+    with caplog.at_level(logging.WARNING), Trackers(empty_run, config_of(mlflow="agents")):
         pass
     assert [r.message.partition(" its metrics")[0] for r in caplog.records if "run-1" in r.message] == [
         "run run-1: mlflow did not take"
     ]
 
 
-def test_no_tracker_is_imported_where_none_is_asked_for(run: RunDirectory) -> None:
-    measure(run, 0)
+def test_no_tracker_is_imported_where_none_is_asked_for(empty_run: RunDirectory) -> None:
+    measure(empty_run, 0)
     before = set(sys.modules)
-    with Trackers(run, config_of()) as trackers:
+    with Trackers(empty_run, config_of()) as trackers:
         trackers.send(0)
     assert not {name for name in set(sys.modules) - before if name.partition(".")[0] in ("mlflow", "wandb")}
 
 
-def test_a_package_that_is_missing_is_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named(empty_run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"track\.wandb is set, but wandb is not installed; it comes with"):
-        Trackers(run, config_of(wandb="agents"))
+        Trackers(empty_run, config_of(wandb="agents"))

@@ -27,7 +27,7 @@ def hold() -> None:
 
 
 @pytest.fixture
-def client() -> Iterator[Client]:
+def tagged_client() -> Iterator[Client]:
     workers = {
         name: {
             "cls": Worker,
@@ -55,9 +55,9 @@ def work(client: Client, owner: str, *workers: str) -> None:
     wait_until(lambda: sum(client.run(active).values()) == len(workers), "the tasks", every_s=0.05)
 
 
-def test_a_second_run_waits_until_the_first_has_given_its_workers_back(client: Client) -> None:
-    scheduler, told = client.scheduler.address, []
-    work(client, "first.1.1", "a0", "t0")
+def test_a_second_run_waits_until_the_first_has_given_its_workers_back(tagged_client: Client) -> None:
+    scheduler, told = tagged_client.scheduler.address, []
+    work(tagged_client, "first.1.1", "a0", "t0")
 
     def hear(sentence: str) -> None:
         told.append(sentence)
@@ -75,10 +75,10 @@ def test_a_second_run_waits_until_the_first_has_given_its_workers_back(client: C
 
 
 def test_a_second_run_is_refused_by_a_first_that_does_not_end_and_the_first_goes_on(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+    tagged_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = client.scheduler.address
-    work(client, "first.1", "a1")
+    scheduler = tagged_client.scheduler.address
+    work(tagged_client, "first.1", "a1")
     monkeypatch.setattr(cluster, "GIVEN_BACK_S", 0.0)
     with pytest.raises(ValueError, match="worker a1 is held by run first, and a cluster serves one run"):
         cluster.await_plan(scheduler, RunConfig(run_id="second"))

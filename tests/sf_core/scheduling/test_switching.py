@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -46,13 +45,8 @@ def test_the_bound_is_that_of_the_attempt_and_what_was_measured_stays_in_the_run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(str(tmp_path))
-
-
-@pytest.fixture
-def timeline(run: RunDirectory) -> Timeline:
-    return Timeline(run, "t0", "train", "train-1.1")
+def timeline(empty_run: RunDirectory) -> Timeline:
+    return Timeline(empty_run, "t0", "train", "train-1.1")
 
 
 def test_both_switches_are_timed_where_they_happen(timeline: Timeline) -> None:
@@ -103,7 +97,7 @@ def test_training_that_follows_training_is_no_switch(timeline: Timeline) -> None
     assert switching.gate.switch_cost_s == 1.0
 
 
-def test_a_refused_loan_is_a_wait_of_the_next_train_step(run: RunDirectory, timeline: Timeline) -> None:
+def test_a_refused_loan_is_a_wait_of_the_next_train_step(empty_run: RunDirectory, timeline: Timeline) -> None:
     switching = Switching(LendingGate(max_switches_per_minute=0))
     started = time.time()
     with timeline:
@@ -111,7 +105,7 @@ def test_a_refused_loan_is_a_wait_of_the_next_train_step(run: RunDirectory, time
             switching.decide(WorkLeft(1.0, None, dedicated=1, lent=1))
         switching.note_training(timeline)
         switching.note_training(timeline)
-    spans = read_spans(run)
+    spans = read_spans(empty_run)
     assert [span.label for span in spans if span.kind == "wait"] == ["training, not lent: bound"] * 2
     found = device_figures(spans, (started, time.time()))
     assert (found.not_lent["bound"], found.not_lent["cost"]) == (2, 0)

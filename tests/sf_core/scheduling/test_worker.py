@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,19 +16,19 @@ from distributed import Client
 from typer.testing import CliRunner
 
 from sf_core.cli.main import app
-from sf_core.cli.stack.local import local_stack, start_dask, start_dask_worker
-from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.local import start_dask_worker
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import DEVICES, Device
 from sf_core.scheduling import cluster
-from sf_core.scheduling.cluster import end_tasks, list_connected, read_workers
+from sf_core.scheduling.cluster import end_tasks, list_connected
 from sf_core.scheduling.plan import Worker
 from sf_core.scheduling.template.nanny import template_modules
 from sf_core.scheduling.worker import DASK_SETTINGS, worker_environment
 from sf_core.scheduling.worker_state import current_worker
+from tests.bench.workers import WorkerBench, running_tasks, tasks_process
 from tests.e2e.conftest import ROOT
-from tests.e2e.nannies import template_of, worker_of
+from tests.e2e.nannies import template_of
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.system
@@ -37,118 +36,74 @@ pytestmark = pytest.mark.system
 PRELOAD = ("--preload", "sf_core.scheduling.preload")
 
 
-class Bench:
-    """A scheduler, and workers that the test starts."""
-
-    def __init__(self, stack: Supervisor, folder: Path) -> None:
-        self.stack, self.folder = stack, folder
-        self.scheduler = start_dask(self.stack, {}, folder)()
-
-    def sf_worker(self, name: str, *arguments: str, **env: str) -> Process:
-        command = [sys.executable, "-m", "sf_core", "worker", "--scheduler", self.scheduler]
-        return self._start(name, [*command, "--name", name, *arguments], env)
-
-    def dask_worker(self, name: str, *arguments: str) -> Process:
-        command = [sys.executable, "-m", "dask", "worker", self.scheduler, "--no-dashboard", *arguments]
-        return self._start(name, command, {})
-
-    def _start(self, name: str, command: list[str], env: dict[str, str]) -> Process:
-        [process] = self.stack.start(Part(name, command, env, once=True))
-        return process
-
-    def await_worker(self, process: Process) -> Worker:
-        def look() -> Worker | None:
-            assert process.code() is None, process.tail()
-            return next((w for w in read_workers(self.scheduler) if w.name == process.name), None)
-
-        found = wait_until(look, f"worker {process.name}", every_s=0.2)
-        assert isinstance(found, Worker)
-        return found
-
-    def end(self, *processes: Process) -> None:
-        for process in processes:
-            self.stack.remove(process)
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp("workers")
-    # nothing computes here: workers start without torch
-    with local_stack(folder / "logs", {"PYTHONPATH": str(ROOT), "SF_EMULATED": "1"}) as stack:
-        yield Bench(stack, folder)
-
-
 def what_is_kept() -> tuple[str, str, Device | None]:
     worker = current_worker()
     return worker.name, worker.host, worker.device.figures
 
 
-def tasks_process(process: Process) -> psutil.Process:
-    """The process that runs the tasks."""
-    found = worker_of(process.pid())
-    assert found is not None
-    return found
-
-
-def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(bench: Bench) -> None:
+def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(
+    worker_bench: WorkerBench,
+) -> None:
     started = [
-        bench.sf_worker("t0", "--tags", "rollout,train,big", "--device-kind", "h100"),
-        bench.dask_worker("r0", "--resources", "rollout=1 @r0=1", *PRELOAD),
-        bench.dask_worker("r1", "--resources", "rollout=1 @r1=1", *PRELOAD, "--device-kind", "h20"),
+        worker_bench.sf_worker("t0", "--tags", "rollout,train,big", "--device-kind", "h100"),
+        worker_bench.dask_worker("r0", "--resources", "rollout=1 @r0=1", *PRELOAD),
+        worker_bench.dask_worker("r1", "--resources", "rollout=1 @r1=1", *PRELOAD, "--device-kind", "h20"),
     ]
-    assert [bench.await_worker(process) for process in started] == [
+    assert [worker_bench.await_worker(process) for process in started] == [
         Worker("t0", frozenset({"rollout", "train", "big"}), DEVICES["h100"]),
         Worker("r0", frozenset({"rollout"})),
         Worker("r1", frozenset({"rollout"}), DEVICES["h20"]),
     ]
     often = {"distributed.client.scheduler-info-interval": "1ms"}
-    with dask.config.set(often), Client(bench.scheduler, set_as_default=False) as client:
+    with dask.config.set(often), Client(worker_bench.scheduler, set_as_default=False) as client:
         # whatever the client asks for by itself meanwhile
         assert all(len(list_connected(client)) == 3 for _ in range(100))
         kept = client.submit(what_is_kept, resources={"@r1": 1}).result(timeout=patience())
     assert kept == ("r1", "127.0.0.1", DEVICES["h20"])
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
-    refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", bench.scheduler])
+    refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", worker_bench.scheduler])
     assert refused.exit_code == 2
     assert "no worker carries 'agent' or 'cpu'; workers: " in refused.output
-    bench.end(*started)
+    worker_bench.end(*started)
 
 
 def test_workers_are_awaited_while_their_scheduler_is_young(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    worker_bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They lost the one before it, and join one after the other."""
     started: list[Process] = []
 
     def hear(sentence: str) -> None:
         assert sentence.startswith("no worker carries 'agent'")
-        started.append(bench.sf_worker("a0", "--tags", "agent"))
-        started.append(bench.sf_worker("t0", "--tags", "rollout,train,cpu"))
+        started.append(worker_bench.sf_worker("a0", "--tags", "agent"))
+        started.append(worker_bench.sf_worker("t0", "--tags", "rollout,train,cpu"))
 
     monkeypatch.setattr(cluster, "JOIN_S", 0.0)
     with pytest.raises(ValueError, match="no worker carries 'agent'"):
-        cluster.await_plan(bench.scheduler, RunConfig(), hear)
+        cluster.await_plan(worker_bench.scheduler, RunConfig(), hear)
     assert started == []
     monkeypatch.setattr(cluster, "JOIN_S", 3600.0)
-    found = cluster.await_plan(bench.scheduler, RunConfig(), hear)
+    found = cluster.await_plan(worker_bench.scheduler, RunConfig(), hear)
     assert (found.trainers, found.agent, len(started)) == (("t0",), ("a0",), 2)
-    bench.end(*started)
+    worker_bench.end(*started)
 
 
-def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(bench: Bench) -> None:
-    process = bench.sf_worker("t1", "--tags", "train", "--device-kind", "h100", "--threads", "3")
-    before = bench.await_worker(process)
-    await_nanny(bench, "t1")
+def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(
+    worker_bench: WorkerBench,
+) -> None:
+    process = worker_bench.sf_worker("t1", "--tags", "train", "--device-kind", "h100", "--threads", "3")
+    before = worker_bench.await_worker(process)
+    await_nanny(worker_bench, "t1")
     end(tasks_process(process))
-    with Client(bench.scheduler, set_as_default=False) as client:
+    with Client(worker_bench.scheduler, set_as_default=False) as client:
         # it waits for the process that the nanny starts
         seen = client.submit(seen_by_a_task, resources={"@t1": 1}).result(timeout=patience())
-    assert bench.await_worker(process) == before == Worker("t1", frozenset({"train"}), DEVICES["h100"])
+    assert worker_bench.await_worker(process) == before == Worker("t1", frozenset({"train"}), DEVICES["h100"])
     assert seen == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
-    bench.end(process)
+    worker_bench.end(process)
 
 
-def await_nanny(bench: Bench, name: str) -> None:
+def await_nanny(bench: WorkerBench, name: str) -> None:
     """Wait until the nanny runs. Before that, one whose process dies ends too."""
     wait_until(lambda: name in running_nannies(bench.scheduler), "the nanny to run", every_s=0.2)
 
@@ -170,10 +125,12 @@ def seen_by_a_task() -> dict[str, str]:
     return {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY")}
 
 
-def test_a_worker_is_forked_from_a_template_that_has_its_modules_and_settings(bench: Bench) -> None:
-    process = bench.sf_worker("t2", "--tags", "train", "--threads", "3", SF_EMULATED="")
-    bench.await_worker(process)
-    await_nanny(bench, "t2")
+def test_a_worker_is_forked_from_a_template_that_has_its_modules_and_settings(
+    worker_bench: WorkerBench,
+) -> None:
+    process = worker_bench.sf_worker("t2", "--tags", "train", "--threads", "3", SF_EMULATED="")
+    worker_bench.await_worker(process)
+    await_nanny(worker_bench, "t2")
     nanny, template, first = psutil.Process(process.pid()), template_of(process.pid()), tasks_process(process)
     assert template is not None
     assert [has_torch(one) for one in (nanny, template, first)] == [False, True, True]
@@ -185,16 +142,16 @@ def test_a_worker_is_forked_from_a_template_that_has_its_modules_and_settings(be
     for killed in (first, template):
         before = tasks_process(process)
         end(killed)
-        with Client(bench.scheduler, set_as_default=False) as client:
+        with Client(worker_bench.scheduler, set_as_default=False) as client:
             task = client.submit(computed_by_a_task, resources={"@t2": 1}, pure=False)
             # torch takes no more than there are cores
             assert task.result(timeout=patience()) == (min(3, os.cpu_count() or 1), "3")
         wait_until(lambda before=before: has_ended(before), "the worker to end", every_s=0.1)
-        await_nanny(bench, "t2")
+        await_nanny(worker_bench, "t2")
     members = [nanny, *nanny.children(recursive=True)]
     end(nanny)
     wait_until(lambda: all(map(has_ended, members)), "template and worker to end", every_s=0.1)
-    bench.end(process)
+    worker_bench.end(process)
 
 
 MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
@@ -236,12 +193,14 @@ assert not torch.cuda.is_initialized()
     assert done.returncode == 0, done.stderr
 
 
-def test_a_given_up_task_that_goes_on_is_ended_and_that_of_another_owner_is_left(bench: Bench) -> None:
-    started = [bench.sf_worker(name, "--tags", "spot") for name in ("f0", "f1")]
+def test_a_given_up_task_that_goes_on_is_ended_and_that_of_another_owner_is_left(
+    worker_bench: WorkerBench,
+) -> None:
+    started = [worker_bench.sf_worker(name, "--tags", "spot") for name in ("f0", "f1")]
     for process in started:
-        bench.await_worker(process)
+        worker_bench.await_worker(process)
     before = [tasks_process(process) for process in started]
-    with Client(bench.scheduler, set_as_default=False) as client:
+    with Client(worker_bench.scheduler, set_as_default=False) as client:
         futures = []
         for name, owner in (("f0", "run.1"), ("f1", "another.1")):
             with dask.annotate(resources={f"@{name}": 1}, owner=owner):
@@ -249,36 +208,31 @@ def test_a_given_up_task_that_goes_on_is_ended_and_that_of_another_owner_is_left
         both = ["sleep-f0", "sleep-f1"]
         wait_until(lambda: sorted(running_tasks(client)) == both, "both to run", every_s=0.1)
         futures[0].cancel()
-        assert end_tasks(bench.scheduler, "run.1", patience_s=0.2) == ["f0"]
-        assert end_tasks(bench.scheduler, "run.1", patience_s=0.2) == []
+        assert end_tasks(worker_bench.scheduler, "run.1", patience_s=0.2) == ["f0"]
+        assert end_tasks(worker_bench.scheduler, "run.1", patience_s=0.2) == []
         assert running_tasks(client) == ["sleep-f1"]
     assert [process.is_running() for process in before] == [False, True]
-    bench.end(*started)
+    worker_bench.end(*started)
 
 
-def running_tasks(client: Client) -> list[str]:
-    active = client.run(lambda dask_worker: list(dask_worker.active_threads.values()))
-    return [key for keys in active.values() for key in keys]
-
-
-def test_a_probed_device_is_read_with_what_was_measured(bench: Bench) -> None:
-    process = bench.sf_worker("p0", "--tags", "train", "--probe", "--threads", "1")
-    device = bench.await_worker(process).device
+def test_a_probed_device_is_read_with_what_was_measured(worker_bench: WorkerBench) -> None:
+    process = worker_bench.sf_worker("p0", "--tags", "train", "--probe", "--threads", "1")
+    device = worker_bench.await_worker(process).device
     assert device is not None
     assert (device.kind, device.bytes_per_weight) == ("measured", 4)
     assert device.peak_flops > 1e8
-    bench.end(process)
+    worker_bench.end(process)
 
 
-def test_a_name_that_is_connected_is_refused(bench: Bench) -> None:
-    process = bench.sf_worker("x0", "--tags", "spot")
-    bench.await_worker(process)
+def test_a_name_that_is_connected_is_refused(worker_bench: WorkerBench) -> None:
+    process = worker_bench.sf_worker("x0", "--tags", "spot")
+    worker_bench.await_worker(process)
     refused = CliRunner().invoke(
-        app, ["worker", "--scheduler", bench.scheduler, "--tags", "spot", "--name", "x0"]
+        app, ["worker", "--scheduler", worker_bench.scheduler, "--tags", "spot", "--name", "x0"]
     )
-    sentence = f"error: a worker named 'x0' is connected to {bench.scheduler}; choose another --name\n"
+    sentence = f"error: a worker named 'x0' is connected to {worker_bench.scheduler}; choose another --name\n"
     assert (refused.exit_code, refused.output) == (2, sentence)
-    bench.end(process)
+    worker_bench.end(process)
 
 
 @pytest.mark.parametrize(

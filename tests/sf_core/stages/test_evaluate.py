@@ -16,15 +16,15 @@ from sf_core.stages.evaluate import Evaluation, open_evaluation
 from sf_core.stages.settling.stored_config import read_stored_config
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
+from tests.bench.runs import commit, configure, pretend
 from tests.sf_core.reports.test_cleanup import served
-from tests.sf_core.runs import commit, configure, pretend
 
 MEASURED = {"reward_mean": 0.75, "num_tasks": 64, "sessions": 63, "by_environment": {"spell": 0.75}}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def halfway_run(tmp_path: Path) -> RunDirectory:
     """A run with two of four iterations done, whose newest version is not evaluated."""
     run = RunDirectory(str(tmp_path / "runs" / "r"))
     configure(run, train={"iterations": 4}, evaluate={"num_tasks": 64})
@@ -38,45 +38,45 @@ def evaluation(run: RunDirectory, **sections: Any) -> Evaluation:
     return open_evaluation(validate_config({"run_id": "r", "storage": {"root": root}} | sections))
 
 
-def test_the_newest_version_is_measured_as_the_run_was_configured(run: RunDirectory) -> None:
-    found = evaluation(run)
+def test_the_newest_version_is_measured_as_the_run_was_configured(halfway_run: RunDirectory) -> None:
+    found = evaluation(halfway_run)
     assert (found.version, found.measured) == (2, None)
-    assert found.config == read_stored_config(run.uri)
-    assert evaluation(run, evaluate={"num_tasks": 1000}).config.evaluate.num_tasks == 1000
+    assert found.config == read_stored_config(halfway_run.uri)
+    assert evaluation(halfway_run, evaluate={"num_tasks": 1000}).config.evaluate.num_tasks == 1000
 
 
-def test_a_version_that_was_measured_is_shown_without_starting_anything(run: RunDirectory) -> None:
-    commit(run, 2, "evaluate", data=MEASURED)
-    before = RunDirectory(run.uri).read_config(RunConfig)
+def test_a_version_that_was_measured_is_shown_without_starting_anything(halfway_run: RunDirectory) -> None:
+    commit(halfway_run, 2, "evaluate", data=MEASURED)
+    before = RunDirectory(halfway_run.uri).read_config(RunConfig)
     line = "held-out reward of version 2: 0.750 (spell 0.750) over 63 sessions, measured before"
-    assert sf("evaluate", run.uri) == (0, line)
-    assert RunDirectory(run.uri).read_config(RunConfig) == before
-    assert run.begin_attempt() == 1
+    assert sf("evaluate", halfway_run.uri) == (0, line)
+    assert RunDirectory(halfway_run.uri).read_config(RunConfig) == before
+    assert halfway_run.begin_attempt() == 1
 
 
-def test_a_version_is_not_measured_over_another_number_of_tasks(run: RunDirectory) -> None:
-    commit(run, 2, "evaluate", data=MEASURED)
-    code, output = sf("evaluate", run.uri, "--set", "evaluate.num_tasks=1000")
+def test_a_version_is_not_measured_over_another_number_of_tasks(halfway_run: RunDirectory) -> None:
+    commit(halfway_run, 2, "evaluate", data=MEASURED)
+    code, output = sf("evaluate", halfway_run.uri, "--set", "evaluate.num_tasks=1000")
     assert (code, "over 64 tasks, not 1000, and is measured once" in output) == (1, True)
 
 
 def test_a_run_that_is_being_trained_is_refused_and_an_evaluation_that_died_goes_on(
-    run: RunDirectory, tmp_path: Path
+    halfway_run: RunDirectory, tmp_path: Path
 ) -> None:
     with served(tmp_path / "runs", "r") as (url, _):
-        run.begin_attempt(Attempt(dataplane=url))
+        halfway_run.begin_attempt(Attempt(dataplane=url))
         with pytest.raises(ValueError, match="r: is being worked on; stop it or wait for its end"):
-            evaluation(run)
-        run.begin_attempt(Attempt(dataplane=url, evaluate_only=True))
-        assert evaluation(run).version == 2
+            evaluation(halfway_run)
+        halfway_run.begin_attempt(Attempt(dataplane=url, evaluate_only=True))
+        assert evaluation(halfway_run).version == 2
 
 
 def test_a_data_plane_that_is_starting_again_is_awaited(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    halfway_run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states, "LOOK_S", 0.01)
     port = free_port()
-    run.begin_attempt(Attempt(dataplane=f"http://127.0.0.1:{port}"))
+    halfway_run.begin_attempt(Attempt(dataplane=f"http://127.0.0.1:{port}"))
     config = validate_config({"run_id": "r", "storage": {"root": str(tmp_path / "runs")}})
     with ExitStack() as stack:
 
@@ -89,11 +89,11 @@ def test_a_data_plane_that_is_starting_again_is_awaited(
 
 
 def test_a_command_has_waited_for_the_flow_that_it_starts(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    halfway_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.begin_attempt(Attempt(dataplane="http://127.0.0.1:1"))
+    halfway_run.begin_attempt(Attempt(dataplane="http://127.0.0.1:1"))
     monkeypatch.setenv("SF_STARTED_AT", "1")
-    assert evaluation(run).version == 2
+    assert evaluation(halfway_run).version == 2
 
 
 def test_a_run_without_a_policy_cannot_be_measured(tmp_path: Path) -> None:

@@ -26,9 +26,8 @@ from storage.batches import read_batch, select_training_rows
 from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
-from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
-from tests.sf_core.dataplane.stand import Server, attended, running_app, say
-from tests.sf_core.runs import configure, conversation, sample
+from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
+from tests.bench.runs import configure, conversation, sample
 
 ITERATION = 1
 
@@ -47,7 +46,7 @@ RULES: dict[str, Any] = {
 class Sampled:
     """A run whose engine samples as many tokens as the test says; requests come one by one."""
 
-    server: Server
+    plane: ServedPlane
     directory: RunDirectory
     ref: RunRef
     lengths: list[int] = field(default_factory=list)
@@ -55,17 +54,17 @@ class Sampled:
     def ask(self, claim: dict[str, Any], messages: list[Any], length: int) -> Any:
         """Ask for `length` sampled tokens, end of turn included; returns the conversation with the answer."""
         self.lengths.append(length)
-        base = f"{self.server.url}/sessions/{claim['session_id']}/v1"
+        base = f"{self.plane.url}/sessions/{claim['session_id']}/v1"
         with OpenAI(base_url=base, api_key="none", max_retries=0) as agent:
             answer = agent.chat.completions.create(model="policy", messages=messages)
         return [*messages, {"role": "assistant", "content": answer.choices[0].message.content}]
 
     def fail(self, claim: dict[str, Any]) -> None:
-        self.server.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "x"})
+        self.plane.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "x"})
 
     def finish(self, claim: dict[str, Any], reward: float) -> None:
         report = {"status": "finished", "reward": reward, "task_id": "t", "environment": "test"}
-        self.server.post(f"/sessions/{claim['session_id']}/finish", report)
+        self.plane.post(f"/sessions/{claim['session_id']}/finish", report)
 
     def batch(self, **settings: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
         """Seal and filter. Returns each row's session and advantages of trained tokens, and the filter's
@@ -92,13 +91,13 @@ class Sampled:
 
 
 @pytest.fixture
-def sampled(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Sampled]:  # noqa: F811
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, model_dir) as server:
+def sampled(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Sampled]:
+    with running_app(grace_s=0.1) as url, attended(url, tmp_path, model_dir) as plane:
         directory = RunDirectory(str(tmp_path / "run"))
         configure(directory)
-        run = Sampled(server, directory, RunRef("run", directory.uri, url, attempt=1))
-        server.register(**RULES)
-        server.connect(lambda prompt, seed: say(renderer, "x" * (run.lengths.pop(0) - 1)))
+        run = Sampled(plane, directory, RunRef("run", directory.uri, url, attempt=1))
+        plane.register(**RULES)
+        plane.connect(lambda prompt, seed: say(renderer, "x" * (run.lengths.pop(0) - 1)))
         yield run
 
 
@@ -108,17 +107,17 @@ def user(text: str) -> dict[str, str]:
 
 def fill(run: Sampled) -> None:
     """Fill a batch with groups 9, 11 and 12; 10 is rejected, because one of its sessions fails twice."""
-    claims = run.server.claim(9)
+    claims = run.plane.claim(9)
     nine, ten, eleven = claims[:3], claims[3:6], claims[6:]
     # with version 0, of lag 1 in this iteration
     begun = run.ask(nine[0], [user("a")], 3)
     run.ask(nine[1], [user("a")], 4)
     running = [claim["session_id"] for claim in claims]
     run.fail(ten[0])
-    [again] = run.server.claim(1, running=running)
+    [again] = run.plane.claim(1, running=running)
     run.fail(again)
-    twelve = run.server.claim(3, running=running)
-    run.server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    twelve = run.plane.claim(3, running=running)
+    run.plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     run.ask(nine[0], [*begun, user("b")], 2)
     run.ask(nine[2], [user("a")], 5)
     for claim in eleven:
@@ -134,7 +133,7 @@ def fill(run: Sampled) -> None:
 
 
 def test_what_came_of_groups_is_no_trajectory(sampled: Sampled) -> None:
-    sampled.server.register(**RULES, least_sessions=3)
+    sampled.plane.register(**RULES, least_sessions=3)
     fill(sampled)
     sampled.batch()
     made, filtered = (sampled.directory.read_manifest(ITERATION, stage) for stage in ("rollout", "filter"))
@@ -185,11 +184,11 @@ def test_every_trained_token_gets_the_advantage_of_its_session_within_its_group(
 
 
 def test_a_batch_of_which_nothing_trains_is_refused_with_the_reason(sampled: Sampled) -> None:
-    for claim in sampled.server.claim(9):
+    for claim in sampled.plane.claim(9):
         sampled.lengths.append(3)
         path = f"/sessions/{claim['session_id']}/v1/chat/completions"
         body = {"model": "policy", "messages": [user("a")], "response_format": {"type": "json_object"}}
-        sampled.server.post(path, body)
+        sampled.plane.post(path, body)
         sampled.finish(claim, 1.0)
     with pytest.raises(ValueError, match="no token of iteration 1 trains: every answer followed a schema"):
         sampled.batch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,16 +15,9 @@ from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.lease import serve_lease, tasks_to_work_on
 from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
+from tests.bench.dataplane.planes import ServedPlane
+from tests.bench.runs import configure
 from tests.patience import patience, wait_until
-from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.stand import Server, attended, running_app
-from tests.sf_core.runs import configure
-
-
-@pytest.fixture
-def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
-    with running_app() as url, attended(url, tmp_path, model_dir) as server:
-        yield server
 
 
 @pytest.mark.parametrize(
@@ -33,17 +25,17 @@ def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
     [("leases/t0-0.1/revoke", "revoked", True), ("release", "released", False)],
 )
 def test_only_a_lease_that_was_revoked_begins_a_switch_to_training(
-    tmp_path: Path, server: Server, route: str, reason: str, is_switch: bool
+    tmp_path: Path, served_plane: ServedPlane, route: str, reason: str, is_switch: bool
 ) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
     configure(directory, engine={"kind": "scripted", "script": "tests.e2e.echo_package:script"})
-    ref = RunRef("run", directory.uri, server.url, attempt=1)
-    server.register()
+    ref = RunRef("run", directory.uri, served_plane.url, attempt=1)
+    served_plane.register()
     worker = WorkerState("t0")
     with ThreadPoolExecutor() as pool:
         lease = pool.submit(serve_lease, worker, ref, Lease("rollout", "t0", "t0-0.1"), epoch=1)
-        wait_until(lambda: bool(server.live_engines()))
-        server.post(f"/runs/run/{route}", {"attempt": 1} if route == "release" else {"within_s": 5})
+        wait_until(lambda: bool(served_plane.live_engines()))
+        served_plane.post(f"/runs/run/{route}", {"attempt": 1} if route == "release" else {"within_s": 5})
         assert lease.result(timeout=patience()) == reason
     worker.close()
     switching = worker.measure_switches(ref.uri, 10)

@@ -12,13 +12,13 @@ from sf_core.stages.evaluate import open_evaluation, open_measurement
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
-from tests.sf_core.runs import commit, configure, pretend
+from tests.bench.runs import commit, configure, pretend
 
 
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
+@pytest.fixture
+def changed_run(runs_root: str, tmp_path: Path) -> RunDirectory:
     """A run of two published versions, of which the second has other weights than the start."""
-    root = str(tmp_path / "runs") if request.param == "file" else f"memory://{tmp_path}/runs"
+    root = f"{runs_root}/runs"
     run = RunDirectory(f"{root}/r")
     config = configure(run, train={"iterations": 2}, storage={"root": root})
     pretend(run, 2)
@@ -29,49 +29,51 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_a_version_is_version_0_of_a_run_directory_of_its_own(run: RunDirectory) -> None:
+def test_a_version_is_version_0_of_a_run_directory_of_its_own(changed_run: RunDirectory) -> None:
     changes = ["evaluate.num_tasks=3", "rollout.temperature=0"]
-    measurement = open_measurement(run.uri, None, changes)
+    measurement = open_measurement(changed_run.uri, None, changes)
     config, measured = measurement.config, measurement.directory
-    assert measured.uri.startswith(f"{run.uri}/evaluations/_measured/v00002-")
+    assert measured.uri.startswith(f"{changed_run.uri}/evaluations/_measured/v00002-")
     assert (config.evaluate.num_tasks, config.rollout.temperature) == (3, 0.0)
     assert not files.exists(measured.path("config.json"))
     measurement.begin()
     assert measured.read_config(RunConfig) == config
-    weights, start = load_weights(measured.start_dir), load_weights(run.start_dir)
+    weights, start = load_weights(measured.start_dir), load_weights(changed_run.start_dir)
     assert all(bool((weights[name] == start[name] + 1).all()) for name in start)
     assert files.exists(f"{measured.start_dir}/tokenizer.json")
     assert open_evaluation(config).version == 0
     # the same again, and not anew
-    assert open_measurement(run.uri, 2, changes).config == config
-    assert open_measurement(run.uri, 0, changes).config.run_id != config.run_id
+    assert open_measurement(changed_run.uri, 2, changes).config == config
+    assert open_measurement(changed_run.uri, 0, changes).config.run_id != config.run_id
     # the run itself is as it was
-    assert RunDirectory(run.uri).read_config(RunConfig).evaluate.num_tasks != 3
+    assert RunDirectory(changed_run.uri).read_config(RunConfig).evaluate.num_tasks != 3
 
 
-def test_weights_are_removed_once_they_are_measured_and_needed_no_more(run: RunDirectory) -> None:
-    measurement = open_measurement(run.uri, 2, [])
+def test_weights_are_removed_once_they_are_measured_and_needed_no_more(changed_run: RunDirectory) -> None:
+    measurement = open_measurement(changed_run.uri, 2, [])
     measurement.begin()
     commit(measurement.directory, 0, "evaluate", data={"reward_mean": 0.5})
     measurement.end()
     start = measurement.directory.start_dir
     assert not files.exists(f"{start}/model.safetensors") and files.exists(f"{start}/tokenizer.json")
-    files.remove_folder(run.weights_dir(2))
-    assert open_measurement(run.uri, 2, []).is_done
+    files.remove_folder(changed_run.weights_dir(2))
+    assert open_measurement(changed_run.uri, 2, []).is_done
 
 
-def test_an_interrupted_measurement_is_begun_again(run: RunDirectory) -> None:
-    measurement = open_measurement(run.uri, 2, [])
-    files.copy_folder(run.start_dir, measurement.directory.start_dir)
+def test_an_interrupted_measurement_is_begun_again(changed_run: RunDirectory) -> None:
+    measurement = open_measurement(changed_run.uri, 2, [])
+    files.copy_folder(changed_run.start_dir, measurement.directory.start_dir)
     measurement.begin()
-    weights, start = load_weights(measurement.directory.start_dir), load_weights(run.start_dir)
+    weights, start = load_weights(measurement.directory.start_dir), load_weights(changed_run.start_dir)
     assert all(bool((weights[name] == start[name] + 1).all()) for name in start)
 
 
-def test_a_section_can_be_given_whole_and_what_training_forbids_does_not_hold(run: RunDirectory) -> None:
-    configure(run, train={"iterations": 4, "loss": {"kl": {"coefficient": 1, "renew_every": 2}}})
+def test_a_section_can_be_given_whole_and_what_training_forbids_does_not_hold(
+    changed_run: RunDirectory,
+) -> None:
+    configure(changed_run, train={"iterations": 4, "loss": {"kl": {"coefficient": 1, "renew_every": 2}}})
     changes = ["environment={name: reasoning_gym, settings: {datasets: {gcd: {}}}}", "rollout.temperature=0"]
-    config = open_measurement(run.uri, 0, changes).config
+    config = open_measurement(changed_run.uri, 0, changes).config
     assert config.environment.name == "reasoning_gym"
     assert RunConfig.model_validate(config.model_dump()) == config
 
@@ -89,10 +91,10 @@ def test_a_section_can_be_given_whole_and_what_training_forbids_does_not_hold(ru
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    run: RunDirectory, version: int, changes: list[str], message: str
+    changed_run: RunDirectory, version: int, changes: list[str], message: str
 ) -> None:
     with pytest.raises(ValueError) as refused:
-        open_measurement(run.uri, version, changes).begin()
+        open_measurement(changed_run.uri, version, changes).begin()
     assert message in str(refused.value)
 
 

@@ -12,9 +12,8 @@ from storage import files
 from storage.attempts import Attempt
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.stand import attended, running_app
-from tests.sf_core.runs import commit, configure
+from tests.bench.dataplane.planes import attended, running_app
+from tests.bench.runs import commit, configure
 
 
 def configured(folder: Path, url: str | None = "http://127.0.0.1:8700") -> RunConfig:
@@ -127,14 +126,14 @@ def test_a_run_goes_on_from_its_first_gap(tmp_path: Path) -> None:
 
 def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
     tmp_path: Path,
-    model_dir: str,  # noqa: F811
+    model_dir: str,
 ) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
     configure(directory, train={"iterations": 5}, evaluate={"every": 2, "num_tasks": 3})
     commit(directory, 2, "evaluate")
-    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
         run = OpenRun(RunRef("run", directory.uri, url, attempt=1))
-        server.register()
+        plane.register()
         for version in (0, 0, 1, 2, 3, 5):
             run.begin_evaluation(version)
         given_out = run.dataplane.status()["evaluations"]
@@ -144,15 +143,15 @@ def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
 
 def test_no_version_is_measured_but_the_one_that_engines_serve(
     tmp_path: Path,
-    model_dir: str,  # noqa: F811
+    model_dir: str,
 ) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
     configure(directory)
     for iteration, stage in product(range(3), STAGES):
         commit(directory, iteration, stage, data={"groups": [], "rejected": {}})
-    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+    with running_app() as url, attended(url, tmp_path, model_dir) as plane:
         ref = RunRef("run", directory.uri, url, attempt=1)
-        server.register()
+        plane.register()
         for version in (0, 2, 4):
             refusal = f"^run: version {version} cannot be measured: engines serve version 3$"
             with pytest.raises(ValueError, match=refusal):

@@ -29,9 +29,9 @@ from sf_core.training.warmstart import warmstart
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
-from tests.bad_input.refusals import check_sentence
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.runs import commit, configure
+from tests.bench.commands import sf
+from tests.bench.refusals import check_sentence
+from tests.bench.runs import commit, configure
 
 
 def test_an_export_that_was_cut_off_is_done_again_as_a_whole(tmp_path: Path) -> None:
@@ -70,14 +70,14 @@ def test_a_run_names_and_exports_the_dtype_that_is_served(tmp_path: Path, stored
 
 
 def test_the_dtype_is_named_by_the_word_that_the_configuration_has_for_it(
-    tmp_path: Path, model: Path
+    tmp_path: Path, policy_copy: Path
 ) -> None:
-    shape = json.loads((model / "config.json").read_text())
+    shape = json.loads((policy_copy / "config.json").read_text())
     del shape["dtype"]
     for known, named in (({}, "dtype"), ({"torch_dtype": "float32"}, "torch_dtype")):
-        (model / "config.json").write_text(json.dumps(shape | known))
+        (policy_copy / "config.json").write_text(json.dumps(shape | known))
         directory = RunDirectory(str(tmp_path / f"run-{named}"))
-        configure(directory, policy={"model": str(model), "dtype": "bfloat16"})
+        configure(directory, policy={"model": str(policy_copy), "dtype": "bfloat16"})
         started(directory)
         copied = json.loads((Path(directory.start_dir) / "config.json").read_text())
         assert copied == shape | {named: "bfloat16"}
@@ -85,10 +85,10 @@ def test_the_dtype_is_named_by_the_word_that_the_configuration_has_for_it(
 
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_a_run_keeps_the_dtype_that_was_fast_where_it_started(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
+    tmp_path: Path, policy_copy: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
 ) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
-    configure(directory, policy={"model": str(model), "dtype": "auto"})
+    configure(directory, policy={"model": str(policy_copy), "dtype": "auto"})
     monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: is_fast)
     assert start(RunRef("run", directory.uri, dataplane_url="", attempt=1))["dtype"] == DTYPES[is_fast]
     # on a machine of the other kind
@@ -119,14 +119,6 @@ def test_a_run_does_not_go_on_from_a_start_folder_that_was_changed(tmp_path: Pat
     tokenizer.write_bytes(tokenizer.read_bytes().replace(b"a", b"b", 1))
     with pytest.raises(ValueError, match=r"tokenizer\.json: content differs from what start wrote"):
         start(ref)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """Model folder that a run can start from."""
-    folder = tmp_path / "model"
-    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    return folder
 
 
 def from_model(run: RunDirectory, model: Path, **sections: Any) -> RunConfig:
@@ -170,25 +162,25 @@ WITHOUT = [
 
 @pytest.mark.parametrize(("file", "sentence"), WITHOUT)
 def test_a_model_that_cannot_be_talked_to_is_refused_before_anything_starts(
-    tmp_path: Path, model: Path, file: str, sentence: str
+    tmp_path: Path, policy_copy: Path, file: str, sentence: str
 ) -> None:
-    (model / file).unlink()
+    (policy_copy / file).unlink()
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, model)
+    config = from_model(run, policy_copy)
     for refuse in (lambda: check_start(config), lambda: check_start(config, by_a_worker=True)):
         with pytest.raises(ValueError) as refused:
             refuse()
-        check_sentence(str(refused.value), f"policy.model: {model}: {sentence}")
+        check_sentence(str(refused.value), f"policy.model: {policy_copy}: {sentence}")
     with pytest.raises(ValueError, match=re.escape(sentence)):
         started(run)
     assert not Path(run.start_dir).exists()
 
 
-def test_a_broken_tokenizer_is_refused_in_one_sentence(tmp_path: Path, model: Path) -> None:
-    (model / "tokenizer.json").write_text("{}")
+def test_a_broken_tokenizer_is_refused_in_one_sentence(tmp_path: Path, policy_copy: Path) -> None:
+    (policy_copy / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError) as refused:
-        check_start(from_model(RunDirectory(str(tmp_path / "r")), model))
-    check_sentence(str(refused.value), f"policy.model: {model}: tokenizer or template is broken: ")
+        check_start(from_model(RunDirectory(str(tmp_path / "r")), policy_copy))
+    check_sentence(str(refused.value), f"policy.model: {policy_copy}: tokenizer or template is broken: ")
 
 
 def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path: Path) -> None:
@@ -206,37 +198,39 @@ def test_a_folder_that_only_a_worker_has_is_left_to_it(tmp_path: Path) -> None:
         check_start(config)
 
 
-def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(tmp_path: Path, model: Path) -> None:
+def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(
+    tmp_path: Path, policy_copy: Path
+) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, model)
+    config = from_model(run, policy_copy)
     started(run)
-    shutil.rmtree(model)
+    shutil.rmtree(policy_copy)
     check_start(config)
-    assert started(run)["source"] == str(model)
+    assert started(run)["source"] == str(policy_copy)
 
 
 @pytest.mark.parametrize(("file", "sentence"), WITHOUT)
 def test_a_run_that_copied_a_broken_folder_goes_on_once_the_folder_is_mended(
-    tmp_path: Path, model: Path, file: str, sentence: str
+    tmp_path: Path, policy_copy: Path, file: str, sentence: str
 ) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, model)
-    missing = (model / file).read_bytes()
-    (model / file).unlink()
-    copies = files.copy_folder(str(model), run.start_dir)
+    config = from_model(run, policy_copy)
+    missing = (policy_copy / file).read_bytes()
+    (policy_copy / file).unlink()
+    copies = files.copy_folder(str(policy_copy), run.start_dir)
     (Path(run.start_dir) / "left.json").write_bytes(b"{}")
-    commit(run, None, "start", outputs=copies, data={"source": str(model)})
+    commit(run, None, "start", outputs=copies, data={"source": str(policy_copy)})
     # as long as it is not mended, it is said what is wrong with it
     with pytest.raises(ValueError, match=re.escape(sentence)):
         check_start(config)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         started(run)
-    (model / file).write_bytes(missing)
+    (policy_copy / file).write_bytes(missing)
     check_start(config)
     started(run)
     open_renderer(run.start_dir)
     assert sorted(path.name for path in Path(run.start_dir).iterdir()) == sorted(
-        path.name for path in model.iterdir()
+        path.name for path in policy_copy.iterdir()
     )
     manifest = run.read_manifest(None, "start")
     assert manifest is not None
@@ -244,31 +238,31 @@ def test_a_run_that_copied_a_broken_folder_goes_on_once_the_folder_is_mended(
 
 
 def test_policies_that_the_trainers_could_not_hold_are_refused_before_the_start(
-    tmp_path: Path, model: Path
+    tmp_path: Path, policy_copy: Path
 ) -> None:
     train = {"backend": "megatron", "workers": 4, "tensor_parallel": 4}
     with pytest.raises(ValueError, match=r"\(4\) must divide the policy.s num_key_value_heads"):
         check_start(RunConfig.model_validate({"train": train}))
-    config = from_model(RunDirectory(str(tmp_path / "r")), model, train={"backend": "megatron"})
+    config = from_model(RunDirectory(str(tmp_path / "r")), policy_copy, train={"backend": "megatron"})
     check_start(config)
-    shape = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(shape | {"model_type": "mistral"}))
+    shape = json.loads((policy_copy / "config.json").read_text())
+    (policy_copy / "config.json").write_text(json.dumps(shape | {"model_type": "mistral"}))
     with pytest.raises(ValueError, match=r"model_type is mistral: use train\.backend torch"):
         check_start(config)
 
 
 def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
-    tmp_path: Path, model: Path
+    tmp_path: Path, policy_copy: Path
 ) -> None:
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, model, engine={"context_length": 2048})
-    shape = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1024}))
+    config = from_model(run, policy_copy, engine={"context_length": 2048})
+    shape = json.loads((policy_copy / "config.json").read_text())
+    (policy_copy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1024}))
     with pytest.raises(ValueError, match=r"is 2048, and the model \(qwen3\) is for at most 1024 tokens"):
         check_start(config)
-    (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
+    (policy_copy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
     check_start(config)
-    (model / "config.json").write_text("{")
+    (policy_copy / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json cannot be read: "):
         check_start(config)
 
@@ -285,12 +279,14 @@ def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
+def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(policy_copy: Path) -> None:
+    config = json.loads((policy_copy / "config.json").read_text())
     foretold = cache_bytes(config, 10**11, 40)
     assert foretold is not None
     device = torch.device("cpu")
-    opened = open_model(str(model), str(model), context_length=40, dtype=torch.float32, device=device)
+    opened = open_model(
+        str(policy_copy), str(policy_copy), context_length=40, dtype=torch.float32, device=device
+    )
     with pytest.raises(ValueError) as refused:
         KVCache(opened.cache_shape, 10**11, 40, torch.float32, device)
     check_sentence(

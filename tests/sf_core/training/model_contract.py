@@ -27,9 +27,9 @@ from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import EXP_AVG, MASTER
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.gang import Member, Try
-from tests.sf_core.training.torch.policies import CONTEXT, VOCABULARY
+from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.gang import Member, Try
+from tests.bench.training.policies import CONTEXT, VOCABULARY
 
 # with so little memory of the past and no bound, the first moment is the gradient
 PLAIN = AdamSettings(learning_rate=1e-3, betas=(0.0, 0.95), weight_decay=0.0, max_grad_norm=1e9)

@@ -15,7 +15,7 @@ from sf_core.environments.environment import Demonstration
 from sf_core.environments.quickstart import Quickstart
 from sf_core.models.builtin import make_policy
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 from tests.sf_core.dataplane.prompts.folders import renderer
 
 

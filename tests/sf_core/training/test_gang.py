@@ -24,7 +24,7 @@ from sf_core.training.gang import (
 from storage import files
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit
+from tests.bench.runs import commit
 
 
 @pytest.mark.parametrize("end", ["the flow ended it", "a later attempt began", "another try committed"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.training.packing import pack, read_rows, share, split_groups
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.training.batches import grouped_rows, make_batch
 
 # Few different tokens, so that rows often start alike.
 row = st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=12).map(

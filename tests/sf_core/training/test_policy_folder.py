@@ -22,10 +22,8 @@ from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy
 from storage.run_directory import RunDirectory
-from tests.bad_input.refusals import check_sentence
-from tests.sf_core.stages.test_start import from_model, model, started
-
-__all__ = ["model"]
+from tests.bench.refusals import check_sentence
+from tests.sf_core.stages.test_start import from_model, started
 
 
 def rewrite(file: Path, **facts: Any) -> None:
@@ -105,16 +103,16 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("place", ["plan", "check", "start"])
 @pytest.mark.parametrize("kind", UNTRAINABLE)
 def test_a_folder_that_cannot_be_trained_is_refused_in_one_sentence(
-    tmp_path: Path, model: Path, kind: str, place: str
+    tmp_path: Path, policy_copy: Path, kind: str, place: str
 ) -> None:
     make, sentence = UNTRAINABLE[kind]
-    make(model)
+    make(policy_copy)
     run = RunDirectory(str(tmp_path / "r"))
-    config = from_model(run, model)
+    config = from_model(run, policy_copy)
     refuse = {"plan": lambda: explain_plan(config), "check": lambda: check_start(config)}
     with pytest.raises(ValueError) as refused:
         refuse.get(place, lambda: started(run))()
-    check_sentence(str(refused.value), "policy.model: ", str(model), sentence)
+    check_sentence(str(refused.value), "policy.model: ", str(policy_copy), sentence)
     assert not Path(run.start_dir).exists()
 
 
@@ -128,20 +126,22 @@ def test_every_causal_language_model_of_transformers_may_be_trained() -> None:
         assert not any(name.endswith(SAMPLING) for name in others.values())
 
 
-def test_a_model_for_images_that_transformers_has_as_a_causal_one_may_be_trained(model: Path) -> None:
-    be(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")(model)
-    check_model_folder(str(model))
+def test_a_model_for_images_that_transformers_has_as_a_causal_one_may_be_trained(policy_copy: Path) -> None:
+    be(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")(policy_copy)
+    check_model_folder(str(policy_copy))
 
 
 @pytest.fixture
-def base_model(model: Path) -> Path:
+def base_model(policy_copy: Path) -> Path:
     """One whose folder names another end of turns than its template."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(policy_copy / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(model / "tokenizer.json"))
-    rewrite(model / "tokenizer_config.json", eos_token="<|endoftext|>")
-    rewrite(model / "generation_config.json", eos_token_id=tokenizer.token_to_id("<|endoftext|>"), top_k=20)
-    return model
+    tokenizer.save(str(policy_copy / "tokenizer.json"))
+    rewrite(policy_copy / "tokenizer_config.json", eos_token="<|endoftext|>")
+    rewrite(
+        policy_copy / "generation_config.json", eos_token_id=tokenizer.token_to_id("<|endoftext|>"), top_k=20
+    )
+    return policy_copy
 
 
 def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_folder(

@@ -18,7 +18,7 @@ ENVIRONMENT = Quickstart()
 
 
 @pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+def policy_renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     folder = str(tmp_path_factory.mktemp("policy"))
     make_policy(folder, PolicyConfig(hidden_size=32, num_layers=1), seed=0)
     return open_renderer(folder)
@@ -33,24 +33,24 @@ def said(renderer: Renderer, index: int) -> list[str]:
     return [turn for turn in text.split("\0") if turn]
 
 
-def test_what_the_assistant_says_is_trained_and_nothing_else(renderer: Renderer) -> None:
+def test_what_the_assistant_says_is_trained_and_nothing_else(policy_renderer: Renderer) -> None:
     word, sum_ = ENVIRONMENT.demonstrate(0), ENVIRONMENT.demonstrate(1)
     expression = sum_.messages[1]["tool_calls"][0]["function"]["arguments"]["expression"]
-    assert said(renderer, 0) == [word.messages[1]["content"] + "<|im_end|>"]
-    assert said(renderer, 1) == [
+    assert said(policy_renderer, 0) == [word.messages[1]["content"] + "<|im_end|>"]
+    assert said(policy_renderer, 1) == [
         f"<tool_call>calc {expression}</tool_call><|im_end|>",
         sum_.messages[3]["content"] + "<|im_end|>",
     ]
 
 
-def test_a_demonstration_has_the_ids_of_its_whole_rendering(renderer: Renderer) -> None:
+def test_a_demonstration_has_the_ids_of_its_whole_rendering(policy_renderer: Renderer) -> None:
     for index in range(4):
         demonstration = ENVIRONMENT.demonstrate(index)
         whole = TOKENIZER.apply_chat_template(
             demonstration.messages, tools=demonstration.tools, tokenize=False
         )
         ids = TOKENIZER.encode(whole.removesuffix("\n"), add_special_tokens=False)
-        assert encode(renderer, demonstration).token_ids.tolist() == ids
+        assert encode(policy_renderer, demonstration).token_ids.tolist() == ids
 
 
 def test_the_policy_comes_to_expect_the_demonstrations(tmp_path: Path) -> None:

@@ -52,14 +52,14 @@ def check_loads(folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_what_all_ranks_have_stored_is_loaded_whole(run: RunDirectory, ranks: int) -> None:
-    folder = run.checkpoint_dir(3)
+def test_what_all_ranks_have_stored_is_loaded_whole(run_anywhere: RunDirectory, ranks: int) -> None:
+    folder = run_anywhere.checkpoint_dir(3)
     save_whole(folder, ranks)
     check_loads(folder)
 
 
-def test_state_json_names_every_shard_and_is_written_last(run: RunDirectory) -> None:
-    folder = run.checkpoint_dir(1)
+def test_state_json_names_every_shard_and_is_written_last(run_anywhere: RunDirectory) -> None:
+    folder = run_anywhere.checkpoint_dir(1)
     for rank in (2, 1):
         save_part(folder, rank, 3)
         assert not has_checkpoint(folder)
@@ -75,16 +75,16 @@ def test_state_json_names_every_shard_and_is_written_last(run: RunDirectory) -> 
         load_checkpoint(folder, WHOLE)
 
 
-def test_a_shard_that_does_not_come_leaves_no_checkpoint(run: RunDirectory) -> None:
-    folder = run.checkpoint_dir(1)
+def test_a_shard_that_does_not_come_leaves_no_checkpoint(run_anywhere: RunDirectory) -> None:
+    folder = run_anywhere.checkpoint_dir(1)
     save_part(folder, 2, 3)
     with pytest.raises(TimeoutError, match=r"shard-2-of-3\.json: was not written in time"):
         save_part(folder, 0, 3, patience_s=0.0)
     assert not has_checkpoint(folder)
 
 
-def test_shards_that_are_not_named_are_not_read(run: RunDirectory) -> None:
-    folder = run.checkpoint_dir(1)
+def test_shards_that_are_not_named_are_not_read(run_anywhere: RunDirectory) -> None:
+    folder = run_anywhere.checkpoint_dir(1)
     # left by a try with other ranks, and by nobody knows whom
     save_part(folder, 1, 4)
     files.write_atomic(f"{folder}/shard-9-of-9.safetensors", b"no tensors")
@@ -93,8 +93,8 @@ def test_shards_that_are_not_named_are_not_read(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_damaged_and_missing_shards_are_named(run: RunDirectory, number: int) -> None:
-    folder = run.checkpoint_dir(1)
+def test_damaged_and_missing_shards_are_named(run_anywhere: RunDirectory, number: int) -> None:
+    folder = run_anywhere.checkpoint_dir(1)
     save_whole(folder, 2)
     uri = f"{folder}/shard-{number}-of-2.safetensors"
     content = files.read_bytes(uri)
@@ -110,8 +110,8 @@ def test_damaged_and_missing_shards_are_named(run: RunDirectory, number: int) ->
         load_checkpoint(folder, WHOLE)
 
 
-def test_a_damaged_state_file_is_named(run: RunDirectory) -> None:
-    folder = run.checkpoint_dir(1)
+def test_a_damaged_state_file_is_named(run_anywhere: RunDirectory) -> None:
+    folder = run_anywhere.checkpoint_dir(1)
     save_whole(folder, 1)
     state = json.loads(files.read_bytes(f"{folder}/state.json"))
     elsewhere = {"../00002/shard-1-of-1.safetensors": state["shards"]["shard-1-of-1.safetensors"]}
@@ -121,8 +121,8 @@ def test_a_damaged_state_file_is_named(run: RunDirectory) -> None:
             load_checkpoint(folder, WHOLE)
 
 
-def test_a_checkpoint_that_is_removed_is_none_from_the_beginning(run: RunDirectory) -> None:
-    folder = run.checkpoint_dir(1)
+def test_a_checkpoint_that_is_removed_is_none_from_the_beginning(run_anywhere: RunDirectory) -> None:
+    folder = run_anywhere.checkpoint_dir(1)
     save_whole(folder, 2)
     remove_checkpoint(folder)
     assert not has_checkpoint(folder) and files.list_files(folder) == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from storage.files import FileRef, join
 from storage.run_directory import RunDirectory
 from storage.tensors.shards import Slice, read_shards, write_shard
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 
 SHAPES = {"scalar": (), "row": (5,), "one": (1, 4), "matrix": (7, 3), "cube": (4, 2, 3)}
 
@@ -41,14 +41,14 @@ def write(folder: str, ranks: int, whole: dict[str, torch.Tensor]) -> list[FileR
 @pytest.mark.parametrize("written_by", [1, 2, 3])
 @pytest.mark.parametrize("read_by", [1, 2, 4])
 def test_what_some_ranks_have_written_others_read_bit_for_bit(
-    run: RunDirectory, written_by: int, read_by: int
+    run_anywhere: RunDirectory, written_by: int, read_by: int
 ) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         whole = tensors(dtype)
-        shards = write(run.uri, written_by, whole)
+        shards = write(run_anywhere.uri, written_by, whole)
         for rank in range(read_by):
             wanted = share(rank, read_by)
-            found = read_shards(run.uri, shards, wanted)
+            found = read_shards(run_anywhere.uri, shards, wanted)
             assert found.keys() == wanted.keys()
             for name, place in wanted.items():
                 assert found[name].dtype == dtype and torch.equal(found[name], whole[name][place.box])
@@ -78,30 +78,30 @@ def test_boxes_are_cut_and_joined_along_every_dimension(
     assert torch.equal(read_shards(folder, shards, {"w": wanted})["w"], whole[wanted.box])
 
 
-def test_a_rank_reads_only_the_shards_that_have_a_part_of_its_own(run: RunDirectory) -> None:
+def test_a_rank_reads_only_the_shards_that_have_a_part_of_its_own(run_anywhere: RunDirectory) -> None:
     whole = {"w": torch.arange(12.0).reshape(6, 2)}
     shards = []
     for rank in range(3):
         place = Slice.rows((6, 2), rank, 3)
-        uri = run.path(f"{rank}.safetensors")
+        uri = run_anywhere.path(f"{rank}.safetensors")
         shards.append(write_shard(uri, {"w": (place, whole["w"][place.box])}))
     # the last one holds something else than was written, and nobody looks
     shards[2] = FileRef(shards[2].uri, shards[2].bytes, "0" * 64)
     first = Slice((6, 2), (0, 0), (4, 2))
-    assert torch.equal(read_shards(run.uri, shards, {"w": first})["w"], whole["w"][:4])
+    assert torch.equal(read_shards(run_anywhere.uri, shards, {"w": first})["w"], whole["w"][:4])
     with pytest.raises(ValueError, match=r"2\.safetensors: its content differs"):
-        read_shards(run.uri, shards, {"w": Slice.whole((6, 2))})
+        read_shards(run_anywhere.uri, shards, {"w": Slice.whole((6, 2))})
 
 
-def test_what_no_shard_holds_or_is_of_another_shape_is_named(run: RunDirectory) -> None:
-    shards = write(run.uri, 2, tensors())
+def test_what_no_shard_holds_or_is_of_another_shape_is_named(run_anywhere: RunDirectory) -> None:
+    shards = write(run_anywhere.uri, 2, tensors())
     for wanted, found, *words in (
-        ({"other": Slice.whole((2,))}, shards, run.uri, "'other'"),
-        ({"matrix": Slice.whole(SHAPES["matrix"])}, shards[:1], run.uri, "'matrix'"),
+        ({"other": Slice.whole((2,))}, shards, run_anywhere.uri, "'other'"),
+        ({"matrix": Slice.whole(SHAPES["matrix"])}, shards[:1], run_anywhere.uri, "'matrix'"),
         ({"matrix": Slice.whole((3, 7))}, shards, "shard-1-of-2.safetensors", "[7, 3]; expected [3, 7]"),
     ):
         with pytest.raises(ValueError) as refused:
-            read_shards(run.uri, found, wanted)
+            read_shards(run_anywhere.uri, found, wanted)
         check_sentence(str(refused.value), *words)
 
 

@@ -13,7 +13,7 @@ from storage.run_directory import RunDirectory
 from storage.tensors.tensor_bytes import TensorBytes, parse
 from storage.tensors.weight_delta import Delta, encode, load_delta, open_base, save_delta
 from storage.tensors.weights import DIGEST, pack_weights, save_weights
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 
 Versions = tuple[TensorBytes, TensorBytes]
 
@@ -137,10 +137,10 @@ def test_a_delta_is_small_where_little_changed_and_left_out_where_much_did() -> 
     assert encode(wider, new, 4) is None, "tensors of other names or dtypes"
 
 
-def test_a_version_has_the_delta_of_its_last_try_or_none(run: RunDirectory) -> None:
-    folder, (base, new) = run.weights_dir(4), pair()
+def test_a_version_has_the_delta_of_its_last_try_or_none(run_anywhere: RunDirectory) -> None:
+    folder, (base, new) = run_anywhere.weights_dir(4), pair()
     ref = save_delta(folder, base, new, 4)
-    assert ref is not None and ref.uri == run.path("weights/v00004/delta.safetensors")
+    assert ref is not None and ref.uri == run_anywhere.path("weights/v00004/delta.safetensors")
     delta = load_delta(folder)
     assert delta is not None
     copy = writable(base)
@@ -151,8 +151,10 @@ def test_a_version_has_the_delta_of_its_last_try_or_none(run: RunDirectory) -> N
     assert save_delta(folder, *pair(changed=5000), 4) is None
 
 
-def test_a_stored_version_is_a_base_if_it_is_whole_and_of_the_same_tensors(run: RunDirectory) -> None:
-    folder, (_, new) = run.weights_dir(3), pair()
+def test_a_stored_version_is_a_base_if_it_is_whole_and_of_the_same_tensors(
+    run_anywhere: RunDirectory,
+) -> None:
+    folder, (_, new) = run_anywhere.weights_dir(3), pair()
     assert open_base(folder, new) is None
     uri = save_weights(folder, {"w": torch.zeros(5000)}, 3)[0].uri
     assert open_base(folder, new) is None

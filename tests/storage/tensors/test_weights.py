@@ -15,35 +15,37 @@ from storage.tensors.tensor_bytes import TensorBytes, parse
 from storage.tensors.weights import DIGEST, load_weights, open_weights, save_weights
 
 
-def test_weights_come_back_bit_for_bit(run: RunDirectory) -> None:
+def test_weights_come_back_bit_for_bit(run_anywhere: RunDirectory) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(4, 3).T, "half": torch.randn(2).bfloat16()}
-    [ref] = save_weights(run.weights_dir(3), tensors, 3)
-    assert ref.uri == run.path("weights/v00003/model.safetensors")
-    loaded = load_weights(run.weights_dir(3))
+    [ref] = save_weights(run_anywhere.weights_dir(3), tensors, 3)
+    assert ref.uri == run_anywhere.path("weights/v00003/model.safetensors")
+    loaded = load_weights(run_anywhere.weights_dir(3))
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_tied_weights_are_stored_once_and_come_back_under_both_names(run: RunDirectory) -> None:
+def test_tied_weights_are_stored_once_and_come_back_under_both_names(run_anywhere: RunDirectory) -> None:
     embedding = torch.randn(8, 4)
-    [tied] = save_weights(run.weights_dir(1), {"embed": embedding, "head": embedding}, 1)
-    [alone] = save_weights(run.weights_dir(2), {"embed": embedding}, 2)
+    [tied] = save_weights(run_anywhere.weights_dir(1), {"embed": embedding, "head": embedding}, 1)
+    [alone] = save_weights(run_anywhere.weights_dir(2), {"embed": embedding}, 2)
     assert tied.bytes < alone.bytes + embedding.nbytes
-    loaded = load_weights(run.weights_dir(1))
+    loaded = load_weights(run_anywhere.weights_dir(1))
     assert loaded["head"] is loaded["embed"]
     assert torch.equal(loaded["head"], embedding)
 
 
-def test_equal_tensors_give_equal_bytes(run: RunDirectory) -> None:
+def test_equal_tensors_give_equal_bytes(run_anywhere: RunDirectory) -> None:
     tensors = {"embed": torch.randn(8, 4), "a": torch.randn(3).half()}
     tensors |= {f"tied{i}": tensors["embed"] for i in range(5)}
-    refs = [ref for version in range(4) for ref in save_weights(run.weights_dir(version), tensors, 1)]
+    refs = [
+        ref for version in range(4) for ref in save_weights(run_anywhere.weights_dir(version), tensors, 1)
+    ]
     assert len({ref.sha256 for ref in refs}) == 1
 
 
-def test_the_file_names_its_version_and_what_it_holds(run: RunDirectory) -> None:
+def test_the_file_names_its_version_and_what_it_holds(run_anywhere: RunDirectory) -> None:
     def metadata(version: int, **tensors: torch.Tensor) -> dict[str, str]:
-        [ref] = save_weights(run.weights_dir(version), tensors, version)
+        [ref] = save_weights(run_anywhere.weights_dir(version), tensors, version)
         with files.local_copy(ref.uri) as path, safe_open(path, "pt") as file:
             return file.metadata()
 
@@ -55,24 +57,24 @@ def test_the_file_names_its_version_and_what_it_holds(run: RunDirectory) -> None
     assert len({metadata(9, **other)["digest"] for other in others} | {first["digest"]}) == 4
 
 
-def test_missing_and_truncated_weights_are_named(run: RunDirectory) -> None:
+def test_missing_and_truncated_weights_are_named(run_anywhere: RunDirectory) -> None:
     with pytest.raises(ValueError, match=r"v00001/model\.safetensors: no such file"):
-        load_weights(run.weights_dir(1))
-    uri = save_weights(run.weights_dir(1), {"a": torch.zeros(100)}, 1)[0].uri
+        load_weights(run_anywhere.weights_dir(1))
+    uri = save_weights(run_anywhere.weights_dir(1), {"a": torch.zeros(100)}, 1)[0].uri
     files.write_atomic(uri, files.read_bytes(uri)[:200])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
-        load_weights(run.weights_dir(1))
+        load_weights(run_anywhere.weights_dir(1))
 
 
-def test_a_folder_split_into_several_files_is_read_as_one(run: RunDirectory) -> None:
+def test_a_folder_split_into_several_files_is_read_as_one(run_anywhere: RunDirectory) -> None:
     for name in ("a", "b"):
-        files.write_atomic(run.path("start", f"{name}.safetensors"), save({name: torch.ones(2)}))
+        files.write_atomic(run_anywhere.path("start", f"{name}.safetensors"), save({name: torch.ones(2)}))
     index = b'{"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}'
-    files.write_atomic(run.path("start", "model.safetensors.index.json"), index)
-    assert sorted(load_weights(run.start_dir)) == ["a", "b"]
+    files.write_atomic(run_anywhere.path("start", "model.safetensors.index.json"), index)
+    assert sorted(load_weights(run_anywhere.start_dir)) == ["a", "b"]
 
 
-def test_files_are_those_of_the_safetensors_library(run: RunDirectory) -> None:
+def test_files_are_those_of_the_safetensors_library(run_anywhere: RunDirectory) -> None:
     dtypes = (
         torch.int64,
         torch.float64,
@@ -84,7 +86,7 @@ def test_files_are_those_of_the_safetensors_library(run: RunDirectory) -> None:
     )
     tensors = {f"{i % 3}{i}": torch.ones(i + 1, 2).to(dtype) for i, dtype in enumerate(dtypes)}
     tensors |= {"a": torch.randn(5, 3).T, "b": torch.randn(()), "none": torch.empty(0, 4)}
-    [ref] = save_weights(run.weights_dir(1), tensors, 1)
+    [ref] = save_weights(run_anywhere.weights_dir(1), tensors, 1)
     ours = parse(ref.uri, files.read_bytes(ref.uri))
     theirs = parse("theirs", save({name: tensor.contiguous() for name, tensor in tensors.items()}))
     assert list(ours.header.entries.items()) == list(theirs.header.entries.items())
@@ -93,22 +95,22 @@ def test_files_are_those_of_the_safetensors_library(run: RunDirectory) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_weights_are_stored_in_several_files_with_an_index(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, dtype: str
+    run_anywhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     tensors = {f"layer.{number:02d}": torch.randn(10, 10) for number in range(7)}
     tensors |= {"large": torch.randn(100, 10), "ids": torch.arange(5), "tied": tensors["layer.03"]}
-    [whole] = save_weights(run.weights_dir(1), tensors, 1, dtype)
+    [whole] = save_weights(run_anywhere.weights_dir(1), tensors, 1, dtype)
     monkeypatch.setattr(weights, "FILE_BYTES", 1000)
-    index, *refs = save_weights(run.weights_dir(2), tensors, 1, dtype)
+    index, *refs = save_weights(run_anywhere.weights_dir(2), tensors, 1, dtype)
     assert index.uri.endswith("v00002/model.safetensors.index.json")
-    assert files.list_files(run.weights_dir(2)) == sorted(ref.uri for ref in (index, *refs))
+    assert files.list_files(run_anywhere.weights_dir(2)) == sorted(ref.uri for ref in (index, *refs))
     sizes = [parse(ref.uri, files.read_bytes(ref.uri)).header.data_bytes for ref in refs]
     assert len(sizes) > 2 and sorted(sizes)[-2] <= 1000 < max(sizes)
 
-    found, expected = load_weights(run.weights_dir(2)), load_weights(run.weights_dir(1))
+    found, expected = load_weights(run_anywhere.weights_dir(2)), load_weights(run_anywhere.weights_dir(1))
     assert found.keys() == expected.keys() == tensors.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    header, pieces = open_weights(run.weights_dir(2))
+    header, pieces = open_weights(run_anywhere.weights_dir(2))
     joined = TensorBytes("joined", header, b"".join(pieces))
     digest = parse(whole.uri, files.read_bytes(whole.uri)).header.metadata[DIGEST]
     assert joined.digest() == header.metadata[DIGEST] == digest
@@ -116,9 +118,9 @@ def test_large_weights_are_stored_in_several_files_with_an_index(
 
 
 def test_weights_in_one_file_take_the_place_of_those_in_several_and_back(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run_anywhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = run.weights_dir(1)
+    folder = run_anywhere.weights_dir(1)
     for value, size in ((1.0, 100), (2.0, 10_000), (3.0, 100)):
         monkeypatch.setattr(weights, "FILE_BYTES", size)
         save_weights(folder, {name: torch.full((20,), value) for name in "abc"}, 1)
@@ -137,10 +139,10 @@ def test_transformers_reads_weights_in_several_files(tmp_path: Path, monkeypatch
     assert all(torch.equal(model[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_tensor_that_is_in_two_files_is_named(run: RunDirectory) -> None:
+def test_a_tensor_that_is_in_two_files_is_named(run_anywhere: RunDirectory) -> None:
     for name in "ab":
-        files.write_atomic(run.path("start", f"{name}.safetensors"), save({"w": torch.ones(2)}))
+        files.write_atomic(run_anywhere.path("start", f"{name}.safetensors"), save({"w": torch.ones(2)}))
     index = b'{"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}'
-    files.write_atomic(run.path("start", "model.safetensors.index.json"), index)
+    files.write_atomic(run_anywhere.path("start", "model.safetensors.index.json"), index)
     with pytest.raises(ValueError, match=r"b\.safetensors: has 'w', as another file of the folder"):
-        open_weights(run.start_dir)
+        open_weights(run_anywhere.start_dir)

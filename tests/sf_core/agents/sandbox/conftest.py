@@ -9,13 +9,13 @@ from contextlib import ExitStack
 import pytest
 
 from sf_core.agents.sandbox import why_no_sandbox
-from tests.sf_core.agents.sandbox import inside
+from tests.bench import sandboxes
 from tests.sf_core.agents.sandbox.image import podman_for_tests, tests_image
 
 
 @pytest.fixture(autouse=True)
-def sandbox() -> None:
-    inside.need_sandbox()
+def _sandbox(bubblewrap: None) -> None:
+    """Tests of this folder are skipped where no sandbox can be made."""
 
 
 @pytest.fixture(scope="session")
@@ -43,5 +43,5 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes the sandboxes of a test."""
     if request.param == "podman":
-        monkeypatch.setattr(inside, "image", request.getfixturevalue("podman"))
+        monkeypatch.setattr(sandboxes, "image", request.getfixturevalue("podman"))
     return request.param

@@ -10,7 +10,7 @@ import pytest
 from sf_core.agents.command_output import CommandOutput
 from sf_core.agents.sandbox import Ended, Sandbox, cgroups
 from sf_core.config.programs import SandboxLimits
-from tests.sf_core.agents.sandbox.inside import inside
+from tests.bench.sandboxes import inside
 
 
 @pytest.fixture

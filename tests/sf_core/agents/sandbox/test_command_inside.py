@@ -14,15 +14,12 @@ from sf_core.agents.command import CommandAgent, CommandEnd, CommandError
 from sf_core.agents.command_output import MAX_ANSWER
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import ServedPlane, say
+from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import ASK
 from tests.patience import patience
 from tests.sf_core.agents.test_command import ENDPOINT, TASK
 from tests.sf_core.agents.test_command_sessions import rows_of
-from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
-from tests.sf_core.dataplane.conftest import model_dir, renderer
-from tests.sf_core.dataplane.stand import Server, say
-
-__all__ = ["model_dir", "renderer", "server"]
 
 
 def agent(*words: str, **settings: Any) -> Any:
@@ -115,12 +112,14 @@ def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
         asyncio.run(agent(str(program))(TASK, ENDPOINT))
 
 
-def test_it_reaches_the_endpoint(server: Server, renderer: Renderer) -> None:
-    server.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
-    server.connect(lambda prompt, seed: say(renderer, "42"))
+def test_it_reaches_the_endpoint(plane_process: ServedPlane, renderer: Renderer) -> None:
+    plane_process.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     command = agent(sys.executable, "-c", ASK)
-    run_until_ready(server, make_runner(server.url, agent=command, reward=lambda task, answer: len(answer)))
-    [row] = rows_of(server)
+    run_until_ready(
+        plane_process, make_runner(plane_process.url, agent=command, reward=lambda task, answer: len(answer))
+    )
+    [row] = rows_of(plane_process)
     assert (row.reward, sorted(row.output.splitlines())) == (3.0, ["42", "asked"])
 
 
@@ -139,10 +138,12 @@ print(urllib.request.urlopen(urllib.request.Request(f"{url.geturl()}/models", he
 """
 
 
-def test_of_the_data_plane_it_reaches_its_own_turns_only(server: Server, renderer: Renderer) -> None:
-    server.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
-    [claim] = server.claim()
-    url = f"{server.url}/sessions/{claim['session_id']}/v1"
+def test_of_the_data_plane_it_reaches_its_own_turns_only(
+    plane_process: ServedPlane, renderer: Renderer
+) -> None:
+    plane_process.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
+    [claim] = plane_process.claim()
+    url = f"{plane_process.url}/sessions/{claim['session_id']}/v1"
     endpoint = type(ENDPOINT)(url, "key-of-the-run", "policy")
     ended = asyncio.run(agent(sys.executable, "-c", EARN)(TASK, endpoint))
     assert ended.answer.split() == ["403"] * 7 + ["200"]

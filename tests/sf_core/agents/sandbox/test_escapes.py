@@ -19,8 +19,8 @@ from sf_core.agents.sandbox import Ended, Sandbox
 from sf_core.agents.sandbox.forward import MAX_CONNECTIONS
 from sf_core.config.programs import SandboxLimits
 from sf_core.types import Endpoint
+from tests.bench.sandboxes import inside, opened, run, shell
 from tests.patience import patience, wait_until
-from tests.sf_core.agents.sandbox.inside import inside, opened, run, shell
 
 pytestmark = pytest.mark.usefixtures("maker")
 

@@ -14,8 +14,8 @@ from sf_core.agents.sandbox import Sandbox, SandboxError, podman, why_no_sandbox
 from sf_core.agents.sandbox import porter as porter_module
 from sf_core.agents.sandbox.bubblewrap import PORTER
 from sf_core.config.programs import SandboxLimits
+from tests.bench.sandboxes import opened, run
 from tests.patience import patience, wait_until
-from tests.sf_core.agents.sandbox.inside import opened, run
 
 
 def containers(image: str) -> list[str]:

@@ -16,8 +16,8 @@ from sf_core.agents.sandbox import Ended, Sandbox, SandboxError, open_sandbox, w
 from sf_core.agents.sandbox import porter as porter_module
 from sf_core.config.programs import Command, SandboxLimits
 from sf_core.types import Task
+from tests.bench.sandboxes import inside, made, run, shell
 from tests.patience import patience
-from tests.sf_core.agents.sandbox.inside import inside, made, run, shell
 
 ROOT = Path(__file__).parents[4]
 

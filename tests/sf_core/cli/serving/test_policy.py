@@ -6,11 +6,11 @@ from pathlib import Path
 
 from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RunConfig
-from tests.sf_core.cli.serving.served import published_run
+from tests.bench.policy_server import publish_run
 
 
 def test_the_policy_of_a_run_is_tried_in_this_process_whatever_samples_in_the_run(tmp_path: Path) -> None:
-    run = published_run(tmp_path)
+    run = publish_run(tmp_path)
     stored = run.read_config(RunConfig)
     engine = stored.engine.model_copy(update={"kind": "vllm", "max_running": 64})
     run.write_config(stored.model_copy(update={"engine": engine}))

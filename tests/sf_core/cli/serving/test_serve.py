@@ -13,21 +13,21 @@ from anthropic import Anthropic
 from storage.files import list_files
 from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories
+from tests.bench.commands import sf
+from tests.bench.policy_server import KEY, Served, publish_run
 from tests.patience import patience
-from tests.sf_core.cli.serving.served import KEY, Served, published_run
-from tests.sf_core.cli.test_main import sf
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return published_run(tmp_path)
+def published_run(tmp_path: Path) -> RunDirectory:
+    return publish_run(tmp_path)
 
 
 def test_the_newest_policy_answers_public_clients_and_leaves_nothing(
-    run: RunDirectory, tmp_path: Path
+    published_run: RunDirectory, tmp_path: Path
 ) -> None:
-    files = list_files(run.uri)
-    served = Served(run.uri, log=tmp_path / "log")
+    files = list_files(published_run.uri)
+    served = Served(published_run.uri, log=tmp_path / "log")
     try:
         assert "serving version 3 of taught" in served.output
         messages = [{"role": "user", "content": "What is 3+4?"}]
@@ -63,12 +63,14 @@ def test_the_newest_policy_answers_public_clients_and_leaves_nothing(
         code = served.end(signal.SIGINT)
     assert (code, served.output.splitlines()[-1]) == (0, "stopped")
     assert "Traceback" not in served.output
-    assert list_files(run.uri) == files
+    assert list_files(published_run.uri) == files
 
 
-def test_sessions_are_recorded_only_in_the_folder_that_is_named(run: RunDirectory, tmp_path: Path) -> None:
+def test_sessions_are_recorded_only_in_the_folder_that_is_named(
+    published_run: RunDirectory, tmp_path: Path
+) -> None:
     record = tmp_path / "kept"
-    served = Served(f"{run.uri}@2", "--record", str(record), log=tmp_path / "log")
+    served = Served(f"{published_run.uri}@2", "--record", str(record), log=tmp_path / "log")
     try:
         assert '{"run_id": "kept"}' in served.output
         with httpx.Client(
@@ -88,16 +90,16 @@ def test_sessions_are_recorded_only_in_the_folder_that_is_named(run: RunDirector
     assert read_trajectories(uri)["task_id"].to_pylist() == ["one"]
 
 
-def test_a_version_that_is_not_kept_is_answered_with_those_that_are(run: RunDirectory) -> None:
+def test_a_version_that_is_not_kept_is_answered_with_those_that_are(published_run: RunDirectory) -> None:
     for version in (1, 4):
-        code, output = sf("serve", f"{run.uri}@{version}")
+        code, output = sf("serve", f"{published_run.uri}@{version}")
         assert code == 2
         assert f"taught: the weights of version {version} are not there; these are: 0, 2, 3" in output
 
 
-def test_a_model_folder_is_told_from_a_run(run: RunDirectory) -> None:
-    code, output = sf("serve", run.start_dir)
-    assert (code, f"{run.start_dir} is a model folder, and no run" in output) == (2, True), output
+def test_a_model_folder_is_told_from_a_run(published_run: RunDirectory) -> None:
+    code, output = sf("serve", published_run.start_dir)
+    assert (code, f"{published_run.start_dir} is a model folder, and no run" in output) == (2, True), output
 
 
 @pytest.mark.parametrize(
@@ -109,12 +111,12 @@ def test_a_model_folder_is_told_from_a_run(run: RunDirectory) -> None:
     ],
 )
 def test_keys_that_keep_nobody_out_are_refused(
-    run: RunDirectory, arguments: list[str], sentence: str
+    published_run: RunDirectory, arguments: list[str], sentence: str
 ) -> None:
-    code, output = sf("serve", run.uri, *arguments)
+    code, output = sf("serve", published_run.uri, *arguments)
     assert (code, sentence in output) == (2, True), output
 
 
-def test_a_runs_own_directory_is_not_recorded_into(run: RunDirectory) -> None:
-    code, output = sf("serve", run.uri, "--record", run.uri)
+def test_a_runs_own_directory_is_not_recorded_into(published_run: RunDirectory) -> None:
+    code, output = sf("serve", published_run.uri, "--record", published_run.uri)
     assert (code, "is a run's own directory" in output) == (2, True), output

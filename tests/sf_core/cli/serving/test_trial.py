@@ -17,7 +17,7 @@ from sf_core.cli.serving import blocking
 from sf_core.cli.serving.local_plane import serve_app
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
 
 MODULE = """
 import itertools
@@ -82,7 +82,7 @@ SMALL = "{hidden_size: 32, num_layers: 1, warmstart: null}"
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def trial_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "tried_module.py").write_text(MODULE)
     named = {part: f"tried_module:{part}" for part in ("tasks", "reward")}
     names = ", ".join(f'{part}: "{name}"' for part, name in named.items())
@@ -99,8 +99,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("agent", ["ask", "ask_async"])
-def test_an_agent_is_shown_with_its_conversation_and_reward(config: str, agent: str) -> None:
-    code, output = sf("try", config, "--index", "4", "--set", f"environment.agent=tried_module:{agent}")
+def test_an_agent_is_shown_with_its_conversation_and_reward(trial_yaml: str, agent: str) -> None:
+    code, output = sf("try", trial_yaml, "--index", "4", "--set", f"environment.agent=tried_module:{agent}")
     assert code == 0, output
     assert "task add-train-4 of addition: What is 4+3?" in output
     assert "the built-in policy, untrained" in output
@@ -110,18 +110,18 @@ def test_an_agent_is_shown_with_its_conversation_and_reward(config: str, agent: 
     assert ("user: Sure?" in output) == (agent == "ask")
 
 
-def test_a_task_of_a_mixture_is_worked_on_by_its_part(config: str) -> None:
+def test_a_task_of_a_mixture_is_worked_on_by_its_part(trial_yaml: str) -> None:
     own = "{tasks: tried_module:tasks, agent: tried_module:ask, reward: tried_module:reward}"
     parts = f"{{words: {{name: quickstart}}, own: {own}}}"
     named = ("--set", "environment={name: mixture}", "--set", f"environment.settings.parts={parts}")
     for index, told in (("0", "words/spell_backward-train-0 of words"), ("5", "own/add-train-2 of own")):
-        code, output = sf("try", config, *named, "--index", index)
+        code, output = sf("try", trial_yaml, *named, "--index", index)
         assert code == 0, output
         assert f"task {told}: " in output
     assert "user: Sure?" in output and "reward: 0.5 (right 0, there 0.5)" in output
 
 
-def test_a_command_as_agent_is_shown_with_what_it_writes(config: str) -> None:
+def test_a_command_as_agent_is_shown_with_what_it_writes(trial_yaml: str) -> None:
     script = (
         "import os, json, urllib.request as u, sys\n"
         "body = json.dumps({'model': os.environ['OPENAI_MODEL'], 'messages': "
@@ -132,7 +132,7 @@ def test_a_command_as_agent_is_shown_with_what_it_writes(config: str) -> None:
     )
     Path("agent_command.py").write_text(script)
     command = f"{{command: [{sys.executable}, {Path.cwd()}/agent_command.py]}}"
-    code, output = sf("try", config, "--index", "4", "--set", f"environment.agent={command}")
+    code, output = sf("try", trial_yaml, "--index", "4", "--set", f"environment.agent={command}")
     assert code == 0, output
     assert "looked" in output
     assert "reward: 1.5 (right 1, there 0.5)" in output
@@ -151,8 +151,10 @@ def test_a_command_as_agent_is_shown_with_what_it_writes(config: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_a_mistake_is_told_in_one_sentence_with_its_place(config: str, setting: str, sentence: str) -> None:
-    code, output = sf("try", config, "--set", f"environment.{setting}")
+def test_a_mistake_is_told_in_one_sentence_with_its_place(
+    trial_yaml: str, setting: str, sentence: str
+) -> None:
+    code, output = sf("try", trial_yaml, "--set", f"environment.{setting}")
     assert code != 0, output
     place = "tried_module.py:"
     [told] = output.split("error: ")[1:]
@@ -161,9 +163,11 @@ def test_a_mistake_is_told_in_one_sentence_with_its_place(config: str, setting: 
     assert "sf_core/" not in output, "the frames of our package are left out"
 
 
-def test_an_agent_that_blocks_the_event_loop_is_ended(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_blocks_the_event_loop_is_ended(
+    trial_yaml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocking, "BLOCKED_S", 0.7)
-    code, output = sf("try", config, "--set", "environment.agent=tried_module:blocks")
+    code, output = sf("try", trial_yaml, "--set", "environment.agent=tried_module:blocks")
     assert code == 1, output
     assert "time.sleep(60)" in output
     assert "error: the agent failed at tried_module.py:" in output
@@ -172,7 +176,7 @@ def test_an_agent_that_blocks_the_event_loop_is_ended(config: str, monkeypatch: 
 
 @pytest.mark.parametrize("status", [200, 401])
 def test_an_agent_is_tried_against_an_endpoint_elsewhere(
-    config: str, status: int, monkeypatch: pytest.MonkeyPatch
+    trial_yaml: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "a-key")
 
@@ -185,8 +189,10 @@ def test_an_agent_is_tried_against_an_endpoint_elsewhere(
         return JSONResponse({"choices": [{"message": message, "finish_reason": "stop", "index": 0}]})
 
     app = Starlette(routes=[Route("/api/v1/chat/completions", answer, methods=["POST"])])
-    with serve_app(app) as url:
-        code, output = sf("try", config, "--index", "4", "--endpoint", f"{url}/api/v1", "--model", "large")
+    with listening(app) as url:
+        code, output = sf(
+            "try", trial_yaml, "--index", "4", "--endpoint", f"{url}/api/v1", "--model", "large"
+        )
     if status == 200:
         assert code == 0, output
         assert "user: What is 4+3? assistant: 5 user: Sure? assistant: 7 the agent answered: 7" in output
@@ -196,17 +202,17 @@ def test_an_agent_is_tried_against_an_endpoint_elsewhere(
         assert "refused with 401" in output
 
 
-def test_tasks_that_change_are_told_before_anything_is_served(config: str) -> None:
-    code, output = sf("try", config, "--set", "environment.tasks=tried_module:changing")
+def test_tasks_that_change_are_told_before_anything_is_served(trial_yaml: str) -> None:
+    code, output = sf("try", trial_yaml, "--set", "environment.tasks=tried_module:changing")
     assert code != 0 and "tried_module:changing (tried_module.py:" in output
     assert "changes between two calls" in output and "policy:" not in output
 
 
-def test_answers_of_a_model_may_be_as_long_as_in_a_run_of_it(config: str, tmp_path: Path) -> None:
-    model, shape = str(tmp_path / "model"), load_config(config).policy
+def test_answers_of_a_model_may_be_as_long_as_in_a_run_of_it(trial_yaml: str, tmp_path: Path) -> None:
+    model, shape = str(tmp_path / "model"), load_config(trial_yaml).policy
     make_policy(model, shape, 0)
     sets = [f"policy.model={model}", "rollout.max_tokens=null", "engine.context_length=600"]
-    code, output = sf("try", config, *(word for one in sets for word in ("--set", one)))
+    code, output = sf("try", trial_yaml, *(word for one in sets for word in ("--set", one)))
     assert code == 0, output
     lengths = [int(number) for number in re.findall(r"assistant, (\d+) tokens", output)]
     assert max(lengths) > 64, "the default of the built-in policy"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Supervisor]:
+def emulated_stack(tmp_path: Path) -> Iterator[Supervisor]:
     with local_stack(tmp_path / "logs", {"PYTHONPATH": str(ROOT), "SF_EMULATED": "1"}) as stack:
         yield stack
 
@@ -34,16 +34,16 @@ def status(sessions: int, *runners: str) -> dict[str, Any]:
 
 
 def test_worker_processes_come_with_the_queue_and_go_when_they_hold_no_lease(
-    stack: Supervisor, tmp_path: Path
+    emulated_stack: Supervisor, tmp_path: Path
 ) -> None:
-    scheduler = start_dask(stack, {}, tmp_path)()
-    runners = LocalRunners(stack, config(), scheduler, tmp_path)
+    scheduler = start_dask(emulated_stack, {}, tmp_path)()
+    runners = LocalRunners(emulated_stack, config(), scheduler, tmp_path)
     runners.adapt(status(10))
-    assert list(stack.processes) == ["dask-scheduler"]
+    assert list(emulated_stack.processes) == ["dask-scheduler"]
     runners.adapt(status(15))
     [joined] = wait_until(lambda: read_workers(scheduler), "a worker", every_s=0.2)
     assert (joined.name, joined.tags) == ("a0-01", {"agent"})
     runners.adapt(status(0, "a0:a0-0.1", "a0-01:a0-01-1.1"))
-    assert len(stack.processes) == 2, "it still works"
+    assert len(emulated_stack.processes) == 2, "it still works"
     runners.adapt(status(0, "a0:a0-0.1"))
-    assert list(stack.processes) == ["dask-scheduler"]
+    assert list(emulated_stack.processes) == ["dask-scheduler"]

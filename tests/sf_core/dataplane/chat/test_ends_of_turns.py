@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.sf_core.dataplane.conversations import family, user
+from tests.bench.dataplane.conversations import family, user
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

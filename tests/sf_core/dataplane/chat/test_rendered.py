@@ -17,9 +17,9 @@ from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.reports.export.export import export
 from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories, to_rows
-from tests.sf_core.cli.test_main import sf
-from tests.sf_core.dataplane.conversations import FIND, Record, call_text, family, odd_ids, user
-from tests.sf_core.runs import configure, sample
+from tests.bench.commands import sf
+from tests.bench.dataplane.conversations import FIND, Record, call_text, family, odd_ids, user
+from tests.bench.runs import configure, sample
 
 SYSTEM = {"role": "system", "content": "Be brief. \N{GREEK SMALL LETTER PI}"}
 OTHER = {

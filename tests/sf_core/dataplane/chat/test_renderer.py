@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from sf_core.dataplane.chat.renderer import Renderer, TextStream, read_renderer
 from sf_core.dataplane.errors import ApiError
-from tests.sf_core.dataplane.stand import CALC
+from tests.bench.dataplane.planes import CALC
 
 
 def test_rendering_and_encoding_are_those_of_transformers(model_dir: str, renderer: Renderer) -> None:

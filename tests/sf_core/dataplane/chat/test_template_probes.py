@@ -7,7 +7,7 @@ import pytest
 
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.sf_core.dataplane.conversations import Record, check, family, shown, user
+from tests.bench.dataplane.conversations import Record, check, family, shown, user
 
 
 @pytest.mark.parametrize(

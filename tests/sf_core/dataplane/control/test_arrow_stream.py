@@ -12,35 +12,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import arrow_stream as stream_module
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream
 from storage.manifests import Manifest
 from storage.outcomes import write_outcomes
 from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
-from storage.schema import SCHEMA
-from storage.trajectories import read_trajectories, to_rows, write_trajectories
+from storage.trajectories import SCHEMA, read_trajectories, to_rows, write_trajectories
+from tests.bench.dataplane.planes import ServedPlane
 from tests.patience import join
-from tests.sf_core.dataplane.stand import Server, say
 
 PAGE = (Path(__file__).parents[4] / "docs" / "your-trainer.md").read_text()
 PATH = "/runs/run/batches/{}/stream"
 
 
-@pytest.fixture
-def serving(server: Server, renderer: Renderer) -> Server:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
-    return server
-
-
-def fill_batch(server: Server) -> None:
-    for i, claim in enumerate(server.claim(4)):
+def fill_batch(plane: ServedPlane) -> None:
+    for i, claim in enumerate(plane.claim(4)):
         session = f"/sessions/{claim['session_id']}"
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-        server.post(f"{session}/v1/chat/completions", body)
-        server.post(f"{session}/finish", {"status": "finished", "reward": float(i)})
+        plane.post(f"{session}/v1/chat/completions", body)
+        plane.post(f"{session}/finish", {"status": "finished", "reward": float(i)})
 
 
 def read(response: httpx.Response) -> pa.Table:
@@ -49,61 +40,65 @@ def read(response: httpx.Response) -> pa.Table:
     return pa.ipc.open_stream(response.content).read_all()
 
 
-def sealed_file(server: Server, batch: int = 0) -> str:
-    sealed = server.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
-    return f"{server.run_dir}/run/{sealed['files'][0]['uri']}"
+def sealed_file(plane: ServedPlane, batch: int = 0) -> str:
+    sealed = plane.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
+    return f"{plane.run_dir}/run/{sealed['files'][0]['uri']}"
 
 
-def test_the_stream_is_the_sealed_batch_in_the_documented_columns(serving: Server) -> None:
-    fill_batch(serving)
-    streamed = read(serving.http.get(PATH.format(0)))
+def test_the_stream_is_the_sealed_batch_in_the_documented_columns(answering_plane: ServedPlane) -> None:
+    fill_batch(answering_plane)
+    streamed = read(answering_plane.http.get(PATH.format(0)))
     assert streamed.schema.equals(SCHEMA.with_metadata(METADATA), check_metadata=True)
-    stored = read_trajectories(sealed_file(serving))
+    stored = read_trajectories(sealed_file(answering_plane))
     assert streamed.cast(SCHEMA).to_pylist() == stored.drop_columns("iteration").to_pylist()
 
 
-def test_reading_again_gives_the_same_batch(serving: Server) -> None:
-    fill_batch(serving)
-    assert serving.http.get(PATH.format(0)).content == serving.http.get(PATH.format(0)).content
+def test_reading_again_gives_the_same_batch(answering_plane: ServedPlane) -> None:
+    fill_batch(answering_plane)
+    assert (
+        answering_plane.http.get(PATH.format(0)).content == answering_plane.http.get(PATH.format(0)).content
+    )
 
 
-def test_a_batch_that_is_not_ready_is_waited_for(serving: Server) -> None:
-    early = serving.http.get(PATH.format(0))
+def test_a_batch_that_is_not_ready_is_waited_for(answering_plane: ServedPlane) -> None:
+    early = answering_plane.http.get(PATH.format(0))
     assert early.status_code == 409
     assert "2 of 2 groups" in early.json()["error"]["message"]
     found: list[pa.Table] = []
     waiting = threading.Thread(
-        target=lambda: found.append(read(httpx.get(serving.url + PATH.format(0), params={"wait_s": 20})))
+        target=lambda: found.append(
+            read(httpx.get(answering_plane.url + PATH.format(0), params={"wait_s": 20}))
+        )
     )
     waiting.start()
-    fill_batch(serving)
+    fill_batch(answering_plane)
     join(waiting)
     assert found[0].num_rows == 4
 
 
-def test_a_committed_batch_is_read_from_the_run_directory(serving: Server) -> None:
-    fill_batch(serving)
-    directory = RunDirectory(f"{serving.run_dir}/run")
-    rows = to_rows(read_trajectories(sealed_file(serving)))[:1]
+def test_a_committed_batch_is_read_from_the_run_directory(answering_plane: ServedPlane) -> None:
+    fill_batch(answering_plane)
+    directory = RunDirectory(f"{answering_plane.run_dir}/run")
+    rows = to_rows(read_trajectories(sealed_file(answering_plane)))[:1]
     ref = write_trajectories(directory, 7, rows, "other")
     outputs = [write_outcomes(directory, 7, [], "other"), ref]
     directory.commit_manifest(
         Manifest(run_id="run", iteration=7, stage="rollout", attempt=1, outputs=outputs)
     )
-    assert read(serving.http.get(PATH.format(7))).num_rows == 1
+    assert read(answering_plane.http.get(PATH.format(7))).num_rows == 1
 
 
-def test_an_unknown_run_is_refused_with_a_sentence(serving: Server) -> None:
-    response = serving.http.get("/runs/other/batches/0/stream")
+def test_an_unknown_run_is_refused_with_a_sentence(answering_plane: ServedPlane) -> None:
+    response = answering_plane.http.get("/runs/other/batches/0/stream")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "run_not_found")
 
 
 def test_rows_leave_in_pieces_and_a_stream_that_breaks_off_is_noticed(
-    serving: Server, monkeypatch: pytest.MonkeyPatch
+    answering_plane: ServedPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill_batch(serving)
+    fill_batch(answering_plane)
     monkeypatch.setattr(stream_module, "MAX_ROWS", 1)
-    file = sealed_file(serving)
+    file = sealed_file(answering_plane)
     pieces = list(arrow_stream([file]))
     assert len(pieces) == 4 + 1
     assert pa.ipc.open_stream(b"".join(pieces)).read_all().num_rows == 4
@@ -115,13 +110,13 @@ def test_rows_leave_in_pieces_and_a_stream_that_breaks_off_is_noticed(
     assert not b"".join(begun).endswith(b"\xff\xff\xff\xff\x00\x00\x00\x00")
 
 
-def test_the_trainer_of_the_page_makes_a_loss_ready_batch(serving: Server) -> None:
-    fill_batch(serving)
+def test_the_trainer_of_the_page_makes_a_loss_ready_batch(answering_plane: ServedPlane) -> None:
+    fill_batch(answering_plane)
     page: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(compile(snippet, "docs/your-trainer.md", "exec"), page)
-    batch = page["loss_ready"](page["read_batch"](serving.url + PATH.format(0) + "?wait_s=5"))
-    rows = to_rows(read_trajectories(sealed_file(serving)))
+    batch = page["loss_ready"](page["read_batch"](answering_plane.url + PATH.format(0) + "?wait_s=5"))
+    rows = to_rows(read_trajectories(sealed_file(answering_plane)))
     for i, row in enumerate(rows):
         length = len(row.token_ids)
         assert batch["ids"][i, :length].tolist() == row.token_ids.tolist()

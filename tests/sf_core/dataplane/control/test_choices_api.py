@@ -8,44 +8,44 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.client import DataplaneClient
+from tests.bench.dataplane.planes import ServedPlane, say
 from tests.sf_core.dataplane.gateway.test_observed import figures
 from tests.sf_core.dataplane.runs.test_scoring import answer_all, ask, claim, score, sessions
-from tests.sf_core.dataplane.stand import Server, say
 
 BATCH = "/runs/run/batches/0"
 
 
-def register(server: Server, renderer: Renderer, **rules: Any) -> None:
-    server.register(**{"groups_per_batch": 1, "group_size": 2, "lag_bound": 0} | rules)
-    server.connect(lambda prompt, seed: say(renderer, "answer"))
+def register(plane: ServedPlane, renderer: Renderer, **rules: Any) -> None:
+    plane.register(**{"groups_per_batch": 1, "group_size": 2, "lag_bound": 0} | rules)
+    plane.connect(lambda prompt, seed: say(renderer, "answer"))
 
 
-def end(server: Server, session_id: str, reward: float = 1.0, **parts: float) -> dict[str, Any]:
+def end(plane: ServedPlane, session_id: str, reward: float = 1.0, **parts: float) -> dict[str, Any]:
     report = {"session_id": session_id, "status": "finished", "reward": reward, "reward_parts": parts}
-    return server.post("/runs/run/finished", {"sessions": [report]})
+    return plane.post("/runs/run/finished", {"sessions": [report]})
 
 
-def play(server: Server, runner: str = "a0") -> None:
+def play(plane: ServedPlane, runner: str = "a0") -> None:
     """Have a group end with equal rewards."""
-    for name in sessions(claim(server, runner, 2)):
-        ask(server, name)
-        end(server, name)
+    for name in sessions(claim(plane, runner, 2)):
+        ask(plane, name)
+        end(plane, name)
 
 
 # --- runs of which nothing counts
 
 
 def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    register(server, renderer, gate="varied")
+    register(served_plane, renderer, gate="varied")
     for _ in range(9):
-        play(server)
-    status = server.get(BATCH)
+        play(served_plane)
+    status = served_plane.get(BATCH)
     dropped = "9 dropped since the last batch: equal_rewards 9"
     assert (status["waiting_for"], status["fault"]) == (f"1 of 1 groups; 0 are in flight; {dropped}", "")
-    play(server)
-    client = DataplaneClient(server.url, "run")
+    play(served_plane)
+    client = DataplaneClient(served_plane.url, "run")
     with pytest.raises(RuntimeError) as ended:
         client.wait_for_batch(0, timeout_s=60, absence_timeout_s=60)
     assert str(ended.value) == (
@@ -53,13 +53,13 @@ def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
         "rollout.gate varied lets none pass; take tasks that the policy solves now and then, correct "
         "rollout.success, or set rollout.gate to all"
     )
-    assert sessions(claim(server, "a0", 2)) == [], "nothing is sampled for a run that ends"
+    assert sessions(claim(served_plane, "a0", 2)) == [], "nothing is sampled for a run that ends"
     # another attempt, in which it is mended, goes on
-    server.register(groups_per_batch=1, group_size=2, lag_bound=0, attempt=2)
-    server.connect(lambda prompt, seed: say(renderer, "answer"), lease="r1", attempt=2)
-    play(server, "a1")
-    assert server.get(BATCH)["ready"]
-    sealed = server.post(f"{BATCH}/seal", {"attempt": 2})
+    served_plane.register(groups_per_batch=1, group_size=2, lag_bound=0, attempt=2)
+    served_plane.connect(lambda prompt, seed: say(renderer, "answer"), lease="r1", attempt=2)
+    play(served_plane, "a1")
+    assert served_plane.get(BATCH)["ready"]
+    sealed = served_plane.post(f"{BATCH}/seal", {"attempt": 2})
     assert sealed["groups"] == [10] and len(sealed["rejected"]) == 10
     assert sealed.keys().isdisjoint({"outcomes", "right", "length_cut"}), "it does not choose any more"
 
@@ -68,48 +68,50 @@ def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
 
 
 def test_a_reward_without_the_part_fails_its_session_with_the_parts_that_it_has(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    register(server, renderer, success={"part": "right"}, session_attempts=1)
-    first, second = sessions(claim(server, "a0", 2))
+    register(served_plane, renderer, success={"part": "right"}, session_attempts=1)
+    first, second = sessions(claim(served_plane, "a0", 2))
     for name in (first, second):
-        ask(server, name)
+        ask(served_plane, name)
     refusal = (
         "The reward has no part 'right', which rollout.success.part names; it has 'form', 'style': name one "
         "of them there, or return that part."
     )
-    assert end(server, first, style=1.0, form=0.0) == {"finished": [], "refused": {first: refusal}}
-    status = server.get("/runs/run")
+    assert end(served_plane, first, style=1.0, form=0.0) == {"finished": [], "refused": {first: refusal}}
+    status = served_plane.get("/runs/run")
     assert status["last_error"] == refusal
     assert status["counters"]["failures.reward_error"] == 1
     assert status["counters"]["rejected_groups.reward_error"] == 1
 
-    [third, _] = sessions(claim(server, "a0", 2))
-    ask(server, third)
+    [third, _] = sessions(claim(served_plane, "a0", 2))
+    ask(served_plane, third)
     refusal = (
         "The reward has no part 'right', which rollout.success.part names; it has no parts: return a mapping "
         "of them, or remove rollout.success.part."
     )
-    assert end(server, third)["refused"] == {third: refusal}
-    assert server.get(BATCH)["failures_in_a_row"] == 2, "so that the flow ends with it"
+    assert end(served_plane, third)["refused"] == {third: refusal}
+    assert served_plane.get(BATCH)["failures_in_a_row"] == 2, "so that the flow ends with it"
 
 
-def test_held_out_sessions_need_no_part_and_failed_ones_are_wrong(server: Server, renderer: Renderer) -> None:
+def test_held_out_sessions_need_no_part_and_failed_ones_are_wrong(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
     rules = {"success": {"part": "right", "at_least": -1.0}, "gate": "varied", "failed_reward": 1.0}
-    register(server, renderer, **rules, on_failure={"agent_error": "zero"})
-    server.post("/runs/run/evaluations/0", {"num_tasks": 1})
-    [held_out] = sessions(claim(server, "a0", 1))
-    ask(server, held_out)
-    assert end(server, held_out, 0.5)["finished"] == [held_out]
-    assert server.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
+    register(served_plane, renderer, **rules, on_failure={"agent_error": "zero"})
+    served_plane.post("/runs/run/evaluations/0", {"num_tasks": 1})
+    [held_out] = sessions(claim(served_plane, "a0", 1))
+    ask(served_plane, held_out)
+    assert end(served_plane, held_out, 0.5)["finished"] == [held_out]
+    assert served_plane.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
 
-    failing, right = sessions(claim(server, "a0", 2))
+    failing, right = sessions(claim(served_plane, "a0", 2))
     for name in (failing, right):
-        ask(server, name)
-    server.post(f"/sessions/{failing}/finish", {"status": "failed", "error": "KeyError: x"})
-    end(server, right, right=0.5)
+        ask(served_plane, name)
+    served_plane.post(f"/sessions/{failing}/finish", {"status": "failed", "error": "KeyError: x"})
+    end(served_plane, right, right=0.5)
     # a failed session has no parts: 0, which is at least -1
-    assert server.get(BATCH)["waiting_for"].endswith(
+    assert served_plane.get(BATCH)["waiting_for"].endswith(
         "1 dropped since the last batch: one_outcome 1; the last failed session: KeyError: x"
     )
 
@@ -117,31 +119,33 @@ def test_held_out_sessions_need_no_part_and_failed_ones_are_wrong(server: Server
 # --- sessions that are cut
 
 
-def test_a_cut_session_is_like_any_that_has_ended(server: Server, renderer: Renderer) -> None:
-    register(server, renderer, spare_sessions=1)
-    names = sessions(claim(server, "a0", 3))
+def test_a_cut_session_is_like_any_that_has_ended(served_plane: ServedPlane, renderer: Renderer) -> None:
+    register(served_plane, renderer, spare_sessions=1)
+    names = sessions(claim(served_plane, "a0", 3))
     for name in names:
-        ask(server, name)
+        ask(served_plane, name)
     for name in names[1:]:
-        end(server, name)
+        end(served_plane, name)
     cut = names[0]
-    assert claim(server, "a0", 0, "agent", cut)["ended"] == [cut], "its runner stops it"
-    refused = server.http.post(f"/sessions/{cut}/finish", json={"status": "finished", "reward": 1.0})
-    ended = server.http.post(f"/sessions/{names[1]}/finish", json={"status": "finished", "reward": 1.0})
+    assert claim(served_plane, "a0", 0, "agent", cut)["ended"] == [cut], "its runner stops it"
+    refused = served_plane.http.post(f"/sessions/{cut}/finish", json={"status": "finished", "reward": 1.0})
+    ended = served_plane.http.post(f"/sessions/{names[1]}/finish", json={"status": "finished", "reward": 1.0})
     assert (refused.status_code, ended.status_code) == (404, 404)
     assert refused.text.replace(cut, names[1]) == ended.text
-    assert end(server, cut) == end(server, names[1]) == {"finished": [], "refused": {}}
-    late = server.http.post(f"/sessions/{cut}/v1/chat/completions", json={"model": "policy", "messages": []})
+    assert end(served_plane, cut) == end(served_plane, names[1]) == {"finished": [], "refused": {}}
+    late = served_plane.http.post(
+        f"/sessions/{cut}/v1/chat/completions", json={"model": "policy", "messages": []}
+    )
     assert late.status_code == 404
-    assert server.get("/runs/run")["counters"]["finished_sessions"] == 2
+    assert served_plane.get("/runs/run")["counters"]["finished_sessions"] == 2
 
     tokens = len(say(renderer, "answer"))
-    sealed = server.post(f"{BATCH}/seal", {"attempt": 1})
+    sealed = served_plane.post(f"{BATCH}/seal", {"attempt": 1})
     assert sealed["sessions"] == 2
     figures_of_lengths = {name: sealed[name] for name in ("length_kept", "length_cut", "cut_sessions")}
     assert figures_of_lengths == {"length_kept": tokens, "length_cut": tokens, "cut_sessions": 1}
     assert (sealed["right"], sealed["mixed"], sealed["wrong"]) == (1, 0, 0)
-    seen = figures(server)
+    seen = figures(served_plane)
     assert seen["sf_sessions_total", "cut", "run"] == 1
     assert seen["sf_sessions_total", "finished", "run"] == 2
     assert seen["sf_cut_tokens_total", "run"] == tokens
@@ -150,40 +154,40 @@ def test_a_cut_session_is_like_any_that_has_ended(server: Server, renderer: Rend
 
 
 def test_a_cut_session_that_waits_for_its_score_is_scored_by_nobody(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    register(server, renderer, spare_sessions=1)
-    claim(server, "s0", 0, "reward")
-    names = answer_all(server, claim(server, "a0", 3))
-    given = sessions(claim(server, "s0", 2, "reward"))
+    register(served_plane, renderer, spare_sessions=1)
+    claim(served_plane, "s0", 0, "reward")
+    names = answer_all(served_plane, claim(served_plane, "a0", 3))
+    given = sessions(claim(served_plane, "s0", 2, "reward"))
     assert given == names[:2]
-    score(server, given)
-    assert server.get("/runs/run")["work"]["reward"] == 0
-    assert sessions(claim(server, "s0", 9, "reward")) == []
-    assert server.get(BATCH)["ready"]
+    score(served_plane, given)
+    assert served_plane.get("/runs/run")["work"]["reward"] == 0
+    assert sessions(claim(served_plane, "s0", 9, "reward")) == []
+    assert served_plane.get(BATCH)["ready"]
 
 
-def test_a_cut_session_that_is_being_scored_is_stopped(server: Server, renderer: Renderer) -> None:
-    register(server, renderer, spare_sessions=1)
-    claim(server, "s0", 0, "reward")
-    names = answer_all(server, claim(server, "a0", 3))
-    assert sessions(claim(server, "s0", 9, "reward")) == names
-    score(server, names[:2])
-    assert claim(server, "s0", 0, "reward", names[2])["ended"] == [names[2]]
-    assert end(server, names[2]) == {"finished": [], "refused": {}}
+def test_a_cut_session_that_is_being_scored_is_stopped(served_plane: ServedPlane, renderer: Renderer) -> None:
+    register(served_plane, renderer, spare_sessions=1)
+    claim(served_plane, "s0", 0, "reward")
+    names = answer_all(served_plane, claim(served_plane, "a0", 3))
+    assert sessions(claim(served_plane, "s0", 9, "reward")) == names
+    score(served_plane, names[:2])
+    assert claim(served_plane, "s0", 0, "reward", names[2])["ended"] == [names[2]]
+    assert end(served_plane, names[2]) == {"finished": [], "refused": {}}
 
 
-def test_groups_whose_task_was_taken_again_are_counted(server: Server, renderer: Renderer) -> None:
-    register(server, renderer, groups_per_batch=2, curriculum={"pool": 1})
-    claim(server, "a0", 4)
-    assert figures(server)["sf_repeated_tasks_total", "run"] == 1
+def test_groups_whose_task_was_taken_again_are_counted(served_plane: ServedPlane, renderer: Renderer) -> None:
+    register(served_plane, renderer, groups_per_batch=2, curriculum={"pool": 1})
+    claim(served_plane, "a0", 4)
+    assert figures(served_plane)["sf_repeated_tasks_total", "run"] == 1
 
 
-def test_claims_name_the_task_that_was_picked(server: Server, renderer: Renderer) -> None:
+def test_claims_name_the_task_that_was_picked(served_plane: ServedPlane, renderer: Renderer) -> None:
     stages = [{"shares": {"sums": 1.0}}]
-    register(server, renderer, groups_per_batch=2, curriculum={"pool": 99, "stages": stages})
-    server.post("/runs/run/evaluations/0", {"num_tasks": 2})
-    given = claim(server, "a0", 6)["sessions"]
+    register(served_plane, renderer, groups_per_batch=2, curriculum={"pool": 99, "stages": stages})
+    served_plane.post("/runs/run/evaluations/0", {"num_tasks": 2})
+    given = claim(served_plane, "a0", 6)["sessions"]
     held_out, trained = given[:2], given[2:]
     assert [(each["source"], each["task_index"]) for each in held_out] == [("", 0), ("", 1)]
     first, second = [{(each["source"], each["task_index"]) for each in trained[i : i + 2]} for i in (0, 2)]
@@ -191,7 +195,7 @@ def test_claims_name_the_task_that_was_picked(server: Server, renderer: Renderer
     assert first | second <= {("sums", number) for number in range(99)}
     assert not (first | second) & {("sums", 0), ("sums", 1)}, "its number is not that of its group"
     # its answer comes with the same task
-    claim(server, "s0", 0, "reward")
-    answer_all(server, {"sessions": trained[:1]})
-    [again] = claim(server, "s0", 9, "reward")["sessions"]
+    claim(served_plane, "s0", 0, "reward")
+    answer_all(served_plane, {"sessions": trained[:1]})
+    [again] = claim(served_plane, "s0", 9, "reward")["sessions"]
     assert {(again["source"], again["task_index"])} == first

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
-from tests.proxies import SilentProxy
+from tests.bench.proxies import SilentProxy
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -30,7 +30,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def answers_url() -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), Answers) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -38,16 +38,16 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_data_plane_that_is_not_ready_is_asked_again(url: str) -> None:
+def test_a_data_plane_that_is_not_ready_is_asked_again(answers_url: str) -> None:
     Answers.statuses = [503, 503, 200]
-    DataplaneClient(url, "run", patience_s=10.0).status()
+    DataplaneClient(answers_url, "run", patience_s=10.0).status()
     assert Answers.statuses == []
 
 
-def test_patience_ends_with_what_the_data_plane_said(url: str) -> None:
+def test_patience_ends_with_what_the_data_plane_said(answers_url: str) -> None:
     Answers.statuses = [503] * 1000
     with pytest.raises(DataplaneError, match="starting"):
-        DataplaneClient(url, "run", patience_s=0.0).status()
+        DataplaneClient(answers_url, "run", patience_s=0.0).status()
 
 
 def test_a_data_plane_that_does_not_answer_is_named_with_the_setting_of_its_address() -> None:
@@ -59,16 +59,16 @@ def test_a_data_plane_that_does_not_answer_is_named_with_the_setting_of_its_addr
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
-def test_a_refusal_is_final(url: str) -> None:
+def test_a_refusal_is_final(answers_url: str) -> None:
     Answers.statuses = [409, 200]
     with pytest.raises(DataplaneError, match="starting"):
-        DataplaneClient(url, "run", patience_s=10.0).status()
+        DataplaneClient(answers_url, "run", patience_s=10.0).status()
     assert Answers.statuses == [200]
 
 
-def test_no_proxy_stands_between_a_flow_and_its_data_plane(url: str, proxy: SilentProxy) -> None:
+def test_no_proxy_stands_between_a_flow_and_its_data_plane(answers_url: str, proxy: SilentProxy) -> None:
     Answers.statuses = [200]
-    DataplaneClient(url, "run", patience_s=0.0, timeout_s=20).status()
+    DataplaneClient(answers_url, "run", patience_s=0.0, timeout_s=20).status()
     assert not proxy.was_asked()
 
 

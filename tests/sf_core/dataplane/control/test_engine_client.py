@@ -33,11 +33,11 @@ from sf_core.engines.drivers.spans import BUSY_GAP_S, MAX_SPAN_S, Spans
 from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, WeightsRef
+from tests.bench.dataplane.planes import ServedPlane, running_app, say
+from tests.bench.engines.self_running import SelfRunningEngine
+from tests.bench.proxies import SilentProxy
 from tests.patience import join, patience, wait_until
 from tests.properties import examples
-from tests.proxies import SilentProxy
-from tests.sf_core.dataplane.stand import Server, running_app, say
-from tests.sf_core.engines.self_running import SelfRunningEngine
 
 HELLO = wire.Hello("run", 1, "r0", 0, "r0", "r0", 8)
 
@@ -52,12 +52,12 @@ def drive(request: pytest.FixtureRequest) -> Callable[[ScriptedEngine], Engine]:
     return request.param
 
 
-def refusal(server: Server, **hello: Any) -> str:
-    return serve_engine(server.url, None, replace(HELLO, **hello), make(), patience_s=5)
+def refusal(plane: ServedPlane, **hello: Any) -> str:
+    return serve_engine(plane.url, None, replace(HELLO, **hello), make(), patience_s=5)
 
 
-def test_an_engine_is_told_the_current_weights(server: Server, renderer: Renderer) -> None:
-    server.register(version=3, weights_uri="w3", iteration=3)
+def test_an_engine_is_told_the_current_weights(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register(version=3, weights_uri="w3", iteration=3)
     seen: list[WeightsRef] = []
 
     class Seeing(ScriptedEngine):
@@ -66,77 +66,81 @@ def test_an_engine_is_told_the_current_weights(server: Server, renderer: Rendere
             super().take_weights(weights)
 
     engine = Seeing(lambda prompt, seed: [1])
-    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
+    thread = threading.Thread(target=serve_engine, args=(served_plane.url, None, HELLO, engine))
     thread.start()
-    wait_until(lambda: bool(server.live_engines()))
-    server.post("/runs/run/release")
+    wait_until(lambda: bool(served_plane.live_engines()))
+    served_plane.post("/runs/run/release")
     join(thread)
     assert seen == [WeightsRef(3, "w3")]
 
 
-def test_a_revoked_lease_ends_also_when_it_comes_late(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
-    assert server.post("/runs/run/leases/r0/revoke") == {"engines": 1, "dropped": 0}
-    assert server.post("/runs/run/leases/t0-1/revoke") == {"engines": 0, "dropped": 0}
-    join(server.threads[0])
-    assert server.reasons == {"r0": "revoked"}
-    assert refusal(server, lease_id="t0-1") == "revoked"
+def test_a_revoked_lease_ends_also_when_it_comes_late(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    assert served_plane.post("/runs/run/leases/r0/revoke") == {"engines": 1, "dropped": 0}
+    assert served_plane.post("/runs/run/leases/t0-1/revoke") == {"engines": 0, "dropped": 0}
+    join(served_plane.threads[0])
+    assert served_plane.reasons == {"r0": "revoked"}
+    assert refusal(served_plane, lease_id="t0-1") == "revoked"
 
 
-def test_what_is_stale_is_turned_away(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
-    server.register(attempt=2)
-    join(server.threads[0])
-    assert server.reasons["r0"] == "superseded by a later attempt of the flow"
-    assert refusal(server, lease_id="other") == "superseded by a later attempt of the flow"
-    server.post("/runs/run/release")
-    assert refusal(server, lease_id="other", attempt=2) == "released"
+def test_what_is_stale_is_turned_away(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    served_plane.register(attempt=2)
+    join(served_plane.threads[0])
+    assert served_plane.reasons["r0"] == "superseded by a later attempt of the flow"
+    assert refusal(served_plane, lease_id="other") == "superseded by a later attempt of the flow"
+    served_plane.post("/runs/run/release")
+    assert refusal(served_plane, lease_id="other", attempt=2) == "released"
 
 
 def test_no_proxy_stands_between_an_engine_and_its_data_plane(
-    server: Server, proxy: SilentProxy, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: ServedPlane, proxy: SilentProxy, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
-    server.register()
-    server.post("/runs/run/release")
-    assert serve_engine(server.url, None, HELLO, drive(make())) == "released"
+    served_plane.register()
+    served_plane.post("/runs/run/release")
+    assert serve_engine(served_plane.url, None, HELLO, drive(make())) == "released"
     assert not proxy.was_asked()
 
 
-def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", engine_id="old")
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=1, engine_id="new")
-    wait_until(lambda: [e["id"] for e in server.live_engines()] == ["new"])
-    assert refusal(server) == "superseded by a later start of the same lease"
+def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register()
+    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", engine_id="old")
+    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=1, engine_id="new")
+    wait_until(lambda: [e["id"] for e in served_plane.live_engines()] == ["new"])
+    assert refusal(served_plane) == "superseded by a later start of the same lease"
 
 
 @settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-def test_of_all_starts_that_have_said_hello_the_latest_serves(server: Server, epochs: list[int]) -> None:
+def test_of_all_starts_that_have_said_hello_the_latest_serves(
+    served_plane: ServedPlane, epochs: list[int]
+) -> None:
     """Whatever the order of their hellos; the same one again is a connection that broke."""
-    server.register()
+    served_plane.register()
     lease = f"r0-{uuid4()}"
     with ExitStack() as stack:
         for count, epoch in enumerate(epochs):
-            socket = stack.enter_context(connect(server.url.replace("http", "ws", 1) + "/engines"))
+            socket = stack.enter_context(connect(served_plane.url.replace("http", "ws", 1) + "/engines"))
             socket.send(wire.pack(wire.Hello("run", 1, lease, epoch, f"{epoch}", lease, 8)))
             answer = socket.recv()
             assert isinstance(answer, bytes)
             latest = max(epochs[: count + 1])
             assert isinstance(wire.read_from_data_plane(answer), wire.Yield) == (epoch < latest)
-            engines = server.get("/runs/run")["engines"]
+            engines = served_plane.get("/runs/run")["engines"]
             assert [e["id"] for e in engines if e["worker"] == lease] == [f"{latest}"]
 
 
-def test_an_engine_waits_for_its_run_to_be_registered(server: Server, renderer: Renderer) -> None:
+def test_an_engine_waits_for_its_run_to_be_registered(served_plane: ServedPlane, renderer: Renderer) -> None:
     reasons: list[str] = []
-    thread = threading.Thread(target=lambda: reasons.append(refusal(server)))
+    thread = threading.Thread(target=lambda: reasons.append(refusal(served_plane)))
     thread.start()
-    server.register()
-    wait_until(lambda: bool(server.live_engines()))
-    server.post("/runs/run/release")
+    served_plane.register()
+    wait_until(lambda: bool(served_plane.live_engines()))
+    served_plane.post("/runs/run/release")
     join(thread)
     assert reasons == ["released"]
 
@@ -168,11 +172,11 @@ def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_befor
         socket.recv()
         time.sleep(2 * patience_s)
 
-    with serve(data_plane, "127.0.0.1", 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+    with serve(data_plane, "127.0.0.1", 0) as plane:
+        threading.Thread(target=plane.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{plane.socket.getsockname()[1]}"
         assert serve_engine(url, None, HELLO, drive(make()), patience_s=patience_s) == "found again"
-        server.shutdown()
+        plane.shutdown()
 
 
 def test_an_engine_gives_up_on_a_data_plane_that_hangs(
@@ -192,11 +196,11 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
     with subprocess.Popen(command) as process:
         wait_until(port_file.exists)
         url = f"http://127.0.0.1:{port_file.read_text()}"
-        server = Server(url, httpx.Client(base_url=url, timeout=patience()), tmp_path, model_dir)
-        server.register()
+        plane = ServedPlane(url, httpx.Client(base_url=url, timeout=patience()), tmp_path, model_dir)
+        plane.register()
         thread = threading.Thread(target=serve_it)
         thread.start()
-        wait_until(lambda: bool(server.live_engines()))
+        wait_until(lambda: bool(plane.live_engines()))
         process.send_signal(signal.SIGSTOP)
         join(thread)
         process.kill()
@@ -224,10 +228,10 @@ def test_what_a_dead_engine_had_continues_elsewhere(
         running_app(heartbeat_s=patience(1.0)) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
-        server = Server(url, http, tmp_path, model_dir)
-        server.register()
+        plane = ServedPlane(url, http, tmp_path, model_dir)
+        plane.register()
         with connect_silently(url):
-            wait_until(lambda: bool(server.live_engines()))
+            wait_until(lambda: bool(plane.live_engines()))
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             answers: list[httpx.Response] = []
             agent = threading.Thread(
@@ -236,35 +240,35 @@ def test_what_a_dead_engine_had_continues_elsewhere(
                 )
             )
             agent.start()
-            wait_until(lambda: any(engine["running"] for engine in server.live_engines()))
-            server.connect(lambda prompt, seed: say(renderer, "alive"), lease="r1")
+            wait_until(lambda: any(engine["running"] for engine in plane.live_engines()))
+            plane.connect(lambda prompt, seed: say(renderer, "alive"), lease="r1")
             join(agent)
         assert answers[0].json()["choices"][0]["message"]["content"] == "alive"
-        assert [engine["worker"] for engine in server.live_engines()] == ["r1"]
-        server.post("/runs/run/release")
+        assert [engine["worker"] for engine in plane.live_engines()] == ["r1"]
+        plane.post("/runs/run/release")
 
 
-def test_a_drained_engine_yields_and_is_not_taken_back(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
-    assert server.post("/runs/run/engines/r0/drain") == {"running": 0}
-    join(server.threads[0])
-    assert server.reasons == {"r0": "drained"}
-    assert refusal(server, epoch=1) == "revoked"
-    assert server.http.post("/runs/run/engines/r0/drain").status_code == 404
+def test_a_drained_engine_yields_and_is_not_taken_back(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    assert served_plane.post("/runs/run/engines/r0/drain") == {"running": 0}
+    join(served_plane.threads[0])
+    assert served_plane.reasons == {"r0": "drained"}
+    assert refusal(served_plane, epoch=1) == "revoked"
+    assert served_plane.http.post("/runs/run/engines/r0/drain").status_code == 404
 
 
-def test_pausing_answers_when_engines_stand_still(server: Server, renderer: Renderer) -> None:
-    server.register()
+def test_pausing_answers_when_engines_stand_still(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
     for lease in ("r0", "r1"):
-        server.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
-    assert server.post("/runs/run/pause", {"mode": "evacuate", "engine": "r0"})["engines"] == 1
-    assert [engine["state"] for engine in server.live_engines()] == ["paused", "serving"]
-    assert server.post("/runs/run/pause")["engines"] == 2
-    server.post("/runs/run/resume")
-    assert [engine["state"] for engine in server.live_engines()] == ["paused", "serving"]
-    assert server.http.post("/runs/run/pause", json={"engine": "other"}).status_code == 404
-    assert "mode" in server.http.post("/runs/run/pause", json={"mode": "x"}).text
+        served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
+    assert served_plane.post("/runs/run/pause", {"mode": "evacuate", "engine": "r0"})["engines"] == 1
+    assert [engine["state"] for engine in served_plane.live_engines()] == ["paused", "serving"]
+    assert served_plane.post("/runs/run/pause")["engines"] == 2
+    served_plane.post("/runs/run/resume")
+    assert [engine["state"] for engine in served_plane.live_engines()] == ["paused", "serving"]
+    assert served_plane.http.post("/runs/run/pause", json={"engine": "other"}).status_code == 404
+    assert "mode" in served_plane.http.post("/runs/run/pause", json={"mode": "x"}).text
 
 
 def test_frames_an_engine_does_not_read_are_bounded() -> None:
@@ -280,28 +284,28 @@ def test_frames_an_engine_does_not_read_are_bounded() -> None:
     assert full == [True]
 
 
-def test_an_update_reaches_every_engine(server: Server, renderer: Renderer) -> None:
-    server.register()
+def test_an_update_reaches_every_engine(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
     for lease in ("r0", "t0"):
-        server.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
-    answer = server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+        served_plane.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
+    answer = served_plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     assert answer["engines"] == {"r0": 1, "t0": 1}
-    assert [engine["version"] for engine in server.live_engines()] == [1, 1]
-    assert server.http.post("/runs/run/weights", json={"version": 0, "uri": "w0"}).status_code == 409
+    assert [engine["version"] for engine in served_plane.live_engines()] == [1, 1]
+    assert served_plane.http.post("/runs/run/weights", json={"version": 0, "uri": "w0"}).status_code == 409
 
 
 def test_what_the_engine_raises_ends_the_lease(
-    server: Server, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: ServedPlane, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
-    server.register()
+    served_plane.register()
 
     class Broken(ScriptedEngine):
         def step(self) -> list[Chunk]:
             raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        serve_engine(server.url, None, HELLO, drive(Broken(lambda prompt, seed: [1])))
-    wait_until(lambda: server.get("/runs/run")["engines"] == [])
+        serve_engine(served_plane.url, None, HELLO, drive(Broken(lambda prompt, seed: [1])))
+    wait_until(lambda: served_plane.get("/runs/run")["engines"] == [])
 
 
 class Recorded:
@@ -358,20 +362,20 @@ def test_what_an_aborted_request_had_sampled_and_not_reported_counts_as_sampled(
 
 
 def test_loading_sampling_waiting_and_yielding_are_told_apart(
-    server: Server, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: ServedPlane, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
-    server.register()
+    served_plane.register()
     recorded = Recorded()
 
     engine = drive(ScriptedEngine(lambda prompt, seed: say(renderer, "x")))
-    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine, recorded))
+    thread = threading.Thread(target=serve_engine, args=(served_plane.url, None, HELLO, engine, recorded))
     thread.start()
-    wait_until(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(served_plane.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    server.post("/v1/chat/completions", body)
-    server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    served_plane.post("/v1/chat/completions", body)
+    served_plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     time.sleep(2 * BUSY_GAP_S)
-    server.post("/runs/run/leases/r0/revoke")
+    served_plane.post("/runs/run/leases/r0/revoke")
     join(thread)
     told = [(kind, label, version) for kind, label, _, _, version, _ in recorded.spans if kind != "wait"]
     assert told[0] == ("moving", "load engine", 0)
@@ -400,18 +404,18 @@ class Losing(ScriptedEngine):
 
 
 def test_a_lost_engine_is_made_again_and_its_requests_go_on(
-    server: Server, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: ServedPlane, renderer: Renderer, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
-    server.register()
+    served_plane.register()
     engine = Losing(lambda prompt, seed: say(renderer, "still here"))
-    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, drive(engine)))
+    thread = threading.Thread(target=serve_engine, args=(served_plane.url, None, HELLO, drive(engine)))
     thread.start()
-    wait_until(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(served_plane.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    answer = server.post("/v1/chat/completions", body)
+    answer = served_plane.post("/v1/chat/completions", body)
     assert answer["choices"][0]["message"]["content"] == "still here"
     assert engine.num_starts == 2
-    server.post("/runs/run/release")
+    served_plane.post("/runs/run/release")
     join(thread)
 
 
@@ -433,27 +437,27 @@ class Picky(ScriptedEngine):
 
 
 def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
-    server: Server,
+    served_plane: ServedPlane,
     renderer: Renderer,
     caplog: pytest.LogCaptureFixture,
     drive: Callable[[ScriptedEngine], Engine],
 ) -> None:
-    server.register()
+    served_plane.register()
     engine = drive(Picky(lambda prompt, seed: say(renderer, "x")))
-    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
+    thread = threading.Thread(target=serve_engine, args=(served_plane.url, None, HELLO, engine))
     thread.start()
-    wait_until(lambda: bool(server.live_engines()))
-    published = server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    wait_until(lambda: bool(served_plane.live_engines()))
+    published = served_plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     told = "because it refuses version 1: w1/model.safetensors: cut off"
     assert published["engines"] == {"r0": 0}
     assert published["refusals"] == [f"engine r0 goes on with version 0, {told}"]
     assert "engine r0 refuses version 1: w1/model.safetensors: cut off" in caplog.text
     # a run that cannot go on without version 1 says it when it ends
-    assert told in server.get("/runs/run")["waiting_for"]
-    published = server.post("/runs/run/weights", {"version": 2, "uri": "w2"})
+    assert told in served_plane.get("/runs/run")["waiting_for"]
+    published = served_plane.post("/runs/run/weights", {"version": 2, "uri": "w2"})
     assert (published["engines"], published["refusals"]) == ({"r0": 2}, [])
-    assert "refuses" not in server.get("/runs/run")["waiting_for"]
-    server.post("/runs/run/release")
+    assert "refuses" not in served_plane.get("/runs/run")["waiting_for"]
+    served_plane.post("/runs/run/release")
     join(thread)
 
 
@@ -470,17 +474,17 @@ class Fetching(ScriptedEngine):
 
 
 def test_an_engine_yields_while_its_weights_are_on_their_way(
-    server: Server, drive: Callable[[ScriptedEngine], Engine]
+    served_plane: ServedPlane, drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
-    server.register()
+    served_plane.register()
     recorded, engine = Recorded(), Fetching(lambda prompt, seed: [1])
     reasons: list[str] = []
     thread = threading.Thread(
-        target=lambda: reasons.append(serve_engine(server.url, None, HELLO, drive(engine), recorded))
+        target=lambda: reasons.append(serve_engine(served_plane.url, None, HELLO, drive(engine), recorded))
     )
     thread.start()
-    wait_until(lambda: bool(server.get("/runs/run")["engines"]))
-    assert server.post("/runs/run/leases/r0/revoke", {"within_s": 5}) == {"engines": 1, "dropped": 0}
+    wait_until(lambda: bool(served_plane.get("/runs/run")["engines"]))
+    assert served_plane.post("/runs/run/leases/r0/revoke", {"within_s": 5}) == {"engines": 1, "dropped": 0}
     join(thread)
     assert reasons == ["revoked"] and engine.rested
     assert [label for _, label, *_ in recorded.spans] == ["load engine", "yield"]

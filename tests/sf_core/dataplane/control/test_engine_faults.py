@@ -23,25 +23,25 @@ from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, FinishReason, GenerationRequest
+from tests.bench.dataplane.planes import ServedPlane, say
+from tests.bench.engines.self_running import SelfRunningEngine
 from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.control.test_engine_client import HELLO
-from tests.sf_core.dataplane.stand import Server, say
-from tests.sf_core.engines.self_running import SelfRunningEngine
 
 VERSION = 3
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 
 
 @pytest.fixture
-def opened(server: Server) -> dict[str, Any]:
-    server.register(version=VERSION, weights_uri="w3", iteration=VERSION)
-    return server.post("/sessions", {"run_id": "run"})
+def opened(served_plane: ServedPlane) -> dict[str, Any]:
+    served_plane.register(version=VERSION, weights_uri="w3", iteration=VERSION)
+    return served_plane.post("/sessions", {"run_id": "run"})
 
 
 @contextmanager
-def engine(server: Server, lease: str = "r0") -> Iterator[ClientConnection]:
+def engine(plane: ServedPlane, lease: str = "r0") -> Iterator[ClientConnection]:
     """Socket of a serving engine, through which the test sends its tokens."""
-    with connect(server.url.replace("http", "ws", 1) + "/engines") as socket:
+    with connect(plane.url.replace("http", "ws", 1) + "/engines") as socket:
         socket.send(wire.pack(replace(HELLO, lease_id=lease, engine_id=lease, worker=lease)))
         socket.recv()
         socket.send(wire.pack(wire.Updated(VERSION)))
@@ -49,9 +49,9 @@ def engine(server: Server, lease: str = "r0") -> Iterator[ClientConnection]:
 
 
 @contextmanager
-def asking(server: Server, opened: dict[str, Any], **changes: Any) -> Iterator[Future[httpx.Response]]:
+def asking(plane: ServedPlane, opened: dict[str, Any], **changes: Any) -> Iterator[Future[httpx.Response]]:
     """Request of an agent, as a future response."""
-    url = f"{server.url}/sessions/{opened['session_id']}/v1/chat/completions"
+    url = f"{plane.url}/sessions/{opened['session_id']}/v1/chat/completions"
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(httpx.post, url, json=HI | changes, timeout=patience())
 
@@ -98,7 +98,7 @@ def answer(response: httpx.Response) -> str:
     ],
 )
 def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
-    server: Server,
+    served_plane: ServedPlane,
     renderer: Renderer,
     opened: dict[str, Any],
     ids: list[int],
@@ -107,7 +107,7 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
     sentence: str,
 ) -> None:
     begun = say(renderer, "xyz")[:2]
-    with engine(server) as faulty, asking(server, opened) as asked:
+    with engine(served_plane) as faulty, asking(served_plane, opened) as asked:
         request_id = given(faulty).request_id
         # zero, but for rounding
         whole = Chunk(request_id, begun, [-1.0, 1e-6], VERSION)
@@ -116,11 +116,11 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
         )
         code, reason = close_reason(faulty)
         assert (code, reason[: len(sentence)]) == (wire.BAD_FRAME, sentence)
-        server.connect(lambda prompt, seed: say(renderer, "xyz"), lease="r1")
+        served_plane.connect(lambda prompt, seed: say(renderer, "xyz"), lease="r1")
         assert answer(asked.result()) == "xyz"
     # the next one was given what the first had sent before, and the turn has every token once
-    assert server.asked[0].prompt_ids[-2:] == begun
-    [turn] = server.get(f"/sessions/{opened['session_id']}")["turns"]
+    assert served_plane.asked[0].prompt_ids[-2:] == begun
+    [turn] = served_plane.get(f"/sessions/{opened['session_id']}")["turns"]
     assert (turn["num_tokens"], turn["versions"]) == (len(say(renderer, "xyz")), [VERSION, VERSION])
 
 
@@ -143,67 +143,73 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
         b"\xff",
     ],
 )
-def test_a_frame_that_makes_no_sense_ends_its_engine_only(server: Server, opened: Any, frame: Any) -> None:
-    with engine(server, "r0") as faulty, engine(server, "r1"):
-        wait_until(lambda: len(server.live_engines()) == 2)
+def test_a_frame_that_makes_no_sense_ends_its_engine_only(
+    served_plane: ServedPlane, opened: Any, frame: Any
+) -> None:
+    with engine(served_plane, "r0") as faulty, engine(served_plane, "r1"):
+        wait_until(lambda: len(served_plane.live_engines()) == 2)
         faulty.send(frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame))
         code, reason = close_reason(faulty)
         assert code == wire.BAD_FRAME and reason
-        assert [engine["id"] for engine in server.live_engines()] == ["r1"]
+        assert [engine["id"] for engine in served_plane.live_engines()] == ["r1"]
 
 
 def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
-    server: Server, renderer: Renderer, opened: dict[str, Any]
+    served_plane: ServedPlane, renderer: Renderer, opened: dict[str, Any]
 ) -> None:
-    with engine(server) as socket, asking(server, opened) as asked:
+    with engine(served_plane) as socket, asking(served_plane, opened) as asked:
         request_id, ids = given(socket).request_id, say(renderer, "x")
         logprobs = [-1.0] * len(ids)
         end = Chunk(request_id, ids, logprobs, VERSION, FinishReason.STOP)
         socket.send(wire.pack(wire.Chunks([Chunk("unknown", ids, [], 99), end, end])))
         assert answer(asked.result()) == "x"
-        assert [engine["tokens"] for engine in server.live_engines()] == [len(ids)]
+        assert [engine["tokens"] for engine in served_plane.live_engines()] == [len(ids)]
 
 
 def test_a_request_that_ends_without_a_token_is_refused_and_its_session_goes_on(
-    server: Server, renderer: Renderer, opened: dict[str, Any]
+    served_plane: ServedPlane, renderer: Renderer, opened: dict[str, Any]
 ) -> None:
     sentence = "This request got no answer that counts: engine r0 ended it without a token."
-    with engine(server) as socket:
+    with engine(served_plane) as socket:
 
         def end(reason: FinishReason, ids: list[int]) -> None:
             chunk = Chunk(given(socket).request_id, ids, [-1.0] * len(ids), VERSION, reason)
             socket.send(wire.pack(wire.Chunks([chunk])))
 
-        with asking(server, opened) as asked:
+        with asking(served_plane, opened) as asked:
             end(FinishReason.LENGTH, [])
             error = asked.result().json()["error"]
             assert (asked.result().status_code, error["code"]) == (502, "engine_failed")
             assert error["message"] == sentence
-        with asking(server, opened, stream=True) as asked:
+        with asking(served_plane, opened, stream=True) as asked:
             end(FinishReason.STOP, [])
             events = [line[6:] for line in asked.result().text.splitlines() if line.startswith("data: ")]
             assert sentence in [
                 json.loads(event).get("error", {}).get("message") for event in events if event != "[DONE]"
             ]
-        with asking(server, opened) as asked:
+        with asking(served_plane, opened) as asked:
             end(FinishReason.STOP, say(renderer, "x"))
             assert answer(asked.result()) == "x"
-        [turn] = server.get(f"/sessions/{opened['session_id']}")["turns"]
+        [turn] = served_plane.get(f"/sessions/{opened['session_id']}")["turns"]
         assert turn["num_tokens"] == len(say(renderer, "x"))
 
 
 def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
-    server: Server, opened: dict[str, Any]
+    served_plane: ServedPlane, opened: dict[str, Any]
 ) -> None:
-    with engine(server, "r0") as first, engine(server, "r1") as second, engine(server, "r2") as third:
-        wait_until(lambda: len(server.live_engines()) == 3)
+    with (
+        engine(served_plane, "r0") as first,
+        engine(served_plane, "r1") as second,
+        engine(served_plane, "r2") as third,
+    ):
+        wait_until(lambda: len(served_plane.live_engines()) == 3)
         by_id = {"r0": first, "r1": second, "r2": third}
 
         def working() -> str:
-            [name] = [engine["id"] for engine in server.live_engines() if engine["running"]] or [""]
+            [name] = [engine["id"] for engine in served_plane.live_engines() if engine["running"]] or [""]
             return name
 
-        with asking(server, opened) as asked:
+        with asking(served_plane, opened) as asked:
             for _ in range(2):
                 wait_until(lambda: bool(working()))
                 socket = by_id[working()]
@@ -211,8 +217,8 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
                 assert close_reason(socket)[0] == wire.BAD_FRAME
             assert asked.result().status_code == 502
             assert "sent 1 tokens with 0 log-probs, as others did before" in asked.result().text
-        assert len(server.live_engines()) == 1
-        tree = server.get(f"/sessions/{opened['session_id']}")
+        assert len(served_plane.live_engines()) == 1
+        tree = served_plane.get(f"/sessions/{opened['session_id']}")
         assert tree["turns"] == []
 
 
@@ -228,15 +234,15 @@ class Spoiled(ScriptedEngine):
 
 @pytest.mark.parametrize("drive", [lambda engine: engine, SelfRunningEngine])
 def test_the_lease_of_an_engine_that_is_dropped_ends_with_the_reason(
-    server: Server, opened: dict[str, Any], drive: Callable[[ScriptedEngine], Engine]
+    served_plane: ServedPlane, opened: dict[str, Any], drive: Callable[[ScriptedEngine], Engine]
 ) -> None:
     engine = drive(Spoiled(lambda prompt, seed: [5] * 8))
     with ThreadPoolExecutor(1) as pool:
-        lease = pool.submit(serve_engine, server.url, None, HELLO, engine)
-        wait_until(lambda: bool(server.live_engines()))
-        with asking(server, opened) as asked:
+        lease = pool.submit(serve_engine, served_plane.url, None, HELLO, engine)
+        wait_until(lambda: bool(served_plane.live_engines()))
+        with asking(served_plane, opened) as asked:
             reason = "^the data plane dropped this engine: it sent a log-prob that is not the logarithm"
             with pytest.raises(ValueError, match=reason):
                 lease.result(timeout=patience())
-            server.post("/runs/run/release")
+            served_plane.post("/runs/run/release")
             assert asked.result().is_error

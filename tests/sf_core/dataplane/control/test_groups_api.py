@@ -7,9 +7,9 @@ from typing import Any
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import ServedPlane, answering
 from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
-from tests.sf_core.dataplane.stand import Server, answering
 
 OUTSIDE = {"outside_groups": 1, "groups_per_batch": 1, "group_size": 2}
 GROUPS = "/runs/run/groups"
@@ -20,75 +20,79 @@ def use(session: dict[str, Any], key: str = "none") -> None:
         agent.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
 
 
-def finish(server: Server, session: dict[str, Any], **report: Any) -> None:
-    server.post(f"/sessions/{session['session_id']}/finish", {"status": "finished", **report})
+def finish(plane: ServedPlane, session: dict[str, Any], **report: Any) -> None:
+    plane.post(f"/sessions/{session['session_id']}/finish", {"status": "finished", **report})
 
 
-def test_a_declared_group_fills_a_batch(server: Server, renderer: Renderer) -> None:
-    server.register(**OUTSIDE)
-    server.connect(answering(renderer, "one", "two"))
-    group = server.post(GROUPS, {"task_id": "ticket", "size": 3})
+def test_a_declared_group_fills_a_batch(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register(**OUTSIDE)
+    served_plane.connect(answering(renderer, "one", "two"))
+    group = served_plane.post(GROUPS, {"task_id": "ticket", "size": 3})
     assert [session["member"] for session in group["sessions"]] == [0, 1, 2]
     for number, session in enumerate(group["sessions"]):
         use(session)
-        finish(server, session, status="answered")
-        finish(server, session, reward=number / 2)
-    batch = server.get("/runs/run/batches/0")
+        finish(served_plane, session, status="answered")
+        finish(served_plane, session, reward=number / 2)
+    batch = served_plane.get("/runs/run/batches/0")
     assert (batch["ready"], batch["runners"]) == (True, None)
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert (sealed["groups"], sealed["sessions"], sealed["reward_mean"]) == ([group["group"]], 3, 0.5)
 
 
-def test_a_session_goes_on_whose_group_does_not_count_any_more(server: Server, renderer: Renderer) -> None:
-    server.register(**OUTSIDE)
-    server.connect(answering(renderer, "one"))
-    failing, going_on = server.post(GROUPS, {})["sessions"]
+def test_a_session_goes_on_whose_group_does_not_count_any_more(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register(**OUTSIDE)
+    served_plane.connect(answering(renderer, "one"))
+    failing, going_on = served_plane.post(GROUPS, {})["sessions"]
     use(going_on)
-    finish(server, failing, status="failed")
+    finish(served_plane, failing, status="failed")
     use(going_on)
-    finish(server, going_on, reward=1.0)
-    wait_until(lambda: bool(stored(server.run_dir / "run")))
-    assert {row.session_id for _, row in stored(server.run_dir / "run")} == {going_on["session_id"]}
+    finish(served_plane, going_on, reward=1.0)
+    wait_until(lambda: bool(stored(served_plane.run_dir / "run")))
+    assert {row.session_id for _, row in stored(served_plane.run_dir / "run")} == {going_on["session_id"]}
 
 
-def test_what_no_batch_has_a_place_for_is_to_be_declared_later(server: Server, renderer: Renderer) -> None:
-    server.register(**OUTSIDE, lag_bound=0)
-    server.connect(answering(renderer, "one"))
-    first = server.post(GROUPS, {"name": "first"})
-    assert server.post(GROUPS, {"name": "first"})["sessions"] == first["sessions"]
-    refused = server.http.post(GROUPS, json={"name": "second"})
+def test_what_no_batch_has_a_place_for_is_to_be_declared_later(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register(**OUTSIDE, lag_bound=0)
+    served_plane.connect(answering(renderer, "one"))
+    first = served_plane.post(GROUPS, {"name": "first"})
+    assert served_plane.post(GROUPS, {"name": "first"})["sessions"] == first["sessions"]
+    refused = served_plane.http.post(GROUPS, json={"name": "second"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "no_place")
     assert float(refused.headers["retry-after"]) > 0
     for session in first["sessions"]:
         use(session)
-        finish(server, session, reward=1.0)
-    server.post("/runs/run/batches/0/seal", {"attempt": 1})
-    assert server.http.post(GROUPS, json={"name": "second"}).status_code == 429
-    server.post("/runs/run/weights", {"version": 1, "uri": "w"})
-    assert server.post(GROUPS, {"name": "second"})["sessions"]
+        finish(served_plane, session, reward=1.0)
+    served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    assert served_plane.http.post(GROUPS, json={"name": "second"}).status_code == 429
+    served_plane.post("/runs/run/weights", {"version": 1, "uri": "w"})
+    assert served_plane.post(GROUPS, {"name": "second"})["sessions"]
 
 
-def test_a_run_that_takes_none_says_which_setting_lets_it(server: Server) -> None:
-    server.register()
-    refused = server.http.post(GROUPS, json={})
+def test_a_run_that_takes_none_says_which_setting_lets_it(served_plane: ServedPlane) -> None:
+    served_plane.register()
+    refused = served_plane.http.post(GROUPS, json={})
     assert refused.status_code == 409
     assert "takes no groups from outside: rollout.outside_groups is 0" in refused.json()["error"]["message"]
-    unknown = server.http.post("/runs/nobodys/groups", json={})
+    unknown = served_plane.http.post("/runs/nobodys/groups", json={})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "run_not_served")
-    wrong = server.http.post(GROUPS, json={"size": 0})
+    wrong = served_plane.http.post(GROUPS, json={"size": 0})
     assert (wrong.status_code, "size" in wrong.text) == (400, True)
 
 
-def test_held_out_tasks_are_worked_on_from_outside(server: Server, renderer: Renderer) -> None:
-    server.register(**OUTSIDE)
-    server.connect(answering(renderer, "one"))
+def test_held_out_tasks_are_worked_on_from_outside(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register(**OUTSIDE)
+    served_plane.connect(answering(renderer, "one"))
     held_out = {"split": "holdout", "size": 5}
-    assert server.http.post(GROUPS, json=held_out).status_code == 429
-    server.post("/runs/run/evaluations/0", {"num_tasks": 3})
-    tasks = server.post(GROUPS, held_out)
+    assert served_plane.http.post(GROUPS, json=held_out).status_code == 429
+    served_plane.post("/runs/run/evaluations/0", {"num_tasks": 3})
+    tasks = served_plane.post(GROUPS, held_out)
     assert (tasks["group"], [session["member"] for session in tasks["sessions"]]) == (0, [0, 1, 2])
     for session in tasks["sessions"]:
         use(session)
-        finish(server, session, reward=float(session["member"]))
-    assert server.get("/runs/run/evaluations/0")["done"]
-    assert server.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 1.0
+        finish(served_plane, session, reward=float(session["member"]))
+    assert served_plane.get("/runs/run/evaluations/0")["done"]
+    assert served_plane.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 1.0

@@ -17,9 +17,9 @@ from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane
+from tests.bench.dataplane.planes import ServedPlane, answering, running_app, say
 from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
-from tests.sf_core.dataplane.stand import Server, answering, running_app, say
 
 HI: Any = [{"role": "user", "content": "hi"}]
 STORED: Any = ({}, {"store": False}, {"instructions": "be brief"})
@@ -32,17 +32,19 @@ def ask(base_url: str, key: str = "none", messages: Any = HI, **options: Any) ->
         return agent.chat.completions.create(model="policy", messages=messages)
 
 
-def test_a_session_is_opened_used_looked_at_and_finished(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "one", "two"))
-    opened = server.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
+def test_a_session_is_opened_used_looked_at_and_finished(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "one", "two"))
+    opened = served_plane.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
     first = ask(opened["base_url"])
     answer = {"role": "assistant", "content": first.choices[0].message.content}
     ask(opened["base_url"], messages=[*HI, answer, {"role": "user", "content": "more"}])
     ask(opened["base_url"], messages=[*HI, answer, {"role": "user", "content": "else"}])
     path = f"/sessions/{opened['session_id']}"
-    server.post(path + "/reward", {"reward": 0.5, "reward_parts": {"style": 0.5}})
-    tree = server.get(path)
+    served_plane.post(path + "/reward", {"reward": 0.5, "reward_parts": {"style": 0.5}})
+    tree = served_plane.get(path)
     carried = {"task_id": "t7", "metadata": {"seed": 3}, "policy": "policy", "group": None, "reward": 0.5}
     assert carried.items() <= tree.items()
     assert [prompt["parent_turn"] for prompt in tree["prompts"]] == [None, 0, 0]
@@ -51,33 +53,33 @@ def test_a_session_is_opened_used_looked_at_and_finished(server: Server, rendere
     assert [turn["message"]["content"] for turn in tree["turns"]] == ["one", "two", "two"]
     assert tree["turns"][0]["num_tokens"] == len(say(renderer, "one"))
     assert (tree["turns"][0]["versions"], tree["turns"][0]["finish_reason"]) == ([0, 0], "stop")
-    server.post(path + "/finish", {"status": "finished"})
-    assert server.http.get(path).status_code == 404
+    served_plane.post(path + "/finish", {"status": "finished"})
+    assert served_plane.http.get(path).status_code == 404
     with pytest.raises(openai.NotFoundError, match="is unknown or over"):
         ask(opened["base_url"])
 
 
 def test_a_session_is_looked_at_whose_messages_hold_integers_of_any_size(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "one"))
-    opened = server.post("/sessions", {"run_id": "run"})
+    served_plane.register()
+    served_plane.connect(answering(renderer, "one"))
+    opened = served_plane.post("/sessions", {"run_id": "run"})
     arguments = {"x": 2**70}
     made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
     called = {"role": "assistant", "content": "", "tool_calls": [made]}
     ask(opened["base_url"], messages=[*HI, called, {"role": "tool", "tool_call_id": "c", "content": "2"}])
-    tree = json.loads(server.http.get(f"/sessions/{opened['session_id']}").content)
+    tree = json.loads(served_plane.http.get(f"/sessions/{opened['session_id']}").content)
     [call] = tree["prompts"][0]["messages"][1]["tool_calls"]
     assert call["function"]["arguments"] == arguments
 
 
 def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewards_of_whole_turns(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "one", "two"))
-    opened = server.post("/sessions", {"run_id": "run"})
+    served_plane.register()
+    served_plane.connect(answering(renderer, "one", "two"))
+    opened = served_plane.post("/sessions", {"run_id": "run"})
     path, ask_for = f"/sessions/{opened['session_id']}", {"model": "policy", "max_tokens": 4}
     first = ask(opened["base_url"])
     answer = {"role": "assistant", "content": first.choices[0].message.content}
@@ -85,100 +87,105 @@ def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewar
         ask(opened["base_url"], messages=[*HI, answer, {"role": "user", "content": more}])
     ids = [
         first.id,
-        *(server.post(f"{path}/v1/responses", {"model": "policy", "input": "b", **o})["id"] for o in STORED),
-        server.post(f"{path}/v1/completions", {**ask_for, "prompt": "c"})["id"],
-        server.post(f"{path}/v1/messages", {**ask_for, "messages": [{"role": "user", "content": "d"}]})["id"],
-        server.post(f"{path}/v1/models/policy:generateContent", GOOGLES)["responseId"],
+        *(
+            served_plane.post(f"{path}/v1/responses", {"model": "policy", "input": "b", **o})["id"]
+            for o in STORED
+        ),
+        served_plane.post(f"{path}/v1/completions", {**ask_for, "prompt": "c"})["id"],
+        served_plane.post(f"{path}/v1/messages", {**ask_for, "messages": [{"role": "user", "content": "d"}]})[
+            "id"
+        ],
+        served_plane.post(f"{path}/v1/models/policy:generateContent", GOOGLES)["responseId"],
     ]
     for wrong in ("chatcmpl-1", first.id.replace(".open.", ".open.0")):
-        response = server.http.post(path + "/reward", json={"reward": 1, "step_rewards": {wrong: 1.0}})
+        response = served_plane.http.post(path + "/reward", json={"reward": 1, "step_rewards": {wrong: 1.0}})
         assert (response.status_code, "is the id of no answer" in response.text) == (400, True)
     steps = {answer_id: float(number) for number, answer_id in enumerate(ids, 1)}
-    server.post(path + "/finish", {"status": "finished", "reward": 0.0, "step_rewards": steps})
-    wait_until(lambda: bool(stored(server.run_dir / "run")))
-    rows = [row for _, row in stored(server.run_dir / "run")]
+    served_plane.post(path + "/finish", {"status": "finished", "reward": 0.0, "step_rewards": steps})
+    wait_until(lambda: bool(stored(served_plane.run_dir / "run")))
+    rows = [row for _, row in stored(served_plane.run_dir / "run")]
     earned = [[span.reward for span in row.turns if span.role == "assistant"] for row in rows]
     assert sorted(earned, key=str) == [[1.0, None], [1.0, None], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]]
 
 
-def test_a_session_is_named_by_url_header_or_key(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "hello"))
-    opened = server.post("/sessions", {"run_id": "run"})
-    session_id, v1 = opened["session_id"], f"{server.url}/v1"
+def test_a_session_is_named_by_url_header_or_key(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "hello"))
+    opened = served_plane.post("/sessions", {"run_id": "run"})
+    session_id, v1 = opened["session_id"], f"{served_plane.url}/v1"
     ask(opened["base_url"])
     ask(v1, default_headers={"X-Session-Id": session_id})
     ask(v1, key=f"session:{session_id}")
-    with anthropic.Anthropic(base_url=server.url, api_key=f"session:{session_id}") as agent:
+    with anthropic.Anthropic(base_url=served_plane.url, api_key=f"session:{session_id}") as agent:
         agent.messages.create(model="policy", messages=HI, max_tokens=20)
-    assert len(server.get(f"/sessions/{session_id}")["turns"]) == 4
+    assert len(served_plane.get(f"/sessions/{session_id}")["turns"]) == 4
 
 
 def test_a_reward_given_before_counts_when_a_training_session_finishes(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register(group_size=1, groups_per_batch=1)
-    server.connect(answering(renderer, "hello"))
-    [claim] = server.claim()
+    served_plane.register(group_size=1, groups_per_batch=1)
+    served_plane.connect(answering(renderer, "hello"))
+    [claim] = served_plane.claim()
     path = f"/sessions/{claim['session_id']}"
-    ask(f"{server.url}{path}/v1")
-    server.post(path + "/reward", {"reward": 0.25})
-    server.post(path + "/finish", {"status": "finished"})
-    assert server.get("/runs/run/batches/0")["ready"]
-    assert server.get("/runs/run")["reward_recent"] == 0.25
+    ask(f"{served_plane.url}{path}/v1")
+    served_plane.post(path + "/reward", {"reward": 0.25})
+    served_plane.post(path + "/finish", {"status": "finished"})
+    assert served_plane.get("/runs/run/batches/0")["ready"]
+    assert served_plane.get("/runs/run")["reward_recent"] == 0.25
 
 
-def test_a_finished_session_becomes_rows_of_its_run(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "one", "two"))
+def test_a_finished_session_becomes_rows_of_its_run(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "one", "two"))
     facts = {"run_id": "run", "policy": "policy", "group": "thursday", "task_id": "t7", "environment": "e"}
     paths = {}
     for reward in (0.0, 1.0):
-        session = server.post("/sessions", facts | {"metadata": {"seed": 3}})
+        session = served_plane.post("/sessions", facts | {"metadata": {"seed": 3}})
         paths[f"/sessions/{session['session_id']}"] = reward
         ask(session["base_url"])
-    assert server.get(next(iter(paths)))["group"] == "thursday"
+    assert served_plane.get(next(iter(paths)))["group"] == "thursday"
     for path, reward in paths.items():
-        refused = server.http.post(path + "/finish", json={"status": "finished"})
+        refused = served_plane.http.post(path + "/finish", json={"status": "finished"})
         assert (refused.status_code, "needs a reward" in refused.text) == (400, True)
-        server.post(path + "/finish", {"status": "finished", "reward": reward, "task_id": "t8"})
-    given_up = server.post("/sessions", facts)
+        served_plane.post(path + "/finish", {"status": "finished", "reward": reward, "task_id": "t8"})
+    given_up = served_plane.post("/sessions", facts)
     ask(given_up["base_url"])
-    server.post(f"/sessions/{given_up['session_id']}/finish", {"status": "failed"})
-    unused = server.post("/sessions", facts)["session_id"]
-    server.post(f"/sessions/{unused}/finish", {"status": "finished", "reward": 1.0})
-    wait_until(lambda: len(stored(server.run_dir / "run")) == 2)
-    rows = [row for version, row in stored(server.run_dir / "run") if version == 0]
+    served_plane.post(f"/sessions/{given_up['session_id']}/finish", {"status": "failed"})
+    unused = served_plane.post("/sessions", facts)["session_id"]
+    served_plane.post(f"/sessions/{unused}/finish", {"status": "finished", "reward": 1.0})
+    wait_until(lambda: len(stored(served_plane.run_dir / "run")) == 2)
+    rows = [row for version, row in stored(served_plane.run_dir / "run") if version == 0]
     assert {f"/sessions/{row.session_id}": row.reward for row in rows} == paths
     assert {(row.group_id, row.task_id, row.environment) for row in rows} == {("thursday", "t8", "e")}
     assert [int(row.loss_mask.sum()) for row in rows] == [len(say(renderer, text)) for text in ("one", "two")]
-    assert server.get("/runs/run")["counters"]["opened_sessions"] == 2
+    assert served_plane.get("/runs/run")["counters"]["opened_sessions"] == 2
 
 
-def test_a_session_for_another_policy_is_refused(server: Server) -> None:
-    server.register()
-    response = server.http.post("/sessions", json={"run_id": "run", "policy": "another"})
+def test_a_session_for_another_policy_is_refused(served_plane: ServedPlane) -> None:
+    served_plane.register()
+    response = served_plane.http.post("/sessions", json={"run_id": "run", "policy": "another"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_opened_sessions_end_with_their_run(server: Server) -> None:
-    server.register()
-    opened = server.post("/sessions", {"run_id": "run"})
-    server.register(attempt=2)
-    assert server.get(f"/sessions/{opened['session_id']}")["turns"] == []
-    server.post("/runs/run/release")
-    assert server.http.get(f"/sessions/{opened['session_id']}").status_code == 404
+def test_opened_sessions_end_with_their_run(served_plane: ServedPlane) -> None:
+    served_plane.register()
+    opened = served_plane.post("/sessions", {"run_id": "run"})
+    served_plane.register(attempt=2)
+    assert served_plane.get(f"/sessions/{opened['session_id']}")["turns"] == []
+    served_plane.post("/runs/run/release")
+    assert served_plane.http.get(f"/sessions/{opened['session_id']}").status_code == 404
 
 
-def test_an_opened_session_that_runs_too_long_ends(server: Server, renderer: Renderer) -> None:
-    server.register(session_timeout_s=0.5)
-    server.connect(answering(renderer, "hello"))
-    path = "/sessions/" + server.post("/sessions", {"run_id": "run"})["session_id"]
-    wait_until(lambda: server.http.get(path).status_code == 404)
+def test_an_opened_session_that_runs_too_long_ends(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register(session_timeout_s=0.5)
+    served_plane.connect(answering(renderer, "hello"))
+    path = "/sessions/" + served_plane.post("/sessions", {"run_id": "run"})["session_id"]
+    wait_until(lambda: served_plane.http.get(path).status_code == 404)
 
 
-def open_session(server: Server) -> httpx.Response:
-    return server.http.post("/sessions", json={"run_id": "run"})
+def open_session(served_plane: ServedPlane) -> httpx.Response:
+    return served_plane.http.post("/sessions", json={"run_id": "run"})
 
 
 def check_asked_again(response: httpx.Response) -> None:
@@ -188,15 +195,17 @@ def check_asked_again(response: httpx.Response) -> None:
     assert error["message"].startswith("No run named run is served now: its flow may be starting")
 
 
-def test_a_session_of_a_run_that_is_not_served_yet_is_to_be_asked_for_again(server: Server) -> None:
-    check_asked_again(open_session(server))
-    server.register()
+def test_a_session_of_a_run_that_is_not_served_yet_is_to_be_asked_for_again(
+    served_plane: ServedPlane,
+) -> None:
+    check_asked_again(open_session(served_plane))
+    served_plane.register()
     # no engine has come yet: its requests wait for one
-    assert open_session(server).status_code == 200
+    assert open_session(served_plane).status_code == 200
 
 
 def test_sdks_ask_again_by_themselves_for_what_a_run_that_starts_will_answer(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plane, "RETRY_AFTER_S", 1)
     asked: list[int] = []
@@ -204,66 +213,70 @@ def test_sdks_ask_again_by_themselves_for_what_a_run_that_starts_will_answer(
     def note(response: httpx.Response) -> None:
         asked.append(response.status_code)
         if len(asked) == 1:
-            server.register()
+            served_plane.register()
 
     with (
         httpx.Client(event_hooks={"response": [note]}) as http,
-        OpenAI(base_url=server.url, api_key="none", http_client=http) as client,
+        OpenAI(base_url=served_plane.url, api_key="none", http_client=http) as client,
     ):
         opened = client.post("/sessions", body={"run_id": "run"}, cast_to=httpx.Response).json()
     assert (asked, opened["session_id"].startswith("run.open.")) == ([503, 200], True)
 
 
 def test_a_session_of_a_run_that_stopped_waits_for_it_and_of_one_that_is_complete_does_not(
-    server: Server,
+    served_plane: ServedPlane,
 ) -> None:
-    server.register(num_batches=1)
-    server.post("/runs/run/release")
-    check_asked_again(open_session(server))
-    server.register(num_batches=1, attempt=2, version=1, iteration=1)
-    assert open_session(server).status_code == 200
-    server.post("/runs/run/release")
-    response = open_session(server)
+    served_plane.register(num_batches=1)
+    served_plane.post("/runs/run/release")
+    check_asked_again(open_session(served_plane))
+    served_plane.register(num_batches=1, attempt=2, version=1, iteration=1)
+    assert open_session(served_plane).status_code == 200
+    served_plane.post("/runs/run/release")
+    response = open_session(served_plane)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "run_over")
     assert response.json()["error"]["message"] == "Run run is over: all of its 1 iterations are done."
 
 
-def test_a_paused_run_opens_sessions_whose_requests_wait(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "hello"))
-    server.post("/runs/run/pause", {})
-    opened = server.post("/sessions", {"run_id": "run"})
+def test_a_paused_run_opens_sessions_whose_requests_wait(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "hello"))
+    served_plane.post("/runs/run/pause", {})
+    opened = served_plane.post("/sessions", {"run_id": "run"})
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(ask, opened["base_url"])
-        wait_until(lambda: server.get("/runs/run")["requests_waiting"] == 1)
-        server.post("/runs/run/resume", {})
+        wait_until(lambda: served_plane.get("/runs/run")["requests_waiting"] == 1)
+        served_plane.post("/runs/run/resume", {})
         assert answer.result(patience()).choices[0].message.content == "hello"
 
 
 @pytest.fixture
-def locked(tmp_path: Path, model_dir: str) -> Iterator[Server]:
-    with running_app(key="plane") as url, with_two_runs(url, tmp_path, model_dir) as server:
-        yield server
+def locked_plane(tmp_path: Path, model_dir: str) -> Iterator[ServedPlane]:
+    with running_app(key="plane") as url, with_two_runs(url, tmp_path, model_dir) as served_plane:
+        yield served_plane
 
 
 @contextlib.contextmanager
-def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
+def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlane]:
     """A data plane with a key and two runs, `red` and `blue`, each with a key and a policy of its name."""
     headers = {"Authorization": "Bearer plane"}
     with httpx.Client(base_url=url, headers=headers, timeout=patience()) as http:
-        server = Server(url, http, folder, model_dir)
+        served_plane = ServedPlane(url, http, folder, model_dir)
         for name in ("red", "blue"):
-            server.register(run_id=name, run_dir=str(folder / name), served_model=name, key=f"{name}-run-key")
-        yield server
+            served_plane.register(
+                run_id=name, run_dir=str(folder / name), served_model=name, key=f"{name}-run-key"
+            )
+        yield served_plane
 
 
-def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked: Server) -> None:
-    opened = locked.post("/sessions", {"run_id": "red"})
+def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked_plane: ServedPlane) -> None:
+    opened = locked_plane.post("/sessions", {"run_id": "red"})
     path = f"/sessions/{opened['session_id']}"
 
     def status(path: str, key: str, method: str = "GET", **options: Any) -> int:
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.request(method, locked.url + path, headers=headers, **options).status_code
+        return httpx.request(method, locked_plane.url + path, headers=headers, **options).status_code
 
     for key in ("red-run-key", "plane", "red-run-key:some-session", "plane:some-session"):
         assert status(path, key) == 200
@@ -278,32 +291,32 @@ def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked: Server) -> No
         assert (status(route, "red-run-key"), status(route, "plane")) == (401, 200)
 
 
-def test_a_run_key_sees_the_policy_of_its_run_only(locked: Server) -> None:
+def test_a_run_key_sees_the_policy_of_its_run_only(locked_plane: ServedPlane) -> None:
     for key, models in [("red-run-key", ["red"]), ("blue-run-key", ["blue"]), ("plane", ["blue", "red"])]:
-        with OpenAI(base_url=f"{locked.url}/v1", api_key=key) as agent:
+        with OpenAI(base_url=f"{locked_plane.url}/v1", api_key=key) as agent:
             assert [model.id for model in agent.models.list()] == models
     body = {"model": "red", "messages": HI}
     refused = httpx.post(
-        f"{locked.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer blue-run-key"}
+        f"{locked_plane.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer blue-run-key"}
     )
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_key_and_a_session_fit_into_one_value(locked: Server) -> None:
-    opened = locked.post("/sessions", {"run_id": "red"})
-    with OpenAI(base_url=f"{locked.url}/v1", api_key=f"red-run-key:{opened['session_id']}") as agent:
+def test_a_key_and_a_session_fit_into_one_value(locked_plane: ServedPlane) -> None:
+    opened = locked_plane.post("/sessions", {"run_id": "red"})
+    with OpenAI(base_url=f"{locked_plane.url}/v1", api_key=f"red-run-key:{opened['session_id']}") as agent:
         assert [model.id for model in agent.models.list()] == ["red"]
     with (
-        OpenAI(base_url=f"{locked.url}/v1", api_key=f"blue-run-key:{opened['session_id']}") as agent,
+        OpenAI(base_url=f"{locked_plane.url}/v1", api_key=f"blue-run-key:{opened['session_id']}") as agent,
         pytest.raises(openai.AuthenticationError),
     ):
         agent.models.list()
 
 
 @pytest.mark.parametrize("key", ["short", "a-key-with:a-colon"])
-def test_a_run_key_must_be_one(server: Server, key: str) -> None:
+def test_a_run_key_must_be_one(served_plane: ServedPlane, key: str) -> None:
     with pytest.raises(AssertionError, match="key: ") as refused:
-        server.register(key=key)
+        served_plane.register(key=key)
     assert key not in str(refused.value)
 
 

@@ -23,10 +23,10 @@ from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.dialects.registry import find_dialect as dialect_of
 from sf_core.types import Endpoint, Task
+from tests.bench.dataplane.clients import CLIENTS
+from tests.bench.dataplane.planes import ServedPlane, answering, running_app, say
 from tests.patience import patience
-from tests.sf_core.dataplane.gateway.dialects.clients import CLIENTS
 from tests.sf_core.dataplane.gateway.test_errors import failed_stream, overflow_of
-from tests.sf_core.dataplane.stand import Server, answering, running_app, say
 
 # its litellm imports mcp without asking for it
 MINI_SWE_AGENT = ["mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp==2.3.0"]
@@ -39,9 +39,9 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def is_one_sequence(server: Server, session_id: str) -> bool:
+def is_one_sequence(plane: ServedPlane, session_id: str) -> bool:
     """Whether every request continued the tokens of the one before."""
-    tree = server.get(f"/sessions/{session_id}")
+    tree = plane.get(f"/sessions/{session_id}")
     parents = [prompt["parent_turn"] for prompt in tree["prompts"]]
     return parents == [None, *range(len(tree["turns"]) - 1)] and not tree["branch_reasons"]
 
@@ -55,18 +55,18 @@ def weather(city: str) -> str:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("use_responses", [True, False])
 def test_openai_agents_calls_tools_and_answers(
-    server: Server, renderer: Renderer, use_responses: bool, streamed: bool
+    served_plane: ServedPlane, renderer: Renderer, use_responses: bool, streamed: bool
 ) -> None:
-    server.register(context_length=8192, max_tokens=256)
+    served_plane.register(context_length=8192, max_tokens=256)
     two_calls = "Let me see. " + call("weather", city="Rome") + "\n" + call("weather", city="Oslo")
-    server.connect(answering(renderer, two_calls, "Sunny in both."))
-    opened = server.post("/sessions", {"run_id": "run"})
+    served_plane.connect(answering(renderer, two_calls, "Sunny in both."))
+    opened = served_plane.post("/sessions", {"run_id": "run"})
     set_tracing_disabled(True)
     key = f"session:{opened['session_id']}"
     agent = Agent(name="guide", instructions="Be brief.", tools=[weather], model="policy")
 
     async def run(question: str = "How is it in Rome and Oslo?") -> str:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key) as client:
+        async with AsyncOpenAI(base_url=f"{served_plane.url}/v1", api_key=key) as client:
             provider = MultiProvider(openai_client=client, openai_use_responses=use_responses)
             config = RunConfig(model_provider=provider)
             if not streamed:
@@ -77,10 +77,10 @@ def test_openai_agents_calls_tools_and_answers(
             return str(running.final_output)
 
     assert asyncio.run(run()) == "Sunny in both."
-    assert is_one_sequence(server, opened["session_id"])
-    recorded = server.asked[0].prompt_ids + say(renderer, two_calls)
-    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
-    said = renderer.decode(server.asked[1].prompt_ids)
+    assert is_one_sequence(served_plane, opened["session_id"])
+    recorded = served_plane.asked[0].prompt_ids + say(renderer, two_calls)
+    assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
+    said = renderer.decode(served_plane.asked[1].prompt_ids)
     assert "sunny in Rome" in said
     assert "sunny in Oslo" in said
 
@@ -111,18 +111,18 @@ def mini() -> Path:
     ],
 )
 def test_mini_swe_agent_solves_its_task(
-    server: Server, renderer: Renderer, mini: Path, tmp_path: Path, model: str, options: list[str]
+    served_plane: ServedPlane, renderer: Renderer, mini: Path, tmp_path: Path, model: str, options: list[str]
 ) -> None:
-    server.register(context_length=32768, max_tokens=512)
+    served_plane.register(context_length=32768, max_tokens=512)
     first = "I write the answer. " + call("bash", command="echo 42 > answer.txt")
     last = "Done. " + call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-    server.connect(answering(renderer, first, last))
-    opened = server.post("/sessions", {"run_id": "run"})
+    served_plane.connect(answering(renderer, first, last))
+    opened = served_plane.post("/sessions", {"run_id": "run"})
     key = f"session:{opened['session_id']}"
     environment = os.environ | {
-        "OPENAI_BASE_URL": f"{server.url}/v1",
+        "OPENAI_BASE_URL": f"{served_plane.url}/v1",
         "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_BASE_URL": served_plane.url,
         "ANTHROPIC_API_KEY": key,
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",
@@ -137,7 +137,7 @@ def test_mini_swe_agent_solves_its_task(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "answer.txt").read_text() == "42\n"
-    assert is_one_sequence(server, opened["session_id"])
+    assert is_one_sequence(served_plane, opened["session_id"])
 
 
 ASK_LITELLM = """
@@ -184,11 +184,11 @@ def all_raise(policy: str, nobody: str, ways: tuple[bool, ...]) -> list[list[Any
 
 
 @pytest.mark.nightly
-def test_litellm_knows_what_is_wrong_with_a_request(server: Server, mini: Path) -> None:
+def test_litellm_knows_what_is_wrong_with_a_request(served_plane: ServedPlane, mini: Path) -> None:
     ways = (False, True)
-    server.register()
-    opened = server.post("/sessions", {"run_id": "run"})
-    told = ask_litellm(mini, server.url, f"session:{opened['session_id']}", ways)
+    served_plane.register()
+    opened = served_plane.post("/sessions", {"run_id": "run"})
+    told = ask_litellm(mini, served_plane.url, f"session:{opened['session_id']}", ways)
     assert told == all_raise("ContextWindowExceededError", "NotFoundError", ways)
     with running_app(key="secret") as url:
         told = ask_litellm(mini, url, "wrong", ways)
@@ -257,15 +257,15 @@ def from_npm(package: str) -> str:
     ids=["claude-code", "codex", "qwen-code"],
 )
 def test_a_harness_as_a_command_writes_a_file_in_one_row(
-    server: Server, renderer: Renderer, package: str, command: str, first: str
+    served_plane: ServedPlane, renderer: Renderer, package: str, command: str, first: str
 ) -> None:
     programs = from_npm(package)
-    server.register(context_length=200_000, max_tokens=512)
-    server.connect(answering(renderer, "I write it. " + first, "Done."))
-    opened = server.post("/sessions", {"run_id": "run"})
-    endpoint = Endpoint(f"{server.url}/sessions/{opened['session_id']}/v1", "none", "policy")
+    served_plane.register(context_length=200_000, max_tokens=512)
+    served_plane.connect(answering(renderer, "I write it. " + first, "Done."))
+    opened = served_plane.post("/sessions", {"run_id": "run"})
+    endpoint = Endpoint(f"{served_plane.url}/sessions/{opened['session_id']}/v1", "none", "policy")
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}
     setting = Command(command=("bash", "-c", command), answer="file:answer.txt", variables=path)
     end = asyncio.run(CommandAgent(setting).run(Task("t", "e", "Write 42 into answer.txt."), endpoint))
     assert end.answer == "42\n"
-    assert is_one_sequence(server, opened["session_id"])
+    assert is_one_sequence(served_plane, opened["session_id"])

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import ServedPlane, answering
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.stand import Server, answering
 
 MESSAGES = [{"role": "user", "content": "0?"}]
 COMPLETE = "Run run has ended: all of its 1 iterations are done; `sf serve RUN` serves its policy."
@@ -38,14 +38,14 @@ QUESTIONS: dict[str, Question] = {
 """Path, body, and what tells the dialect's error apart: how it is read, and what it is."""
 
 
-def ask(server: Server, dialect: str) -> httpx.Response:
+def ask(plane: ServedPlane, dialect: str) -> httpx.Response:
     path, body, _, _ = QUESTIONS[dialect]
-    return httpx.post(server.url + path, json={"model": "policy"} | body, timeout=patience())
+    return httpx.post(plane.url + path, json={"model": "policy"} | body, timeout=patience())
 
 
-def end(server: Server) -> None:
-    server.post("/runs/run/weights", {"version": 1, "uri": "w"})
-    server.post("/runs/run/release")
+def end(plane: ServedPlane) -> None:
+    plane.post("/runs/run/weights", {"version": 1, "uri": "w"})
+    plane.post("/runs/run/release")
 
 
 def check_told(refused: httpx.Response, dialect: str) -> None:
@@ -56,49 +56,53 @@ def check_told(refused: httpx.Response, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", QUESTIONS)
-def test_a_request_to_a_run_that_has_ended_is_told_so_in_its_dialect(server: Server, dialect: str) -> None:
-    server.register(num_batches=1)
-    end(server)
-    refused = ask(server, dialect)
+def test_a_request_to_a_run_that_has_ended_is_told_so_in_its_dialect(
+    served_plane: ServedPlane, dialect: str
+) -> None:
+    served_plane.register(num_batches=1)
+    end(served_plane)
+    refused = ask(served_plane, dialect)
     check_told(refused, dialect)
     assert "retry-after" not in refused.headers
 
 
 @pytest.mark.parametrize("dialect", QUESTIONS)
-def test_a_request_that_waits_while_its_run_ends_is_told_the_same(server: Server, dialect: str) -> None:
-    server.register(num_batches=1)
+def test_a_request_that_waits_while_its_run_ends_is_told_the_same(
+    served_plane: ServedPlane, dialect: str
+) -> None:
+    served_plane.register(num_batches=1)
     answers: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: answers.append(ask(server, dialect)))
+    waiting = threading.Thread(target=lambda: answers.append(ask(served_plane, dialect)))
     waiting.start()
-    wait_until(lambda: server.get("/runs/run")["requests_waiting"] == 1)
-    end(server)
+    wait_until(lambda: served_plane.get("/runs/run")["requests_waiting"] == 1)
+    end(served_plane)
     join(waiting)
     check_told(answers[0], dialect)
 
 
 def test_a_request_that_an_engine_works_on_while_its_run_ends_is_told_the_same(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register(num_batches=1)
-    server.connect(answering(renderer, "hello"))
-    server.engines["r0"].steps_left = 0
+    served_plane.register(num_batches=1)
+    served_plane.connect(answering(renderer, "hello"))
+    served_plane.engines["r0"].steps_left = 0
     answers: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: answers.append(ask(server, "chat")))
+    waiting = threading.Thread(target=lambda: answers.append(ask(served_plane, "chat")))
     waiting.start()
-    wait_until(lambda: server.engines["r0"].asked)
-    server.post("/runs/run/release")
+    wait_until(lambda: served_plane.engines["r0"].asked)
+    served_plane.post("/runs/run/release")
     join(waiting)
     assert answers[0].status_code == 503
-    join(server.threads[0])
-    assert server.reasons == {"r0": "released"}
+    join(served_plane.threads[0])
+    assert served_plane.reasons == {"r0": "released"}
 
 
-def test_a_run_that_is_taken_up_again_answers_again(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.post("/runs/run/release")
-    refused = ask(server, "chat")
+def test_a_run_that_is_taken_up_again_answers_again(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.post("/runs/run/release")
+    refused = ask(served_plane, "chat")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     assert "no flow works on it until one is started again" in refused.json()["error"]["message"]
-    server.register(attempt=2)
-    server.connect(answering(renderer, "hello"), attempt=2)
-    assert ask(server, "chat").json()["choices"][0]["message"]["content"] == "hello"
+    served_plane.register(attempt=2)
+    served_plane.connect(answering(renderer, "hello"), attempt=2)
+    assert ask(served_plane, "chat").json()["choices"][0]["message"]["content"] == "hello"

@@ -16,8 +16,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError, ContextOverflow
 from sf_core.dataplane.gateway.dialects.testing import read_events
 from sf_core.dataplane.sessions.session import Session
-from tests.sf_core.dataplane.gateway.dialects.clients import CLIENTS, Client, canned
-from tests.sf_core.dataplane.stand import Server, answering, running_app
+from tests.bench.dataplane.clients import CLIENTS, Client, canned
+from tests.bench.dataplane.planes import ServedPlane, answering, running_app
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 EACH = pytest.mark.parametrize("client", CLIENTS, ids=[client.dialect.name for client in CLIENTS])
@@ -118,10 +118,10 @@ def told(client: Client, raised: Exception) -> tuple[int, str]:
 @STREAMED
 @EACH
 def test_a_prompt_that_does_not_fit_is_told_in_the_words_of_the_provider(
-    server: Server, client: Client, streamed: bool
+    served_plane: ServedPlane, client: Client, streamed: bool
 ) -> None:
-    server.register()
-    with client.agent(server.url) as agent, pytest.raises(Exception) as refused:
+    served_plane.register()
+    with client.agent(served_plane.url) as agent, pytest.raises(Exception) as refused:
         client.ask(agent, streamed, {**client.request, **PROMPTS[client.dialect.name]})
     status, sentence = told(client, refused.value)
     assert status == 400
@@ -265,15 +265,15 @@ def test_a_wrong_key_and_an_unknown_model_raise_what_the_client_has_for_them(cli
 
 @EACH
 def test_every_response_has_an_id_where_its_client_looks(
-    server: Server, renderer: Renderer, client: Client
+    served_plane: ServedPlane, renderer: Renderer, client: Client
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "hi"))
+    served_plane.register()
+    served_plane.connect(answering(renderer, "hi"))
     name = client.dialect.name
     if name == "generate_content":  # its package knows no ids
         return
     seen: set[str | None] = set()
-    with client.agent(server.url) as agent:
+    with client.agent(served_plane.url) as agent:
         asked = {
             "chat": lambda body: agent.chat.completions.create(**body),
             "completions": lambda body: agent.completions.create(**body),
@@ -293,16 +293,16 @@ def test_every_response_has_an_id_where_its_client_looks(
 
 
 def test_an_error_that_nobody_expected_has_its_id_too(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.register()
+    served_plane.register()
 
     def fail(*_: Any) -> None:
         raise RuntimeError("unexpected")
 
     monkeypatch.setattr("sf_core.dataplane.gateway.endpoint.open_turns", fail)
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-    failed = httpx.post(f"{server.url}/v1/messages", json=body)
+    failed = httpx.post(f"{served_plane.url}/v1/messages", json=body)
     assert failed.status_code == 500
     assert failed.json()["error"]["type"] == "api_error"
     assert failed.json()["request_id"] == failed.headers["request-id"] == failed.headers["x-request-id"]

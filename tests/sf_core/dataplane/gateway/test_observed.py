@@ -22,40 +22,40 @@ from sf_core.config.failures import REASONS
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway import keepalive, observed
 from sf_core.dataplane.gateway.keepalive import KeptAlive
+from tests.bench.dataplane.planes import ServedPlane, say
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.stand import Server, say
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 
 
-def figures(server: Server) -> dict[tuple[str, ...], float]:
+def figures(plane: ServedPlane) -> dict[tuple[str, ...], float]:
     """Metrics by name and label values, summed over processes."""
     values: Counter[tuple[str, ...]] = Counter()
-    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+    for family in text_string_to_metric_families(plane.http.get("/metrics").text):
         for sample in family.samples:
             labels = [sample.labels[name] for name in sorted(sample.labels) if name != "process"]
             values[sample.name, *labels] += sample.value  # type: ignore[assignment]
     return dict(values)
 
 
-def ask(server: Server, path: str = CHAT, **options: Any) -> httpx.Response:
-    return server.http.post(path, json={"model": "policy", "messages": HI} | options)
+def ask(plane: ServedPlane, path: str = CHAT, **options: Any) -> httpx.Response:
+    return plane.http.post(path, json={"model": "policy", "messages": HI} | options)
 
 
-def test_figures_count_what_agents_asked_and_got(server: Server, renderer: Renderer) -> None:
+def test_figures_count_what_agents_asked_and_got(served_plane: ServedPlane, renderer: Renderer) -> None:
     # what earlier tests asked
-    before = figures(server)
-    server.register()
+    before = figures(served_plane)
+    served_plane.register()
     answer = say(renderer, "hello there")
-    server.connect(lambda prompt, seed: answer)
-    [claim] = server.claim()
+    served_plane.connect(lambda prompt, seed: answer)
+    [claim] = served_plane.claim()
     path = f"/sessions/{claim['session_id']}{CHAT}"
-    first = ask(server, path).json()
+    first = ask(served_plane, path).json()
     grown = [*HI, first["choices"][0]["message"], {"role": "user", "content": "more"}]
-    second = ask(server, path, messages=grown).json()
-    ask(server, path, model="other")
-    seen = {name: number - before.get(name, 0) for name, number in figures(server).items()}
+    second = ask(served_plane, path, messages=grown).json()
+    ask(served_plane, path, model="other")
+    seen = {name: number - before.get(name, 0) for name, number in figures(served_plane).items()}
     assert seen["sf_requests_total", "chat", "200"] == 2
     assert seen["sf_requests_total", "chat", "404"] == 1
     assert seen["sf_sampled_tokens_total", "run"] == 2 * len(answer)
@@ -73,60 +73,60 @@ def test_figures_count_what_agents_asked_and_got(server: Server, renderer: Rende
 
 
 def test_a_run_without_engines_has_none_in_any_state_and_a_released_run_no_gauges(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register()
-    seen = figures(server)
+    served_plane.register()
+    seen = figures(served_plane)
     states = ("loading", "leaving", "paused", "serving")
     assert [seen["sf_engines", "run", state] for state in states] == [0, 0, 0, 0]
     assert seen["sf_policy_version", "run"] == 0
-    server.post("/runs/run/release")
-    seen = figures(server)
+    served_plane.post("/runs/run/release")
+    seen = figures(served_plane)
     assert [name for name, *labels in seen if "run" in labels and not name.endswith("_total")] == []
     assert seen["sf_sampled_tokens_total", "run"] == 0
-    server.register(attempt=2)
-    assert ("sf_policy_version", "run") in figures(server)
+    served_plane.register(attempt=2)
+    assert ("sf_policy_version", "run") in figures(served_plane)
 
 
 def test_branches_are_counted_by_reason_before_and_after_a_session_ends(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, "hello"))
-    [claim] = server.claim()
+    served_plane.register()
+    served_plane.connect(lambda prompt, seed: say(renderer, "hello"))
+    [claim] = served_plane.claim()
     path = f"/sessions/{claim['session_id']}"
     for _ in range(3):
-        ask(server, path + CHAT)
-    assert figures(server)["sf_branches_total", "asked_again", "run"] == 2
-    server.post(path + "/finish", {"status": "finished", "reward": 1.0})
-    assert figures(server)["sf_branches_total", "asked_again", "run"] == 2
+        ask(served_plane, path + CHAT)
+    assert figures(served_plane)["sf_branches_total", "asked_again", "run"] == 2
+    served_plane.post(path + "/finish", {"status": "finished", "reward": 1.0})
+    assert figures(served_plane)["sf_branches_total", "asked_again", "run"] == 2
 
 
 def test_ends_of_sessions_and_groups_are_counted_and_rewards_shown(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register(group_size=1, groups_per_batch=1, session_attempts=1, on_max_lag="drop")
-    server.connect(lambda prompt, seed: say(renderer, "hello"))
-    assert figures(server)["sf_sessions_total", "failed", "run"] == 0
-    assert ("sf_reward_recent", "run") not in figures(server)
+    served_plane.register(group_size=1, groups_per_batch=1, session_attempts=1, on_max_lag="drop")
+    served_plane.connect(lambda prompt, seed: say(renderer, "hello"))
+    assert figures(served_plane)["sf_sessions_total", "failed", "run"] == 0
+    assert ("sf_reward_recent", "run") not in figures(served_plane)
 
     def ask_and_finish(claim: dict[str, Any], **report: Any) -> None:
-        ask(server, f"/sessions/{claim['session_id']}{CHAT}")
+        ask(served_plane, f"/sessions/{claim['session_id']}{CHAT}")
         if report:
-            server.post(f"/sessions/{claim['session_id']}/finish", report)
+            served_plane.post(f"/sessions/{claim['session_id']}/finish", report)
 
-    failing, old = server.claim(2)
+    failing, old = served_plane.claim(2)
     ask_and_finish(failing, status="failed", error="x")
     ask_and_finish(old)
     running = [old["session_id"]]
     for batch in range(2):
-        [claim] = server.claim(1, running=running)
+        [claim] = served_plane.claim(1, running=running)
         ask_and_finish(claim, status="finished", reward=0.5 + batch)
-        server.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
-        server.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
-    server.claim(1)
-    server.claim(0)
-    seen = figures(server)
+        served_plane.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
+        served_plane.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+    served_plane.claim(1)
+    served_plane.claim(0)
+    seen = figures(served_plane)
     ends = {key: number for key, number in seen.items() if key[0] in ("sf_sessions_total", "sf_groups_total")}
     assert ends == {
         ("sf_sessions_total", "finished", "run"): 2,
@@ -163,18 +163,18 @@ class RecordingTracer(trace.Tracer):
 
 
 def test_each_turn_is_a_span_of_the_agents_trace(
-    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = RecordingTracer()
     monkeypatch.setattr(observed, "_tracer", tracer)
-    server.register()
+    served_plane.register()
     answer = say(renderer, "hello")
-    server.connect(lambda prompt, seed: answer)
-    server.http.headers["traceparent"] = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    [claim] = server.claim()
-    ask(server, f"/sessions/{claim['session_id']}{CHAT}")
-    del server.http.headers["traceparent"]
-    ask(server)
+    served_plane.connect(lambda prompt, seed: answer)
+    served_plane.http.headers["traceparent"] = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    [claim] = served_plane.claim()
+    ask(served_plane, f"/sessions/{claim['session_id']}{CHAT}")
+    del served_plane.http.headers["traceparent"]
+    ask(served_plane)
     wait_until(lambda: len(tracer.spans) == 2)
     first, second = tracer.spans
     assert format(first["parent"].trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
@@ -185,24 +185,24 @@ def test_each_turn_is_a_span_of_the_agents_trace(
 
 
 def test_a_stream_says_something_while_its_request_waits(
-    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepalive, "KEEP_ALIVE_S", 0.02)
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, "hello"))
-    server.post("/runs/run/pause")
+    served_plane.register()
+    served_plane.connect(lambda prompt, seed: say(renderer, "hello"))
+    served_plane.post("/runs/run/pause")
     lines: list[str] = []
 
     def read() -> None:
         body = {"model": "policy", "messages": HI, "stream": True}
-        with httpx.stream("POST", server.url + CHAT, json=body, timeout=patience()) as response:
+        with httpx.stream("POST", served_plane.url + CHAT, json=body, timeout=patience()) as response:
             lines.extend(response.iter_lines())
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_until(lambda: figures(server)["sf_requests_waiting", "run"] == 1)
+    wait_until(lambda: figures(served_plane)["sf_requests_waiting", "run"] == 1)
     wait_until(lambda: lines.count("") >= 3 or not reader.is_alive())
-    server.post("/runs/run/resume")
+    served_plane.post("/runs/run/resume")
     join(reader)
     events = [line for line in lines if line]
     assert lines.count("") >= len(events) + 2  # one ends each event
@@ -244,21 +244,21 @@ def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
 
 
 def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
-    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.1)
-    server.register(context_length=1_000_000)
+    served_plane.register(context_length=1_000_000)
     # more than any socket holds, and than is sampled until the reader is given up
     endless = renderer.encode(" fox").tolist() * 500_000
-    server.connect(lambda prompt, seed: endless, tokens_per_step=500)
+    served_plane.connect(lambda prompt, seed: endless, tokens_per_step=500)
     body = orjson.dumps({"model": "policy", "messages": HI, "stream": True, "logprobs": True})
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        deaf.connect((server.http.base_url.host, server.http.base_url.port))
+        deaf.connect((served_plane.http.base_url.host, served_plane.http.base_url.port))
         deaf.sendall(head.encode() + body)
-        wait_until(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
-        wait_until(lambda: server.engines["r0"].num_requests == 0)
+        wait_until(lambda: served_plane.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+        wait_until(lambda: served_plane.engines["r0"].num_requests == 0)
 
 
 def test_no_empty_line_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Sampling
-from storage.schema import NOT_SAMPLED, Trajectory
-from storage.trajectories import read_trajectories, to_rows
+from storage.schema import NOT_SAMPLED
+from storage.trajectories import Trajectory, read_trajectories, to_rows
+from tests.bench.dataplane.planes import CALC, ServedPlane, attended, running_app, say
+from tests.bench.engines.model_folders import SIZE
 from tests.patience import patience, wait_until
-from tests.sf_core.dataplane.stand import CALC, Server, attended, running_app, say
-from tests.sf_core.engines.conftest import SIZE
 
 CONTEXT = 512
 MESSAGES: Any = [{"role": "user", "content": "what is the sum of 12 and 30?"}]
@@ -48,7 +48,7 @@ JSON_SCHEMA = {"type": "json_schema", "name": "s", "schema": SCHEMA}
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> str:
+def random_policy(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> str:
     """A random network with the tokenizer of `model_dir`."""
     folder = tmp_path_factory.mktemp("policy")
     torch.manual_seed(0)
@@ -59,22 +59,22 @@ def policy(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> str:
 
 
 @pytest.fixture
-def constrained(tmp_path: Path, policy: str) -> Iterator[Server]:
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, policy) as server:
-        server.register(
+def constrained(tmp_path: Path, random_policy: str) -> Iterator[ServedPlane]:
+    with running_app(grace_s=0.1) as url, attended(url, tmp_path, random_policy) as plane:
+        plane.register(
             follows_grammars=True,
             max_tokens=300,
             groups_per_batch=1,
             context_length=CONTEXT,
-            weights_uri=policy,
+            weights_uri=random_policy,
         )
-        lend(server)
-        yield server
+        lend(plane)
+        yield plane
 
 
-def lend(server: Server, lease: str = "r0") -> None:
-    engine = TorchEngine(server.model_dir, max_running=8, context_length=CONTEXT)
-    server.lend(engine, Hello("run", 1, lease, 0, lease, lease, 8))
+def lend(plane: ServedPlane, lease: str = "r0") -> None:
+    engine = TorchEngine(plane.model_dir, max_running=8, context_length=CONTEXT)
+    plane.lend(engine, Hello("run", 1, lease, 0, lease, lease, 8))
 
 
 Ask = Callable[[str], Any]
@@ -132,14 +132,14 @@ def gemini_by_json_schema(url: str) -> Any:
 @pytest.mark.parametrize(
     "ask", [chat, chat_streamed, responses, messages, gemini_by_type, gemini_by_json_schema]
 )
-def test_a_client_gets_an_answer_of_its_type_from_any_policy(constrained: Server, ask: Ask) -> None:
+def test_a_client_gets_an_answer_of_its_type_from_any_policy(constrained: ServedPlane, ask: Ask) -> None:
     [claim] = constrained.claim()
     answer = ask(f"{constrained.url}/sessions/{claim['session_id']}")
     assert isinstance(answer, Sum)
     assert constrained.get("/runs/run")["counters"]["constrained_turns"] == 1
 
 
-def test_samples_of_one_request_follow_its_schema_and_may_call_its_tools(constrained: Server) -> None:
+def test_samples_of_one_request_follow_its_schema_and_may_call_its_tools(constrained: ServedPlane) -> None:
     [claim] = constrained.claim()
     url = f"{constrained.url}/sessions/{claim['session_id']}/v1"
     body = {"model": "policy", "messages": MESSAGES, "n": 12, "tools": [CALC]}
@@ -157,7 +157,7 @@ def test_samples_of_one_request_follow_its_schema_and_may_call_its_tools(constra
             assert content.startswith('<tool_call>\n{"name": "calc", "arguments":')
 
 
-def test_an_answer_goes_on_in_its_schema_where_another_engine_takes_over(constrained: Server) -> None:
+def test_an_answer_goes_on_in_its_schema_where_another_engine_takes_over(constrained: ServedPlane) -> None:
     lend(constrained, "r1")
     terms = {"type": "array", "items": {"enum": [12, 30]}, "minItems": 60, "maxItems": 60}
     paths = [f"/sessions/{claim['session_id']}" for claim in constrained.claim(2)]
@@ -178,7 +178,7 @@ def test_an_answer_goes_on_in_its_schema_where_another_engine_takes_over(constra
     assert not any(row.loss_mask.any() for row in rows)
 
 
-def test_what_followed_a_schema_is_recorded_and_does_not_train(constrained: Server) -> None:
+def test_what_followed_a_schema_is_recorded_and_does_not_train(constrained: ServedPlane) -> None:
     paths = [f"/sessions/{claim['session_id']}" for claim in constrained.claim(2)]
     for path in paths:
         said = content_of(constrained, path, json_schema(SCHEMA))
@@ -196,46 +196,48 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
 
 
-def content_of(server: Server, path: str, form: dict[str, Any], *said: str) -> str:
+def content_of(plane: ServedPlane, path: str, form: dict[str, Any], *said: str) -> str:
     """The answer to a question, or to the next one after an answer."""
     later = [{"role": "assistant", "content": said[0]}, {"role": "user", "content": "more"}] if said else []
     body = {"model": "policy", "messages": [*MESSAGES, *later], **form}
-    response = httpx.post(f"{server.url}{path}/v1/chat/completions", json=body, timeout=patience())
+    response = httpx.post(f"{plane.url}{path}/v1/chat/completions", json=body, timeout=patience())
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
 
 
-def trained(server: Server, paths: list[str]) -> list[Trajectory]:
+def trained(plane: ServedPlane, paths: list[str]) -> list[Trajectory]:
     """The rows of the first batch, which these sessions fill."""
     for path in paths:
-        server.post(f"{path}/finish", {"status": "finished", "reward": 1.0})
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
-    return to_rows(read_trajectories(str(Path(server.run_dir, "run", sealed["files"][0]["uri"]))))
+        plane.post(f"{path}/finish", {"status": "finished", "reward": 1.0})
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    return to_rows(read_trajectories(str(Path(plane.run_dir, "run", sealed["files"][0]["uri"]))))
 
 
-def test_a_run_that_ignores_the_field_trains_on_unconstrained_answers(tmp_path: Path, policy: str) -> None:
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, policy) as server:
-        server.register(
+def test_a_run_that_ignores_the_field_trains_on_unconstrained_answers(
+    tmp_path: Path, random_policy: str
+) -> None:
+    with running_app(grace_s=0.1) as url, attended(url, tmp_path, random_policy) as plane:
+        plane.register(
             follows_grammars=True,
             ignored_fields=["response_format"],
             context_length=CONTEXT,
-            weights_uri=policy,
+            weights_uri=random_policy,
         )
-        lend(server)
-        [claim] = server.claim()
-        said = content_of(server, f"/sessions/{claim['session_id']}", json_schema(SCHEMA))
+        lend(plane)
+        [claim] = plane.claim()
+        said = content_of(plane, f"/sessions/{claim['session_id']}", json_schema(SCHEMA))
         with pytest.raises(ValueError):
             json.loads(said)
-        assert "constrained_turns" not in server.get("/runs/run")["counters"]
+        assert "constrained_turns" not in plane.get("/runs/run")["counters"]
 
 
 def test_every_field_of_a_request_reaches_the_engine_that_takes_it_over(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register(follows_grammars=True)
+    served_plane.register(follows_grammars=True)
     answer = say(renderer, '{"kind": "sum"}')
-    server.connect(lambda prompt, seed: answer, "r0")
-    server.engines["r0"].steps_left = 2
+    served_plane.connect(lambda prompt, seed: answer, "r0")
+    served_plane.engines["r0"].steps_left = 2
     body = json_schema(SCHEMA) | {
         "model": "policy",
         "messages": MESSAGES,
@@ -247,12 +249,14 @@ def test_every_field_of_a_request_reaches_the_engine_that_takes_it_over(
         "stream": True,
     }
     with ThreadPoolExecutor(1) as agent:
-        asking = agent.submit(httpx.post, f"{server.url}/v1/chat/completions", json=body, timeout=patience())
-        wait_until(lambda: server.engines["r0"].steps_left == 0)
-        server.connect(lambda prompt, seed: answer, "r1")
-        server.post("/runs/run/leases/r0/revoke")
+        asking = agent.submit(
+            httpx.post, f"{served_plane.url}/v1/chat/completions", json=body, timeout=patience()
+        )
+        wait_until(lambda: served_plane.engines["r0"].steps_left == 0)
+        served_plane.connect(lambda prompt, seed: answer, "r1")
+        served_plane.post("/runs/run/leases/r0/revoke")
         assert asking.result().status_code == 200
-    first, rest = server.asked
+    first, rest = served_plane.asked
     # a field that is added is missing here
     assert asdict(rest) | {"prompt_ids": [*rest.prompt_ids]} == {
         "request_id": first.request_id,
@@ -297,7 +301,7 @@ CHAT, RESPONSES, MESSAGES_API, GEMINI = (
     ],
 )
 def test_what_is_no_schema_is_refused_in_one_sentence(
-    constrained: Server, path: str, fields: dict[str, Any], message: str
+    constrained: ServedPlane, path: str, fields: dict[str, Any], message: str
 ) -> None:
     asked = {"messages": MESSAGES, "input": "hi", "contents": [{"parts": [{"text": "hi"}]}], "max_tokens": 8}
     response = httpx.post(constrained.url + path, json={"model": "policy"} | asked | fields)
@@ -305,7 +309,7 @@ def test_what_is_no_schema_is_refused_in_one_sentence(
     assert response.status_code == 400 and message in told and "\n" not in told
 
 
-def test_gemini_schemas_are_read_as_google_writes_them(constrained: Server) -> None:
+def test_gemini_schemas_are_read_as_google_writes_them(constrained: ServedPlane) -> None:
     schema = {
         "type": "OBJECT",
         "properties": {

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.journal.journal import Fsync, Journal
+from tests.bench.dataplane.full_disk import full_own_disk
 from tests.patience import patience, until
 from tests.properties import examples
-from tests.sf_core.dataplane.full_disk import full_own_disk
 
 decode = msgspec.msgpack.decode
 

@@ -11,7 +11,7 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
-from tests.sf_core.dataplane.specs import SPEC
+from tests.bench.dataplane.specs import SPEC
 
 
 def test_one_process_at_a_time_works_in_a_journal_directory(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.conversations import TEMPLATES
 
-_HERE = Path(__file__).parent
-_TEMPLATES = (_HERE / "templates", _HERE.parent / "templates")
+_TEMPLATES = (Path(__file__).parent / "templates", TEMPLATES)
 
 TOKENIZERS = ("byte_level", "first", "always", "never")
 """Families of tokenizers: byte-level BPE, and BPE with each of SentencePiece's `prepend_scheme`s."""

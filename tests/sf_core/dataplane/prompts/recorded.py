@@ -12,7 +12,7 @@ from sf_core.dataplane.chat.messages import assistant_message, call_id
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.types import Chunk, FinishReason
-from tests.sf_core.dataplane.conversations import generation_of, odd_ids
+from tests.bench.dataplane.conversations import generation_of, odd_ids
 from tests.sf_core.dataplane.prompts.exceptions import Case
 from tests.sf_core.dataplane.prompts.folders import renderer
 from tests.sf_core.dataplane.prompts.references import Ids, open_prompt

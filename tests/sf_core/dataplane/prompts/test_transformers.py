@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.calls.formats import FORMATS
 from sf_core.dataplane.sessions.session import Session
+from tests.bench.dataplane.planes import ServedPlane, answering
 from tests.properties import examples
 from tests.sf_core.dataplane.prompts.exceptions import (
     ROWS,
@@ -24,7 +25,6 @@ from tests.sf_core.dataplane.prompts.recorded import continue_recorded, converse
 from tests.sf_core.dataplane.prompts.references import Ids, ours, transformers_ids
 from tests.sf_core.dataplane.prompts.shapes import WRITERS, Call, Said, Shape
 from tests.sf_core.dataplane.prompts.strategies import shapes
-from tests.sf_core.dataplane.stand import Server, answering
 
 SPOKEN = Shape(
     (
@@ -122,14 +122,14 @@ def test_the_table_is_that_of_the_docs() -> None:
 
 
 @pytest.mark.parametrize("dialect", WRITERS)
-def test_an_engine_gets_the_prompt_over_http(server: Server, dialect: str) -> None:
-    server.model_dir = folder("qwen3", "byte_level")
-    server.register(context_length=8192)
-    server.connect(answering(renderer("qwen3", "byte_level"), "said"))
+def test_an_engine_gets_the_prompt_over_http(served_plane: ServedPlane, dialect: str) -> None:
+    served_plane.model_dir = folder("qwen3", "byte_level")
+    served_plane.register(context_length=8192)
+    served_plane.connect(answering(renderer("qwen3", "byte_level"), "said"))
     case = Case("qwen3", "byte_level", dialect, CALLED)
-    response = server.http.post(case.request.path, json=case.request.body)
+    response = served_plane.http.post(case.request.path, json=case.request.body)
     assert response.status_code == 200, response.text
-    assert list(server.asked[0].prompt_ids) == of_gateway(case)
+    assert list(served_plane.asked[0].prompt_ids) == of_gateway(case)
 
 
 @pytest.mark.parametrize(("kind", "tokenizer"), [at for at in FOLDERS if at[0] not in ("gemma3", "smollm2")])

@@ -23,7 +23,7 @@ SHAPES = 30
 
 
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], Ids | None]]:
+def vllm_prompts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], Ids | None]]:
     """vLLM's prompt of a case; None: it refuses."""
     try:
         served = VllmPrompts(FOLDERS, tmp_path_factory.mktemp("vllm") / "log")
@@ -36,20 +36,22 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_our_prompts_are_those_of_vllm(kind: str, vllm: Callable[[Case], Ids | None]) -> None:
+def test_our_prompts_are_those_of_vllm(kind: str, vllm_prompts: Callable[[Case], Ids | None]) -> None:
     @settings(max_examples=SHAPES)
     @given(at=st.sampled_from([one for one in FOLDERS if one[0] == kind]), shape=shapes())
     def compare(at: tuple[str, str], shape: Shape) -> None:
         for case in cases(at, shape):
             if case.dialect in ON_VLLM:
-                theirs = vllm(case)
+                theirs = vllm_prompts(case)
                 assert of_gateway(case) == theirs or explained(case, VLLM), told(case, theirs)
 
     compare()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_follows_recorded_ids_is_rendered_by_vllm(kind: str, vllm: Callable[[Case], Ids | None]) -> None:
+def test_what_follows_recorded_ids_is_rendered_by_vllm(
+    kind: str, vllm_prompts: Callable[[Case], Ids | None]
+) -> None:
     @settings(max_examples=SHAPES // 2)
     @given(
         at=st.sampled_from([one for one in FOLDERS if one[0] == kind]),
@@ -59,7 +61,7 @@ def test_what_follows_recorded_ids_is_rendered_by_vllm(kind: str, vllm: Callable
     def compare(at: tuple[str, str], shape: Shape, seed: int) -> None:
         for case in cases(at, shape):
             if case.dialect in ON_VLLM and not explained(case, VLLM):
-                for continued in converse(case, vllm, seed):
+                for continued in converse(case, vllm_prompts, seed):
                     assert continued.asked == continued.recorded + continued.new, case.request.body
 
     compare()
@@ -67,8 +69,8 @@ def test_what_follows_recorded_ids_is_rendered_by_vllm(kind: str, vllm: Callable
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_of_the_table_differs_from_vllm_where_it_says_so(
-    name: str, vllm: Callable[[Case], Ids | None]
+    name: str, vllm_prompts: Callable[[Case], Ids | None]
 ) -> None:
     example, matches = ROWS[name].example, ROWS[name].differs_from(VLLM)
-    assert (of_session(example) != vllm(example)) == (matches is not None)
+    assert (of_session(example) != vllm_prompts(example)) == (matches is not None)
     assert matches is None or explained(example, VLLM) == [name]

@@ -8,7 +8,7 @@ from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import CacheHint
 from sf_core.dataplane.routing.wait_queue import WaitQueue
 from sf_core.types import Chunk
-from tests.sf_core.dataplane.cluster import turn
+from tests.bench.dataplane.router import turn
 
 
 def engine(name: str, outstanding: int = 0, version: int = 0) -> EngineConnection:

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from sf_core.types import Chunk, FinishReason
+from tests.bench.dataplane.router import turn
 from tests.patience import patience
-from tests.sf_core.dataplane.cluster import turn
 
 
 def chunk(ids: list[int], reason: FinishReason | None = None, version: int = 0) -> Chunk:

@@ -9,8 +9,8 @@ import pytest
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.types import FinishReason
+from tests.bench.dataplane.router import in_loop, turn
 from tests.patience import patience
-from tests.sf_core.dataplane.cluster import in_loop, turn
 from tests.sf_core.dataplane.routing.test_generation import chunk
 
 NEVER_S = 1e9

@@ -21,9 +21,9 @@ from sf_core.dataplane.routing.generation import Generation
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, FinishReason, GenerationRequest
+from tests.bench.dataplane.planes import ServedPlane, attended, serving
 from tests.patience import wait_until
 from tests.properties import examples
-from tests.sf_core.dataplane.stand import Server, attended, serving
 
 NUM_IDS = 258
 """Ids of the tokenizer of these tests."""
@@ -53,8 +53,8 @@ class Keeping(ScriptedEngine):
 class Stand:
     """A served run, an engine of it behind a socket, and generations that are given to its router."""
 
-    def __init__(self, server: Server, engine: Keeping, generations: list[Generation]) -> None:
-        self._server, self._engine, self._generations = server, engine, generations
+    def __init__(self, plane: ServedPlane, engine: Keeping, generations: list[Generation]) -> None:
+        self._server, self._engine, self._generations = plane, engine, generations
 
     def ask(self, generation: Generation) -> GenerationRequest:
         """What the engine is asked for this generation."""
@@ -76,11 +76,11 @@ def stand(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[
         return Response()
 
     app.router.routes.append(Route("/ask", ask, methods=["POST"]))
-    with serving(app) as url, attended(url, folder, model_dir) as server:
-        server.register()
+    with serving(app) as url, attended(url, folder, model_dir) as plane:
+        plane.register()
         engine = Keeping()
-        server.lend(engine, Hello("run", 1, "r0", 0, "r0", "r0", 8))
-        yield Stand(server, engine, generations)
+        plane.lend(engine, Hello("run", 1, "r0", 0, "r0", "r0", 8))
+        yield Stand(plane, engine, generations)
 
 
 LIMITED: dict[str, st.SearchStrategy[Any]] = {

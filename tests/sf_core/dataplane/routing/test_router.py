@@ -9,7 +9,7 @@ import pytest
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.types import WeightsRef
-from tests.sf_core.dataplane.cluster import (
+from tests.bench.dataplane.router import (
     STOP,
     Cluster,
     check_tokens,

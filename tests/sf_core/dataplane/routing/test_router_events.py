@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from sf_core.engines import wire
 from sf_core.types import WeightsRef
-from tests.patience import patience
-from tests.properties import examples
-from tests.sf_core.dataplane.cluster import (
+from tests.bench.dataplane.router import (
     STOP,
     Cluster,
     ClusterEngine,
@@ -23,6 +21,8 @@ from tests.sf_core.dataplane.cluster import (
     script,
     scripted,
 )
+from tests.patience import patience
+from tests.properties import examples
 
 
 class Events:

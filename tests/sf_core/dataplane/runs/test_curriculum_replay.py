@@ -25,10 +25,10 @@ from storage.files import FileRef
 from storage.manifests import Manifest
 from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
+from tests.bench.dataplane.conversations import sample, user
+from tests.bench.dataplane.planes import say
+from tests.bench.dataplane.run_driver import OPERATIONS, Driver
 from tests.properties import examples
-from tests.sf_core.dataplane.runs.test_replay import OPERATIONS, Driver
-from tests.sf_core.dataplane.sessions.test_session import sample, user
-from tests.sf_core.dataplane.stand import say
 
 CURRICULA: list[dict[str, Any]] = [
     {"pool": 30, "solved": 0.0},
@@ -107,6 +107,9 @@ class CurriculumDriver(Driver):
         # under another gate, compacted, the end of a group would be judged anew
         self.rules["curriculum"] = None if chosen else CURRICULA[0]
         await self.begin_attempt()
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"memory": self.memory()}
 
     def memory(self) -> dict[str, Any]:
         manager = self.run.state.ledger
@@ -188,10 +191,7 @@ def test_the_memory_of_a_run_opened_from_its_journal_is_that_of_the_run_that_wro
         await driver.register()
         for operation in operations:
             await getattr(driver, operation)()
-        memory, state = driver.memory(), driver.state()
-        await driver.restart()
-        assert driver.memory() == memory
-        assert driver.state() == state
+        await driver.check_restart()
         await driver.plane.close()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -210,10 +210,7 @@ def test_a_run_that_begins_to_choose_later_is_restored_too(
         await driver.register()
         for operation in operations:
             await getattr(driver, operation)()
-        memory, state = driver.memory(), driver.state()
-        await driver.restart()
-        assert driver.state() == state
-        assert driver.memory() == memory
+        await driver.check_restart()
         await driver.plane.close()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -13,54 +13,56 @@ from sf_core.dataplane.control import plane
 from sf_core.dataplane.sessions import finished
 from storage.schema import Trajectory
 from storage.trajectories import read_trajectories, to_rows
+from tests.bench.dataplane.planes import CALC, ServedPlane, say
 from tests.patience import wait_until
-from tests.sf_core.dataplane.stand import CALC, Server, say
 
 HI = {"role": "user", "content": "hi"}
 LONG = {"role": "user", "content": "the " * 3000}
 UNPARSED = '<tool_call>\n{"name": "calc", "arguments": 47*\n</tool_call>'
 
 
-def serve(server: Server, renderer: Renderer, text: str = "hello", **spec: Any) -> None:
+def serve(served_plane: ServedPlane, renderer: Renderer, text: str = "hello", **spec: Any) -> None:
     """Serve a run whose groups and batches have one session each."""
-    server.register(**{"group_size": 1, "groups_per_batch": 1, "failed_reward": -0.5} | spec)
-    server.connect(lambda prompt, seed: say(renderer, text))
+    served_plane.register(**{"group_size": 1, "groups_per_batch": 1, "failed_reward": -0.5} | spec)
+    served_plane.connect(lambda prompt, seed: say(renderer, text))
 
 
-def ask(server: Server, claim: dict[str, Any], *messages: Any) -> int:
+def ask(served_plane: ServedPlane, claim: dict[str, Any], *messages: Any) -> int:
     """Send a request; returns the HTTP status."""
     body = {"model": "policy", "messages": list(messages), "tools": [CALC]}
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
-    return server.http.post(path, json=body).status_code
+    return served_plane.http.post(path, json=body).status_code
 
 
-def end(server: Server, claim: dict[str, Any], **report: Any) -> None:
+def end(served_plane: ServedPlane, claim: dict[str, Any], **report: Any) -> None:
     if "reward" in report:
         report["status"] = "finished"
     told = {"status": "failed", "error": "KeyError: x", "task_id": "t", "environment": "e"}
-    server.post(f"/sessions/{claim['session_id']}/finish", told | report)
+    served_plane.post(f"/sessions/{claim['session_id']}/finish", told | report)
 
 
-def overflow(server: Server, claim: dict[str, Any]) -> None:
-    assert (ask(server, claim, HI), ask(server, claim, LONG)) == (200, 400)
+def overflow(served_plane: ServedPlane, claim: dict[str, Any]) -> None:
+    assert (ask(served_plane, claim, HI), ask(served_plane, claim, LONG)) == (200, 400)
 
 
 def sealed_rows(
-    server: Server, kind: str = "batches", index: int = 0
+    served_plane: ServedPlane, kind: str = "batches", index: int = 0
 ) -> tuple[dict[str, Any], list[Trajectory]]:
-    sealed = server.post(f"/runs/run/{kind}/{index}/seal", {"attempt": 1})
-    return sealed, to_rows(read_trajectories(str(Path(server.run_dir, "run", sealed["files"][0]["uri"]))))
+    sealed = served_plane.post(f"/runs/run/{kind}/{index}/seal", {"attempt": 1})
+    return sealed, to_rows(
+        read_trajectories(str(Path(served_plane.run_dir, "run", sealed["files"][0]["uri"])))
+    )
 
 
 def test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_one(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    serve(server, renderer)
-    [claim] = server.claim()
-    assert ask(server, claim, HI) == 200
-    overflow(server, claim)
-    end(server, claim)
-    sealed, rows = sealed_rows(server)
+    serve(served_plane, renderer)
+    [claim] = served_plane.claim()
+    assert ask(served_plane, claim, HI) == 200
+    overflow(served_plane, claim)
+    end(served_plane, claim)
+    sealed, rows = sealed_rows(served_plane)
     assert (sealed["failures"], sealed["rejected"]) == ({"context_overflow": 1}, {})
     assert sealed["reward_mean"] == -0.5
     for row in rows:
@@ -71,7 +73,7 @@ def test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_on
     assert [row.token_ids[row.loss_mask].tolist() for row in rows] == [answer] * 2
     assert all((row.logprobs[row.loss_mask] <= 0).all() for row in rows)
     assert all((row.policy_versions[row.loss_mask] == 0).all() for row in rows)
-    counters = server.get("/runs/run")["counters"]
+    counters = served_plane.get("/runs/run")["counters"]
     assert (counters["failed_sessions"], counters["failures.context_overflow"]) == (1, 1)
     assert "finished_sessions" not in counters
 
@@ -89,98 +91,98 @@ def test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_on
     ],
 )
 def test_a_session_says_that_its_last_request_did_not_fit(
-    server: Server,
+    served_plane: ServedPlane,
     renderer: Renderer,
     again: bool,
     report: dict[str, Any],
     status: str | None,
     reward: float | None,
 ) -> None:
-    serve(server, renderer, session_attempts=1)
-    [claim] = server.claim()
-    overflow(server, claim)
+    serve(served_plane, renderer, session_attempts=1)
+    [claim] = served_plane.claim()
+    overflow(served_plane, claim)
     if again:
-        assert ask(server, claim, HI, {"role": "assistant", "content": "hello"}, HI) == 200
-    end(server, claim, **report)
+        assert ask(served_plane, claim, HI, {"role": "assistant", "content": "hello"}, HI) == 200
+    end(served_plane, claim, **report)
     if status is None:
         reason = f"{report.get('cause', 'agent')}_error"
-        assert server.get("/runs/run")["counters"][f"rejected_groups.{reason}"] == 1
+        assert served_plane.get("/runs/run")["counters"][f"rejected_groups.{reason}"] == 1
         return
-    sealed, rows = sealed_rows(server)
+    sealed, rows = sealed_rows(served_plane)
     assert {(row.status, row.reward) for row in rows} == {(status, reward)}
     assert sealed["failures"] == ({status: 1} if report == {} else {})
 
 
 @pytest.mark.parametrize("text", [UNPARSED, "no call"])
 def test_an_agent_that_ends_in_an_error_after_a_call_that_does_not_parse_failed_by_that(
-    server: Server, renderer: Renderer, text: str
+    served_plane: ServedPlane, renderer: Renderer, text: str
 ) -> None:
-    serve(server, renderer, text, session_attempts=1, was_warmed=True)
-    [claim] = server.claim()
-    assert ask(server, claim, HI) == 200
-    end(server, claim)
+    serve(served_plane, renderer, text, session_attempts=1, was_warmed=True)
+    [claim] = served_plane.claim()
+    assert ask(served_plane, claim, HI) == 200
+    end(served_plane, claim)
     if text == "no call":
-        assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+        assert served_plane.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
         return
-    [row] = sealed_rows(server)[1]
+    [row] = sealed_rows(served_plane)[1]
     assert (row.status, row.reward) == ("unparsed_call", -0.5)
-    [other] = server.claim()
-    assert ask(server, other, HI) == 200
-    end(server, other, reward=1.0)
-    server.post("/runs/run/weights", {"version": 1, "uri": "w"})
-    [row] = sealed_rows(server, index=1)[1]
+    [other] = served_plane.claim()
+    assert ask(served_plane, other, HI) == 200
+    end(served_plane, other, reward=1.0)
+    served_plane.post("/runs/run/weights", {"version": 1, "uri": "w"})
+    [row] = sealed_rows(served_plane, index=1)[1]
     assert (row.status, row.reward) == ("finished", 1.0)
 
 
 def test_a_session_that_ran_too_long_trains_with_what_was_answered_and_names_its_task(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
     # the clock is looked at once a second, and then jumps by two at most
-    serve(server, renderer, session_timeout_s=2.5)
-    [claim] = server.claim()
-    assert ask(server, claim, HI) == 200
+    serve(served_plane, renderer, session_timeout_s=2.5)
+    [claim] = served_plane.claim()
+    assert ask(served_plane, claim, HI) == 200
     named = {claim["session_id"]: {"task_id": "t7", "environment": "shop"}}
     running = [claim["session_id"]]
-    server.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
-    wait_until(lambda: server.get("/runs/run/batches/0")["ready"])
-    sealed, [row] = sealed_rows(server)
+    served_plane.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
+    wait_until(lambda: served_plane.get("/runs/run/batches/0")["ready"])
+    sealed, [row] = sealed_rows(served_plane)
     assert (row.status, row.reward, row.task_id, row.environment) == ("timeout", -0.5, "t7", "shop")
     assert row.token_ids[row.loss_mask].tolist() == say(renderer, "hello")
     assert sealed["failures"] == {"timeout": 1}
-    assert server.get("/runs/run")["last_error"] == "ran longer than 2.5 s"
+    assert served_plane.get("/runs/run")["last_error"] == "ran longer than 2.5 s"
 
 
 def test_an_answer_that_is_scored_too_late_is_no_fault_of_the_policy(
-    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plane, "SWEEP_S", 0.02)
-    serve(server, renderer, score_timeout_s=0.5, session_attempts=1)
-    [claim] = server.claim()
-    assert ask(server, claim, HI) == 200
-    end(server, claim, status="answered", answer='"42"')
-    wait_until(lambda: "rejected_groups.reward_error" in server.get("/runs/run")["counters"])
-    assert server.get("/runs/run")["last_error"] == "got no reward within 0.5 s of its answer"
+    serve(served_plane, renderer, score_timeout_s=0.5, session_attempts=1)
+    [claim] = served_plane.claim()
+    assert ask(served_plane, claim, HI) == 200
+    end(served_plane, claim, status="answered", answer='"42"')
+    wait_until(lambda: "rejected_groups.reward_error" in served_plane.get("/runs/run")["counters"])
+    assert served_plane.get("/runs/run")["last_error"] == "got no reward within 0.5 s of its answer"
 
 
 @pytest.mark.parametrize(
     ("rule", "status"), [("retry_then_zero", "agent_error"), ("retry_then_exclude", None)]
 )
 def test_what_is_tried_again_ends_as_its_rule_says(
-    server: Server, renderer: Renderer, rule: str, status: str | None
+    served_plane: ServedPlane, renderer: Renderer, rule: str, status: str | None
 ) -> None:
-    serve(server, renderer, on_failure={"agent_error": rule}, session_attempts=2, groups_per_batch=2)
+    serve(served_plane, renderer, on_failure={"agent_error": rule}, session_attempts=2, groups_per_batch=2)
     for attempt in range(2):
-        [claim] = server.claim()
+        [claim] = served_plane.claim()
         assert claim["session_id"] == f"run.g0.0.a{attempt}"
-        assert ask(server, claim, HI) == 200
-        end(server, claim)
+        assert ask(served_plane, claim, HI) == 200
+        end(served_plane, claim)
     if status is None:
-        assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+        assert served_plane.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
     else:
-        [claim] = server.claim()
-        assert ask(server, claim, HI) == 200
-        end(server, claim, reward=1.0)
-        sealed, [row, _] = sealed_rows(server)
+        [claim] = served_plane.claim()
+        assert ask(served_plane, claim, HI) == 200
+        end(served_plane, claim, reward=1.0)
+        sealed, [row, _] = sealed_rows(served_plane)
         assert (row.session_id, row.status) == ("run.g0.0.a1", status)
         assert sealed["failures"] == sealed["discarded"] == {"agent_error": 1}
         assert sealed["last_error"] == "KeyError: x"
@@ -188,37 +190,37 @@ def test_what_is_tried_again_ends_as_its_rule_says(
 
 @pytest.mark.parametrize("finishes", [False, True])
 def test_without_a_sampled_token_there_is_nothing_to_train(
-    server: Server, renderer: Renderer, finishes: bool
+    served_plane: ServedPlane, renderer: Renderer, finishes: bool
 ) -> None:
-    serve(server, renderer, session_attempts=2)
+    serve(served_plane, renderer, session_attempts=2)
     for _ in range(2):
-        [claim] = server.claim()
-        assert ask(server, claim, LONG) == 400
-        end(server, claim, **({"reward": 1.0} if finishes else {}))
-    assert server.get("/runs/run")["counters"]["rejected_groups.context_overflow"] == 1
-    [claim] = server.claim()
-    ask(server, claim, HI)
-    end(server, claim, reward=1.0)
-    assert sealed_rows(server)[0]["rejected"] == {"0": "context_overflow"}
+        [claim] = served_plane.claim()
+        assert ask(served_plane, claim, LONG) == 400
+        end(served_plane, claim, **({"reward": 1.0} if finishes else {}))
+    assert served_plane.get("/runs/run")["counters"]["rejected_groups.context_overflow"] == 1
+    [claim] = served_plane.claim()
+    ask(served_plane, claim, HI)
+    end(served_plane, claim, reward=1.0)
+    assert sealed_rows(served_plane)[0]["rejected"] == {"0": "context_overflow"}
 
 
-def test_held_out_sessions_fail_by_the_same_rule(server: Server, renderer: Renderer) -> None:
-    serve(server, renderer, num_batches=0, session_attempts=2)
-    server.post("/runs/run/evaluations/0", {"num_tasks": 4})
-    good, overflowed, never_asked, raised = server.claim(4)
+def test_held_out_sessions_fail_by_the_same_rule(served_plane: ServedPlane, renderer: Renderer) -> None:
+    serve(served_plane, renderer, num_batches=0, session_attempts=2)
+    served_plane.post("/runs/run/evaluations/0", {"num_tasks": 4})
+    good, overflowed, never_asked, raised = served_plane.claim(4)
     for claim in (good, raised):
-        assert ask(server, claim, HI) == 200
-    end(server, good, reward=1.0)
-    overflow(server, overflowed)
-    end(server, overflowed)
-    end(server, never_asked)
-    end(server, raised)
-    for claim in server.claim(2):
+        assert ask(served_plane, claim, HI) == 200
+    end(served_plane, good, reward=1.0)
+    overflow(served_plane, overflowed)
+    end(served_plane, overflowed)
+    end(served_plane, never_asked)
+    end(served_plane, raised)
+    for claim in served_plane.claim(2):
         assert claim["attempt"] == 1
         if claim["task_index"] == raised["task_index"]:
-            assert ask(server, claim, HI) == 200
-        end(server, claim)
-    sealed, rows = sealed_rows(server, "evaluations")
+            assert ask(served_plane, claim, HI) == 200
+        end(served_plane, claim)
+    sealed, rows = sealed_rows(served_plane, "evaluations")
     assert (sealed["failed"], sealed["failures"]) == (3, {"context_overflow": 1, "agent_error": 2})
     assert sealed["reward_mean"] == sealed["by_environment"]["e"] == (1.0 - 3 * 0.5) / 4
     statuses = {row.session_id: row.status for row in rows}
@@ -230,19 +232,19 @@ def test_held_out_sessions_fail_by_the_same_rule(server: Server, renderer: Rende
 
 
 def test_what_failed_is_tried_with_other_draws_and_what_was_lost_with_the_same(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    serve(server, renderer, group_size=2, session_attempts=4)
-    failing, lost = server.claim(2)
+    serve(served_plane, renderer, group_size=2, session_attempts=4)
+    failing, lost = served_plane.claim(2)
     for _ in range(2):
-        ask(server, failing, HI)
-        ask(server, lost, HI)
-        end(server, failing)
+        ask(served_plane, failing, HI)
+        ask(served_plane, lost, HI)
+        end(served_plane, failing)
         # the runner does not name the other one any more
-        [failing, lost] = server.claim(2)
-    ask(server, failing, HI)
-    ask(server, lost, HI)
-    seeds = [request.sampling.seed for request in server.asked]
+        [failing, lost] = served_plane.claim(2)
+    ask(served_plane, failing, HI)
+    ask(served_plane, lost, HI)
+    seeds = [request.sampling.seed for request in served_plane.asked]
     assert len({seeds[0], seeds[2], seeds[4]}) == 3
     assert seeds[1] == seeds[3] == seeds[5]
 
@@ -261,89 +263,95 @@ def fail_to_export(monkeypatch: pytest.MonkeyPatch, session_id: str) -> None:
 
 @pytest.mark.parametrize("is_over_time", [False, True])
 def test_a_session_that_cannot_be_exported_is_given_out_again_and_then_excludes_its_group(
-    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, is_over_time: bool
+    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, is_over_time: bool
 ) -> None:
     monkeypatch.setattr(plane, "SWEEP_S", 0.02)
-    serve(server, renderer, lag_bound=0, session_attempts=2, session_timeout_s=0.5 if is_over_time else 60.0)
+    serve(
+        served_plane,
+        renderer,
+        lag_bound=0,
+        session_attempts=2,
+        session_timeout_s=0.5 if is_over_time else 60.0,
+    )
     fail_to_export(monkeypatch, "run.g0.0.")
     sentence = "could not be recorded: ValueError: could not broadcast"
     name = ""
     for attempt in range(2):
-        name = next_claim(server, name)
+        name = next_claim(served_plane, name)
         assert name == f"run.g0.0.a{attempt}"
-        assert ask(server, {"session_id": name}, HI) == 200
+        assert ask(served_plane, {"session_id": name}, HI) == 200
         if not is_over_time:
             report = {"session_id": name, "status": "finished", "reward": 1.0}
-            answer = server.post("/runs/run/finished", {"sessions": [report]})
+            answer = served_plane.post("/runs/run/finished", {"sessions": [report]})
             assert (answer["finished"], list(answer["refused"])) == ([], [name])
             assert sentence in answer["refused"][name]
     # nobody waits for it: the next group takes its place
-    assert next_claim(server, name) == "run.g1.0.a0"
-    status = server.get("/runs/run")
+    assert next_claim(served_plane, name) == "run.g1.0.a0"
+    status = served_plane.get("/runs/run")
     assert status["counters"]["rejected_groups.not_recorded"] == 1
     assert sentence in status["last_error"]
 
 
-def next_claim(server: Server, running: str) -> str:
+def next_claim(served_plane: ServedPlane, running: str) -> str:
     """Id of the next session given out; `running` occupies the only place until it is over."""
     found: list[dict[str, Any]] = []
-    wait_until(lambda: bool(found.extend(server.claim(1, running=[running])) or found))
+    wait_until(lambda: bool(found.extend(served_plane.claim(1, running=[running])) or found))
     return str(found[0]["session_id"])
 
 
 def test_a_held_out_session_that_cannot_be_exported_does_not_hold_back_the_others(
-    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve(server, renderer, num_batches=0, session_attempts=1)
-    server.post("/runs/run/evaluations/0", {"num_tasks": 2})
+    serve(served_plane, renderer, num_batches=0, session_attempts=1)
+    served_plane.post("/runs/run/evaluations/0", {"num_tasks": 2})
     fail_to_export(monkeypatch, "run.e0.0.")
-    for claim in server.claim(2):
-        assert ask(server, claim, HI) == 200
+    for claim in served_plane.claim(2):
+        assert ask(served_plane, claim, HI) == 200
         report = {"status": "finished", "reward": 1.0}
-        answer = server.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        answer = served_plane.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
         assert answer.status_code == (500 if claim["member"] == 0 else 200)
-    sealed, _ = sealed_rows(server, "evaluations")
+    sealed, _ = sealed_rows(served_plane, "evaluations")
     assert (sealed["failures"], sealed["reward_mean"]) == ({"not_recorded": 1}, 0.25)
 
 
 def test_a_session_that_an_agent_opened_and_that_cannot_be_exported_ends(
-    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve(server, renderer)
-    opened = server.post("/sessions", {"run_id": "run"})
+    serve(served_plane, renderer)
+    opened = served_plane.post("/sessions", {"run_id": "run"})
     fail_to_export(monkeypatch, opened["session_id"])
-    assert ask(server, opened, HI) == 200
+    assert ask(served_plane, opened, HI) == 200
     path = f"/sessions/{opened['session_id']}"
-    answer = server.http.post(path + "/finish", json={"status": "finished", "reward": 1.0})
+    answer = served_plane.http.post(path + "/finish", json={"status": "finished", "reward": 1.0})
     assert (answer.status_code, "ValueError" in answer.text) == (500, True)
-    assert server.http.get(path).status_code == 404
-    assert server.get("/runs/run")["sessions_running"] == 0
+    assert served_plane.http.get(path).status_code == 404
+    assert served_plane.get("/runs/run")["sessions_running"] == 0
 
 
 @pytest.mark.parametrize("status", ["agent_error", "reward_error", "unparsed_call"])
 def test_a_batch_of_failures_ends_the_attempt_and_a_later_one_begins_new_groups(
-    server: Server, renderer: Renderer, status: str
+    served_plane: ServedPlane, renderer: Renderer, status: str
 ) -> None:
     rules = {"on_failure": {"agent_error": "zero", "reward_error": "zero"}, "groups_per_batch": 2}
-    serve(server, renderer, UNPARSED if status == "unparsed_call" else "hello", **rules)
+    serve(served_plane, renderer, UNPARSED if status == "unparsed_call" else "hello", **rules)
     cause = {"cause": "reward"} if status == "reward_error" else {}
-    for claim in server.claim(2):
-        assert ask(server, claim, HI) == 200
-        end(server, claim, **cause)
-    refused = server.http.post("/runs/run/batches/0/seal", json={"attempt": 1})
+    for claim in served_plane.claim(2):
+        assert ask(served_plane, claim, HI) == 200
+        end(served_plane, claim, **cause)
+    refused = served_plane.http.post("/runs/run/batches/0/seal", json={"attempt": 1})
     sentence = f"every session of batch 0 failed ({status} 2); the last: KeyError: x"
     assert refused.status_code == 409 and refused.json()["error"]["message"] == sentence
-    awaited = server.get("/runs/run/batches/0", wait_s=0.0)
+    awaited = served_plane.get("/runs/run/batches/0", wait_s=0.0)
     assert (awaited["ready"], awaited["fault"]) == (False, sentence)
-    assert server.get("/runs/run")["counters"]["rejected_groups.all_failed"] == 2
+    assert served_plane.get("/runs/run")["counters"]["rejected_groups.all_failed"] == 2
 
-    server.register(group_size=1, attempt=2, **rules)
-    server.connect(lambda prompt, seed: say(renderer, "hello"), lease="r1", attempt=2)
-    assert server.get("/runs/run/batches/0", wait_s=0.0)["fault"] == ""
-    for claim in server.claim(2, runner="a1"):
-        assert ask(server, claim, HI) == 200
-        end(server, claim, reward=1.0)
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 2})
+    served_plane.register(group_size=1, attempt=2, **rules)
+    served_plane.connect(lambda prompt, seed: say(renderer, "hello"), lease="r1", attempt=2)
+    assert served_plane.get("/runs/run/batches/0", wait_s=0.0)["fault"] == ""
+    for claim in served_plane.claim(2, runner="a1"):
+        assert ask(served_plane, claim, HI) == 200
+        end(served_plane, claim, reward=1.0)
+    sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 2})
     assert (sealed["groups"], sealed["failures"]) == ([2, 3], {})
 
 
@@ -356,21 +364,21 @@ def test_a_batch_of_failures_ends_the_attempt_and_a_later_one_begins_new_groups(
     ],
 )
 def test_a_batch_that_failed_by_what_the_policy_did_is_trained_on(
-    server: Server, renderer: Renderer, cause: str, text: str, spec: dict[str, Any]
+    served_plane: ServedPlane, renderer: Renderer, cause: str, text: str, spec: dict[str, Any]
 ) -> None:
-    serve(server, renderer, text, on_failure={"agent_error": "zero"}, **spec)
-    [claim] = server.claim()
-    assert ask(server, claim, HI) == 200
-    end(server, claim, cause=cause)
-    sealed, [row] = sealed_rows(server)
+    serve(served_plane, renderer, text, on_failure={"agent_error": "zero"}, **spec)
+    [claim] = served_plane.claim()
+    assert ask(served_plane, claim, HI) == 200
+    end(served_plane, claim, cause=cause)
+    sealed, [row] = sealed_rows(served_plane)
     assert row.reward == -0.5 and sum(sealed["failures"].values()) == 1
 
 
 def test_an_error_of_its_code_is_the_agents_whatever_the_policy_answered(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    serve(server, renderer, UNPARSED, session_attempts=1, was_warmed=True)
-    [claim] = server.claim()
-    assert ask(server, claim, HI) == 200
-    end(server, claim, cause="code", error="NameError: name 'json' is not defined")
-    assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+    serve(served_plane, renderer, UNPARSED, session_attempts=1, was_warmed=True)
+    [claim] = served_plane.claim()
+    assert ask(served_plane, claim, HI) == 200
+    end(served_plane, claim, cause="code", error="NameError: name 'json' is not defined")
+    assert served_plane.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1

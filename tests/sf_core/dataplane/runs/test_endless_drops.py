@@ -13,9 +13,9 @@ from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.status import batch_status
 from sf_core.dataplane.runs import endings
-from tests.sf_core.dataplane.runs.test_replay import Driver
-from tests.sf_core.dataplane.sessions.test_session import sample, user
-from tests.sf_core.dataplane.stand import say
+from tests.bench.dataplane.conversations import sample, user
+from tests.bench.dataplane.planes import say
+from tests.bench.dataplane.run_driver import Driver
 
 Rewards = tuple[float, ...] | None
 """Of the sessions of a group; None: the first one fails for good."""

@@ -25,10 +25,10 @@ from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory
 from storage.trajectories import read_trajectories, to_rows
+from tests.bench.dataplane.conversations import sample, user
+from tests.bench.dataplane.planes import say
+from tests.bench.dataplane.run_driver import Driver
 from tests.properties import examples
-from tests.sf_core.dataplane.runs.test_replay import Driver
-from tests.sf_core.dataplane.sessions.test_session import sample, user
-from tests.sf_core.dataplane.stand import say
 
 OPERATIONS = [
     *("open", "open", "finish_opened", "finish_opened", "fail_opened", "store", "store_without_record"),

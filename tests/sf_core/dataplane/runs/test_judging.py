@@ -19,12 +19,12 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.group_rewards import majority
+from tests.bench.dataplane.conversations import sample, user
+from tests.bench.dataplane.planes import ServedPlane, say
+from tests.bench.dataplane.run_driver import Driver
 from tests.patience import wait_until
 from tests.properties import examples
-from tests.sf_core.dataplane.runs.test_replay import Driver
 from tests.sf_core.dataplane.runs.test_scoring import ask_for_an_answer, run_runner
-from tests.sf_core.dataplane.sessions.test_session import sample, user
-from tests.sf_core.dataplane.stand import Server, say
 
 OPERATIONS = ["take", "take", "answer", "answer", "answer", "fail", "judge", "judge", "judge_some", "drop"]
 OPERATIONS += ["lose", "fail_answer", "seal", "seal", "publish", "restart", "begin_attempt", "compact"]
@@ -222,10 +222,7 @@ def test_answers_that_would_be_scored_in_another_way_are_given_again_by_a_later_
         given = await driver.claimed("a", 3)
         assert [session.session_id for session in given] == [f"run.g0.{i}.a1" for i in range(3)]
         assert [session.answer for session in given] == [None] * 3
-        state = driver.state()
-        await driver.check_snapshot()
-        await driver.restart()
-        assert driver.state() == state
+        await driver.check_restart()
 
     with_driver(tmp_path, model_dir, renderer, scenario)
 
@@ -311,7 +308,7 @@ def test_no_group_is_judged_from_a_part_of_its_answers_whatever_happens(
 
 
 def test_an_answer_that_comes_back_to_be_judged_before_its_report_is_answered_stays_with_its_runner(
-    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     post = Reports._post
 
@@ -324,24 +321,26 @@ def test_an_answer_that_comes_back_to_be_judged_before_its_report_is_answered_st
     monkeypatch.setattr(Reports, "_post", post_slowly)
     # every claim names the runner's sessions
     monkeypatch.setattr("sf_core.agents.runner.BEAT_S", 0.0)
-    server.register(group_size=3, groups_per_batch=4, judges_groups=True)
-    server.connect(lambda prompt, seed: say(renderer, "x"))
+    served_plane.register(group_size=3, groups_per_batch=4, judges_groups=True)
+    served_plane.connect(lambda prompt, seed: say(renderer, "x"))
 
     async def group_reward(task: Any, answers: list[Any]) -> list[float]:
         await asyncio.sleep(0.1)
         return [1.0] * len(answers)
 
-    run_runner(server, "a0", "agent", group_reward=group_reward)
-    wait_until(lambda: bool(server.get("/runs/run/batches/0")["ready"]))
-    counters = server.get("/runs/run")["counters"]
+    run_runner(served_plane, "a0", "agent", group_reward=group_reward)
+    wait_until(lambda: bool(served_plane.get("/runs/run/batches/0")["ready"]))
+    counters = served_plane.get("/runs/run")["counters"]
     assert not [name for name in counters if name.startswith("rejected_groups.")]
     assert counters.get("retries", 0) == 0
 
 
-def test_runners_make_a_batch_whose_groups_are_judged_by_majority(server: Server, renderer: Renderer) -> None:
+def test_runners_make_a_batch_whose_groups_are_judged_by_majority(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
     said = iter(["four", "Four ", "five"] * 1000)
-    server.register(group_size=3, groups_per_batch=2, judges_groups=True)
-    server.connect(lambda prompt, seed: say(renderer, "x"))
+    served_plane.register(group_size=3, groups_per_batch=2, judges_groups=True)
+    served_plane.connect(lambda prompt, seed: say(renderer, "x"))
     seen: list[int] = []
 
     def group_reward(task: Any, answers: list[Any]) -> list[float] | None:
@@ -352,8 +351,8 @@ def test_runners_make_a_batch_whose_groups_are_judged_by_majority(server: Server
         await ask_for_an_answer(task, endpoint)
         return next(said)
 
-    run_runner(server, "a0", "agent", agent=agent, group_reward=group_reward)
-    wait_until(lambda: bool(server.get("/runs/run/batches/0")["ready"]))
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    run_runner(served_plane, "a0", "agent", agent=agent, group_reward=group_reward)
+    wait_until(lambda: bool(served_plane.get("/runs/run/batches/0")["ready"]))
+    sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert sealed["sessions"] == 6 and set(seen) == {3}
     assert 0.0 < sealed["reward_mean"] < 1.0

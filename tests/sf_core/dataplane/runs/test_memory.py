@@ -16,10 +16,10 @@ from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, work_of
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import claiming, decide
+from tests.bench.dataplane.planes import attended, finish, running_app
+from tests.bench.dataplane.run_driver import Driver
 from tests.patience import patience
 from tests.sf_core.dataplane.gateway.test_observed import figures
-from tests.sf_core.dataplane.runs.test_replay import Driver
-from tests.sf_core.dataplane.stand import attended, finish, running_app
 
 KB = 1 / 1024
 """A kilobyte in MB."""
@@ -168,11 +168,11 @@ def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_some_b
 def test_sessions_from_outside_are_refused_until_there_is_room(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
-    with running_app(memory_mb=4 * KB) as url, attended(url, tmp_path, model_dir) as server:
-        server.register(group_size=1, groups_per_batch=1)
-        server.connect(lambda prompt, seed: renderer.encode("yes").tolist())
-        opened = [server.post("/sessions", {"run_id": "run"})["session_id"] for _ in range(2)]
-        refused = server.http.post("/sessions", json={"run_id": "run"})
+    with running_app(memory_mb=4 * KB) as url, attended(url, tmp_path, model_dir) as plane:
+        plane.register(group_size=1, groups_per_batch=1)
+        plane.connect(lambda prompt, seed: renderer.encode("yes").tolist())
+        opened = [plane.post("/sessions", {"run_id": "run"})["session_id"] for _ in range(2)]
+        refused = plane.http.post("/sessions", json={"run_id": "run"})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
         error = refused.json()["error"]
         assert (error["code"], error["message"]) == (
@@ -180,17 +180,17 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
             "No session is opened now, memory: 0.0 of 0.0 MB held: ask again, or start the data plane with "
             "more --memory-mb.",
         )
-        [claim] = server.claim()
+        [claim] = plane.claim()
         with ThreadPoolExecutor(1) as agent:
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             path = f"/sessions/{claim['session_id']}"
-            agent.submit(server.post, f"{path}/v1/chat/completions", body).result(patience())
-        held = figures(server)
+            agent.submit(plane.post, f"{path}/v1/chat/completions", body).result(patience())
+        held = figures(plane)
         assert held["sf_memory_bytes",] > held["sf_memory_bound_bytes",] == 4096
-        finish(server, claim)
-        assert "sf_memory" in server.http.get("/metrics").text
+        finish(plane, claim)
+        assert "sf_memory" in plane.http.get("/metrics").text
         for name in opened:
-            server.post(f"/sessions/{name}/finish", {"status": "failed"})
-        server.post("/runs/run/batches/0/seal", {"attempt": 1})
-        assert figures(server)["sf_memory_bytes",] == 0
-        server.post("/sessions", {"run_id": "run"})
+            plane.post(f"/sessions/{name}/finish", {"status": "failed"})
+        plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+        assert figures(plane)["sf_memory_bytes",] == 0
+        plane.post("/sessions", {"run_id": "run"})

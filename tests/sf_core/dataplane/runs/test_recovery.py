@@ -7,8 +7,7 @@ import contextlib
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,16 @@ import pytest
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.turns.sampling import derive_seed
 from storage.trajectories import read_trajectories, to_rows
-from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.runs.test_external import stored
-from tests.sf_core.dataplane.stand import (
+from tests.bench.dataplane.planes import (
     BUDGET,
     CALC,
-    Server,
+    ServedPlane,
     converse,
     finish,
-    running_process,
 )
+from tests.bench.dataplane.restarts import Restarts
+from tests.patience import join, patience, wait_until
+from tests.sf_core.dataplane.runs.test_external import stored
 
 STOP = 1
 """<|im_end|> of the test tokenizer."""
@@ -40,76 +39,26 @@ def script(prompt_ids: list[int], seed: int) -> list[int]:
     return [*generator.integers(2, 300, generator.integers(50, 400)).tolist(), STOP]
 
 
-@dataclass
-class Restarts:
-    """A data plane that can be killed and restarted, and the one engine and client that outlive it."""
-
-    folder: Path
-    model_dir: str
-    port: int = 0
-    """0: any free one, the same after a restart."""
-    process: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    server: Server = field(init=False)
-
-    def start(self) -> None:
-        options = ("--journal-dir", str(self.folder / "journal"))
-        url = self.process.enter_context(running_process(self.folder / "port", self.port, *options))
-        if not hasattr(self, "server"):
-            self.port = int(url.rsplit(":", 1)[1])
-            self.server = Server(
-                url, httpx.Client(base_url=url, timeout=patience()), self.folder, self.model_dir
-            )
-
-    def kill(self) -> None:
-        self.process.close()
-
-    def restart(self) -> None:
-        self.kill()
-        self.start()
-
-    @property
-    def journal(self) -> Path:
-        return self.folder / "run" / "journal" / "run.journal"
-
-
-@pytest.fixture
-def plane(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
-    with serving(Restarts(tmp_path, model_dir)) as plane:
-        yield plane
-
-
-@contextlib.contextmanager
-def serving(plane: Restarts) -> Iterator[Restarts]:
-    plane.start()
-    yield plane
-    with contextlib.suppress(httpx.HTTPError):
-        plane.server.http.post("/runs/run/release")
-    for thread in plane.server.threads:
-        join(thread)
-    plane.kill()
-    plane.server.http.close()
-
-
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exact(
-    plane: Restarts, renderer: Renderer, seed: int
+    restarts: Restarts, renderer: Renderer, seed: int
 ) -> None:
-    agents_see_whole_answers(plane, renderer, seed, lambda moments: plane.restart())
+    agents_see_whole_answers(restarts, renderer, seed, lambda moments: restarts.restart())
 
 
 def agents_see_whole_answers(
-    plane: Restarts, renderer: Renderer, seed: int, kill: Callable[[random.Random], None]
+    restarts: Restarts, renderer: Renderer, seed: int, kill: Callable[[random.Random], None]
 ) -> None:
     """Two agents, two kills at random moments, and a record that is exact."""
-    server = plane.server
-    server.register(groups_per_batch=1, max_tokens=BUDGET, context_length=100_000)
-    server.connect(script)
-    claims = server.claim(2)
+    plane = restarts.plane
+    plane.register(groups_per_batch=1, max_tokens=BUDGET, context_length=100_000)
+    plane.connect(script)
+    claims = plane.claim(2)
     answers: dict[str, list[str]] = {}
     num_turns = 6
 
     def agent(claim: dict[str, Any], streamed: bool) -> None:
-        answers[claim["session_id"]] = converse(server, claim, num_turns, streamed)
+        answers[claim["session_id"]] = converse(plane, claim, num_turns, streamed)
 
     agents = [
         threading.Thread(target=agent, args=(claim, streamed))
@@ -125,9 +74,9 @@ def agents_see_whole_answers(
         join(thread)
     for claim in claims:
         report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
-        server.post(f"/sessions/{claim['session_id']}/finish", report)
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
-    rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
+        plane.post(f"/sessions/{claim['session_id']}/finish", report)
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(Path(restarts.folder, "run", sealed["files"][0]["uri"]))))
 
     assert [row.session_id for row in rows] == [claim["session_id"] for claim in claims]
     for row, claim in zip(rows, claims, strict=True):
@@ -139,128 +88,130 @@ def agents_see_whole_answers(
             assert ids[span.start : span.end] == expected
             assert text == renderer.decode([token for token in expected if token != STOP])
         assert sum(row.loss_mask) == sum(span.end - span.start for span in spans)
-    for request in server.asked:
+    for request in plane.asked:
         assert request.position + request.max_tokens == BUDGET
 
 
-def test_a_restarted_process_goes_on_without_its_flow(plane: Restarts) -> None:
-    server = plane.server
-    server.register(groups_per_batch=1, group_size=1, max_tokens=4)
-    server.connect(script)
-    server.post("/runs/run/evaluations/0", {"num_tasks": 2})
-    claims = server.claim(3)
+def test_a_restarted_process_goes_on_without_its_flow(restarts: Restarts) -> None:
+    plane = restarts.plane
+    plane.register(groups_per_batch=1, group_size=1, max_tokens=4)
+    plane.connect(script)
+    plane.post("/runs/run/evaluations/0", {"num_tasks": 2})
+    claims = plane.claim(3)
     assert [claim["session_id"] for claim in claims] == ["run.e0.0.a0", "run.e0.1.a0", "run.g0.0.a0"]
     running = [claim["session_id"] for claim in claims]
     for claim in claims:
-        converse(server, claim, 1, streamed=False)
-    finish(server, claims[2])
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
-    server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
-    finish(server, claims[0])
-    server.post("/runs/run/leases/later/revoke")
+        converse(plane, claim, 1, streamed=False)
+    finish(plane, claims[2])
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    finish(plane, claims[0])
+    plane.post("/runs/run/leases/later/revoke")
 
-    plane.restart()
-    assert server.get("/runs/run/evaluations/0")["finished"] == 1
-    assert server.claim(1, running=running[1:2])[0]["session_id"] == "run.g1.0.a0"
-    wait_until(lambda: bool(server.live_engines()))
-    assert server.get("/runs/run")["version"] == 1
-    assert server.post("/runs/run/batches/0/seal", {"attempt": 1}) == sealed
-    converse(server, claims[1], 2, streamed=False)
-    finish(server, claims[1])
-    assert server.post("/runs/run/evaluations/0/seal", {"attempt": 1})["sessions"] == 2
-    server.connect(script, lease="later")
-    assert server.reasons["later"] == "revoked"
+    restarts.restart()
+    assert plane.get("/runs/run/evaluations/0")["finished"] == 1
+    assert plane.claim(1, running=running[1:2])[0]["session_id"] == "run.g1.0.a0"
+    wait_until(lambda: bool(plane.live_engines()))
+    assert plane.get("/runs/run")["version"] == 1
+    assert plane.post("/runs/run/batches/0/seal", {"attempt": 1}) == sealed
+    converse(plane, claims[1], 2, streamed=False)
+    finish(plane, claims[1])
+    assert plane.post("/runs/run/evaluations/0/seal", {"attempt": 1})["sessions"] == 2
+    plane.connect(script, lease="later")
+    assert plane.reasons["later"] == "revoked"
     # the flow's next attempt finds the run where it was
-    server.register(attempt=2, iteration=1, version=1, done_groups=[0], groups_per_batch=1, group_size=1)
-    assert server.claim(1, runner="a1")[0]["session_id"] == "run.g1.0.a1"
+    plane.register(attempt=2, iteration=1, version=1, done_groups=[0], groups_per_batch=1, group_size=1)
+    assert plane.claim(1, runner="a1")[0]["session_id"] == "run.g1.0.a1"
 
 
-def test_an_answer_that_did_not_arrive_is_given_again_after_a_restart(plane: Restarts) -> None:
-    server = plane.server
-    server.register(max_tokens=8)
-    server.connect(script)
-    [claim] = server.claim()
-    first = post_chat(server, claim)
-    plane.restart()
-    again = post_chat(server, claim, {"x-stainless-retry-count": "1"})
+def test_an_answer_that_did_not_arrive_is_given_again_after_a_restart(restarts: Restarts) -> None:
+    plane = restarts.plane
+    plane.register(max_tokens=8)
+    plane.connect(script)
+    [claim] = plane.claim()
+    first = post_chat(plane, claim)
+    restarts.restart()
+    again = post_chat(plane, claim, {"x-stainless-retry-count": "1"})
     assert (again["id"], again["choices"]) == (first["id"], first["choices"])
-    wait_until(lambda: bool(server.live_engines()))
-    other = post_chat(server, claim)
+    wait_until(lambda: bool(plane.live_engines()))
+    other = post_chat(plane, claim)
     assert other["id"] != first["id"]
-    assert len(server.asked) == 2
+    assert len(plane.asked) == 2
 
 
-def post_chat(server: Server, claim: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
+def post_chat(
+    plane: ServedPlane, claim: dict[str, Any], headers: dict[str, str] | None = None
+) -> dict[str, Any]:
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
-    response = server.http.post(path, json=body, headers=headers)
+    response = plane.http.post(path, json=body, headers=headers)
     assert response.status_code == 200, response.text
     return dict(response.json())
 
 
-def test_an_answer_survives_a_restart_with_what_its_agent_wrote(plane: Restarts) -> None:
-    server = plane.server
-    server.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=8)
-    server.connect(script)
+def test_an_answer_survives_a_restart_with_what_its_agent_wrote(restarts: Restarts) -> None:
+    plane = restarts.plane
+    plane.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=8)
+    plane.connect(script)
     scorer = {"runner": "w0", "max": 1, "work": "reward"}
-    server.post("/runs/run/claim", scorer)
-    [claim] = server.claim()
-    post_chat(server, claim)
+    plane.post("/runs/run/claim", scorer)
+    [claim] = plane.claim()
+    post_chat(plane, claim)
     answered = {"session_id": claim["session_id"], "status": "answered", "answer": '"42"', "output": "log"}
-    server.post("/runs/run/finished", {"sessions": [answered]})
-    plane.restart()
-    [given] = server.post("/runs/run/claim", scorer)["sessions"]
+    plane.post("/runs/run/finished", {"sessions": [answered]})
+    restarts.restart()
+    [given] = plane.post("/runs/run/claim", scorer)["sessions"]
     assert (given["session_id"], given["answer"]) == (claim["session_id"], '"42"')
     report = {"session_id": claim["session_id"], "status": "finished", "reward": 1.0}
-    server.post("/runs/run/finished", {"sessions": [report]})
-    [file] = server.post("/runs/run/batches/0/seal", {"attempt": 1})["files"]
-    [row] = to_rows(read_trajectories(str(plane.folder / "run" / file["uri"])))
+    plane.post("/runs/run/finished", {"sessions": [report]})
+    [file] = plane.post("/runs/run/batches/0/seal", {"attempt": 1})["files"]
+    [row] = to_rows(read_trajectories(str(restarts.folder / "run" / file["uri"])))
     assert row.output == "log"
 
 
-def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(plane: Restarts) -> None:
-    server = plane.server
-    server.http.headers["Authorization"] = "Bearer key-of-the-run"
-    server.register(max_tokens=8, key="key-of-the-run")
-    server.connect(script)
-    opened = server.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
+def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(restarts: Restarts) -> None:
+    plane = restarts.plane
+    plane.http.headers["Authorization"] = "Bearer key-of-the-run"
+    plane.register(max_tokens=8, key="key-of-the-run")
+    plane.connect(script)
+    opened = plane.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
     path = f"/sessions/{opened['session_id']}"
     tools = [{"type": "function", **CALC["function"]}]
     body = {"model": "policy", "instructions": "be brief", "input": "hi", "tools": tools}
-    first = server.post(f"{path}/v1/responses", body)
+    first = plane.post(f"{path}/v1/responses", body)
     given = {"reward": 0.5, "reward_parts": {"style": 0.5}, "step_rewards": {first["id"]: 0.25}}
-    server.post(path + "/reward", given)
-    tree = server.get(path)
-    plane.restart()
-    assert server.get(path) == tree
-    wait_until(lambda: bool(server.live_engines()))
-    server.post(f"{path}/v1/responses", body | {"previous_response_id": first["id"], "input": "more"})
-    assert server.get(path)["prompts"][1]["parent_turn"] == 0
-    server.register(max_tokens=8, key="key-of-the-run", attempt=2)
-    server.get(path)
-    server.post(path + "/finish", {"status": "finished"})
-    plane.restart()
-    assert server.http.get(path).status_code == 404
-    wait_until(lambda: bool(stored(plane.folder / "run")))
-    [(_, row)] = stored(plane.folder / "run")
+    plane.post(path + "/reward", given)
+    tree = plane.get(path)
+    restarts.restart()
+    assert plane.get(path) == tree
+    wait_until(lambda: bool(plane.live_engines()))
+    plane.post(f"{path}/v1/responses", body | {"previous_response_id": first["id"], "input": "more"})
+    assert plane.get(path)["prompts"][1]["parent_turn"] == 0
+    plane.register(max_tokens=8, key="key-of-the-run", attempt=2)
+    plane.get(path)
+    plane.post(path + "/finish", {"status": "finished"})
+    restarts.restart()
+    assert plane.http.get(path).status_code == 404
+    wait_until(lambda: bool(stored(restarts.folder / "run")))
+    [(_, row)] = stored(restarts.folder / "run")
     assert (row.task_id, row.reward, dict(row.reward_parts)) == ("t7", 0.5, {"style": 0.5})
     assert [span.reward for span in row.turns if span.role == "assistant"] == [0.25, None]
     assert json.loads(row.tools or "") == [CALC]
 
 
-def test_killed_at_random_moments_what_agents_opened_is_stored_once(plane: Restarts) -> None:
+def test_killed_at_random_moments_what_agents_opened_is_stored_once(restarts: Restarts) -> None:
     """Four agents open, use and finish one session after the other, until two kills are over."""
-    server = plane.server
-    server.register()
-    server.connect(lambda prompt, seed: [*range(2, 12), STOP])
+    plane = restarts.plane
+    plane.register()
+    plane.connect(lambda prompt, seed: [*range(2, 12), STOP])
     finished: list[str] = []
     is_over = threading.Event()
 
     def agent(number: int) -> None:
-        with httpx.Client(base_url=server.url, timeout=patience()) as http:
+        with httpx.Client(base_url=plane.url, timeout=patience()) as http:
             while not is_over.is_set():
                 opened = insist(http, "/sessions", {"run_id": "run", "group": f"g{number}"}).json()
-                converse(server, opened, 1, streamed=number % 2 == 0)
+                converse(plane, opened, 1, streamed=number % 2 == 0)
                 report = {"status": "finished", "reward": float(number)}
                 insist(http, f"/sessions/{opened['session_id']}/finish", report)
                 finished.append(opened["session_id"])
@@ -273,12 +224,12 @@ def test_killed_at_random_moments_what_agents_opened_is_stored_once(plane: Resta
         wait_until(lambda kill=kill: len(finished) > 10 * kill)  # type: ignore[misc]
         # what has finished is stored once a second
         threading.Event().wait(moments.uniform(0.0, 1.0))
-        plane.restart()
+        restarts.restart()
     is_over.set()
     for thread in agents:
         join(thread)
-    server.post("/runs/run/release")
-    rows = [row for _, row in stored(plane.folder / "run")]
+    plane.post("/runs/run/release")
+    rows = [row for _, row in stored(restarts.folder / "run")]
     assert sorted(row.session_id for row in rows) == sorted(finished)
     for row in rows:
         assert row.group_id == f"g{row.reward:.0f}"
@@ -295,32 +246,32 @@ def insist(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Respons
         threading.Event().wait(0.05)
 
 
-def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Restarts) -> None:
-    server = plane.server
-    server.register(group_size=3, groups_per_batch=1, max_tokens=8, session_attempts=3)
-    server.connect(script)
-    failing, lost, overlong = server.claim(3)
+def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(restarts: Restarts) -> None:
+    plane = restarts.plane
+    plane.register(group_size=3, groups_per_batch=1, max_tokens=8, session_attempts=3)
+    plane.connect(script)
+    failing, lost, overlong = plane.claim(3)
     for claim in (failing, lost, overlong):
-        post_chat(server, claim)
-    server.post(f"/sessions/{failing['session_id']}/finish", {"status": "failed", "error": "KeyError: x"})
+        post_chat(plane, claim)
+    plane.post(f"/sessions/{failing['session_id']}/finish", {"status": "failed", "error": "KeyError: x"})
     path = f"/sessions/{overlong['session_id']}"
     long = {"model": "policy", "messages": [{"role": "user", "content": "the " * 3000}]}
-    assert server.http.post(path + "/v1/chat/completions", json=long).status_code == 400
+    assert plane.http.post(path + "/v1/chat/completions", json=long).status_code == 400
     running = [overlong["session_id"]]
     named = {overlong["session_id"]: {"task_id": "t", "environment": "test"}}
-    server.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
+    plane.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
 
-    plane.restart()
-    wait_until(lambda: bool(server.live_engines()))
-    again, found = server.claim(2, running=running)
+    restarts.restart()
+    wait_until(lambda: bool(plane.live_engines()))
+    again, found = plane.claim(2, running=running)
     assert [claim["session_id"] for claim in (again, found)] == ["run.g0.0.a1", "run.g0.1.a1"]
     for claim in (again, found):
-        post_chat(server, claim)
-        finish(server, claim)
-    seeds = [request.sampling.seed for request in server.asked]
+        post_chat(plane, claim)
+        finish(plane, claim)
+    seeds = [request.sampling.seed for request in plane.asked]
     assert seeds[3:] == [derive_seed(7, ("train", 0, 0), 0, 0, draw=1), seeds[1]]
-    server.post(path + "/finish", {"status": "failed", "error": "the agent raised"})
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
-    rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
+    plane.post(path + "/finish", {"status": "failed", "error": "the agent raised"})
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(Path(restarts.folder, "run", sealed["files"][0]["uri"]))))
     assert (rows[2].status, rows[2].task_id, rows[2].environment) == ("context_overflow", "t", "test")
     assert sealed["failures"] == {"context_overflow": 1}

@@ -22,34 +22,34 @@ from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.view import session_tree
 from storage.trajectories import read_trajectories, to_rows
-from tests.patience import wait_until
-from tests.sf_core.dataplane.stand import (
+from tests.bench.dataplane.planes import (
     CALC,
-    Server,
+    ServedPlane,
     ask,
     ask_stream,
     converse,
     finish,
     say,
 )
+from tests.patience import wait_until
 
 
-def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Renderer) -> None:
+def test_the_journal_of_a_long_run_stays_bounded(served_plane: ServedPlane, renderer: Renderer) -> None:
     """Turns of sealed sessions are dropped; what is left is enough for a restart."""
-    server.register(groups_per_batch=1, group_size=1)
-    server.connect(lambda prompt, seed: say(renderer, "ok"))
-    journal = server.run_dir / "run" / "journal" / "run.journal"
+    served_plane.register(groups_per_batch=1, group_size=1)
+    served_plane.connect(lambda prompt, seed: say(renderer, "ok"))
+    journal = served_plane.run_dir / "run" / "journal" / "run.journal"
     sizes = []
     for batch in range(6):
-        [claim, *_] = server.claim(1)
-        converse(server, claim, 5, streamed=True)
-        finish(server, claim)
-        server.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
-        server.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+        [claim, *_] = served_plane.claim(1)
+        converse(served_plane, claim, 5, streamed=True)
+        finish(served_plane, claim)
+        served_plane.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
+        served_plane.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
         sizes.append(journal.stat().st_size)
     assert sizes[-1] < 1.2 * sizes[1]
-    [open_claim] = server.claim(1)
-    converse(server, open_claim, 2, streamed=True)
+    [open_claim] = served_plane.claim(1)
+    converse(served_plane, open_claim, 2, streamed=True)
     run = reopened(journal)
     assert (run.state.ledger.next_batch, run.router.weights.version) == (6, 6)
     assert list(run.sessions) == [open_claim["session_id"]]
@@ -62,14 +62,16 @@ async def first_event(journal: Path) -> RunEvent:
     return await anext(Journal(journal).replay(read_event))
 
 
-def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, renderer: Renderer) -> None:
+def test_a_reopened_session_is_trained_on_as_the_living_one(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
     """The whole tree comes back: extensions, edited histories, repeated requests, several samples, calls that
     were asked for, prompts of ids, and what was shared with a prompt that was refused."""
-    server.register(group_size=1, groups_per_batch=1)
-    server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
-    [claim] = server.claim()
+    served_plane.register(group_size=1, groups_per_batch=1)
+    served_plane.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+    [claim] = served_plane.claim()
     one = [{"role": "user", "content": "one"}]
-    with OpenAI(base_url=f"{server.url}/sessions/{claim['session_id']}/v1", api_key="none") as agent:
+    with OpenAI(base_url=f"{served_plane.url}/sessions/{claim['session_id']}/v1", api_key="none") as agent:
         first = [{"role": "assistant", "content": ask(agent, one)}]
         ask_stream(agent, [*one, *first, *one])
         ask(agent, [*one, *first, *one, *first, *one])
@@ -82,22 +84,23 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, rend
         with pytest.raises(openai.BadRequestError):
             agent.completions.create(model="policy", prompt=[5] * 3000)
         agent.completions.create(model="policy", prompt=[5] * 30)
-        agent.completions.create(model="policy", prompt=list(server.asked[1].prompt_ids)[:-2])
-    tree = server.get(f"/sessions/{claim['session_id']}")
-    run = reopened(server.run_dir / "run" / "journal" / "run.journal")
+        agent.completions.create(model="policy", prompt=list(served_plane.asked[1].prompt_ids)[:-2])
+    tree = served_plane.get(f"/sessions/{claim['session_id']}")
+    run = reopened(served_plane.run_dir / "run" / "journal" / "run.journal")
     session = run.sessions[claim["session_id"]]
     assert session_tree(run.spec, session) == tree
     assert [prompt["num_tokens"] for prompt in tree["prompts"]].count(3000) == 1
-    report = FinishBody(status="finished", reward=1.0, task_id="t", environment="test")
-    stop_ids = renderer.stop_token_ids
-    exported = export_session(session, report, policy="policy", group_id="run.g0", stop_ids=stop_ids)
-    finish(server, claim)
-    counters = server.get("/runs/run")["counters"]
+    facts = {"task_id": "t", "environment": "test", "reward": 1.0, "reward_parts": {}}
+    exported = export_session(
+        session, policy="policy", group_id="run.g0", stop_ids=renderer.stop_token_ids, **facts
+    )
+    finish(served_plane, claim)
+    counters = served_plane.get("/runs/run")["counters"]
     assert {f"branches.{name}": n for name, n in session.branch_reasons.items()} == {
         name: n for name, n in counters.items() if name.startswith("branches.")
     }
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
-    rows = to_rows(read_trajectories(str(Path(server.run_dir, "run", sealed["files"][0]["uri"]))))
+    sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(Path(served_plane.run_dir, "run", sealed["files"][0]["uri"]))))
     assert len(rows) == len(exported) == len(tree["turns"]) - 1
     for row, again in zip(rows, exported, strict=True):
         for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
@@ -115,32 +118,38 @@ def reopened(journal: Path) -> ServedRun:
     return asyncio.run(reopen())
 
 
-def test_a_turn_nobody_waits_for_is_kept_but_never_trained(server: Server, renderer: Renderer) -> None:
-    server.register(group_size=1, groups_per_batch=1, max_tokens=2000, context_length=10_000)
+def test_a_turn_nobody_waits_for_is_kept_but_never_trained(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register(group_size=1, groups_per_batch=1, max_tokens=2000, context_length=10_000)
     long = renderer.encode("the " * 500).tolist() * 4
-    server.connect(lambda prompt, seed: long if len(server.asked) == 1 else say(renderer, "short"))
-    [claim] = server.claim()
-    base = f"{server.url}/sessions/{claim['session_id']}/v1"
+    served_plane.connect(
+        lambda prompt, seed: long if len(served_plane.asked) == 1 else say(renderer, "short")
+    )
+    [claim] = served_plane.claim()
+    base = f"{served_plane.url}/sessions/{claim['session_id']}/v1"
     with OpenAI(base_url=base, api_key="none", max_retries=0) as agent:
         hello: Any = [{"role": "user", "content": "hello"}]
         chunks = iter(agent.chat.completions.create(model="policy", messages=hello, stream=True))
         next(chunks)
         next(chunks)
-    wait_until(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
-    converse(server, claim, 2, streamed=False)
-    session = reopened(server.run_dir / "run" / "journal" / "run.journal").sessions[claim["session_id"]]
+    wait_until(lambda: served_plane.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+    converse(served_plane, claim, 2, streamed=False)
+    session = reopened(served_plane.run_dir / "run" / "journal" / "run.journal").sessions[claim["session_id"]]
     [abandoned] = session.abandoned
     assert 0 < len(abandoned.ids) < len(long)
     assert abandoned.ids.tolist() == long[: len(abandoned.ids)]
     assert abandoned.finish_reason == "abort"
-    finish(server, claim)
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    finish(served_plane, claim)
+    sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert sealed["sampled_tokens"] == 2 * len(say(renderer, "short"))
 
 
-def test_a_run_whose_journal_another_version_wrote_is_refused_with_a_sentence(server: Server) -> None:
-    server.register()
-    journal = server.run_dir / "run" / "journal" / "run.journal"
+def test_a_run_whose_journal_another_version_wrote_is_refused_with_a_sentence(
+    served_plane: ServedPlane,
+) -> None:
+    served_plane.register()
+    journal = served_plane.run_dir / "run" / "journal" / "run.journal"
     other = journal.with_name("other.journal")
 
     async def write(spec: dict[str, Any]) -> None:
@@ -150,10 +159,10 @@ def test_a_run_whose_journal_another_version_wrote_is_refused_with_a_sentence(se
 
     spec = asyncio.run(first_event(journal)).spec.model_dump(mode="json")
     asyncio.run(write(spec | {"run_id": "other", "key": "a key of another time", "group_size": "several"}))
-    response = server.http.post("/runs", json=spec | {"run_id": "other"})
+    response = served_plane.http.post("/runs", json=spec | {"run_id": "other"})
     assert response.status_code == 409
     told = response.json()["error"]["message"]
     assert "other.journal was written by another version of SeamlessFlow: group_size: " in told
     assert "a key" not in told
     other.unlink()
-    server.register(run_id="other")
+    served_plane.register(run_id="other")

@@ -28,28 +28,21 @@ from sf_core.dataplane.sessions.memory import Memory
 from sf_core.engines import wire
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import read_trajectories
+from tests.bench.dataplane.planes import ServedPlane, running_process, say
+from tests.bench.dataplane.specs import SPEC, changed
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.specs import SPEC, changed
-from tests.sf_core.dataplane.stand import Server, running_process, say
 
 
-@pytest.fixture
-def serving(server: Server, renderer: Renderer) -> Server:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
-    return server
-
-
-def work(server: Server, claim: dict[str, Any], reward: float = 1.0) -> None:
+def work(plane: ServedPlane, claim: dict[str, Any], reward: float = 1.0) -> None:
     """Do what an agent and its runner do: one turn, then the report."""
     session = f"/sessions/{claim['session_id']}"
-    with OpenAI(base_url=f"{server.url}{session}/v1", api_key="none", max_retries=0) as agent:
+    with OpenAI(base_url=f"{plane.url}{session}/v1", api_key="none", max_retries=0) as agent:
         messages: Any = [{"role": "user", "content": f"task {claim['task_index']}"}]
         agent.chat.completions.create(model="policy", messages=messages)
-    finish(server, claim, reward)
+    finish(plane, claim, reward)
 
 
-def finish(server: Server, claim: dict[str, Any], reward: float = 1.0) -> None:
+def finish(plane: ServedPlane, claim: dict[str, Any], reward: float = 1.0) -> None:
     report = {
         "status": "finished",
         "reward": reward,
@@ -57,259 +50,271 @@ def finish(server: Server, claim: dict[str, Any], reward: float = 1.0) -> None:
         "task_id": f"task-{claim['task_index']}",
         "environment": "test",
     }
-    server.post(f"/sessions/{claim['session_id']}/finish", report)
+    plane.post(f"/sessions/{claim['session_id']}/finish", report)
 
 
-def fail(server: Server, claim: dict[str, Any]) -> None:
-    server.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "KeyError: x"})
+def fail(plane: ServedPlane, claim: dict[str, Any]) -> None:
+    plane.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "KeyError: x"})
 
 
-def seal(server: Server, batch: int, attempt: int = 1) -> dict[str, Any]:
-    return server.post(f"/runs/run/batches/{batch}/seal", {"attempt": attempt})
+def seal(plane: ServedPlane, batch: int, attempt: int = 1) -> dict[str, Any]:
+    return plane.post(f"/runs/run/batches/{batch}/seal", {"attempt": attempt})
 
 
-def test_the_session_that_runs_longest_is_in_the_status(serving: Server) -> None:
-    assert serving.get("/runs/run")["straggler"] is None
-    claims = serving.claim(3)
-    straggler = serving.get("/runs/run")["straggler"]
+def test_the_session_that_runs_longest_is_in_the_status(answering_plane: ServedPlane) -> None:
+    assert answering_plane.get("/runs/run")["straggler"] is None
+    claims = answering_plane.claim(3)
+    straggler = answering_plane.get("/runs/run")["straggler"]
     assert (straggler["session"], straggler["group"]) == (claims[0]["session_id"], 0)
     assert straggler["age_s"] >= 0.0
 
 
 def test_a_long_wait_is_in_the_status_until_the_next_stage(
-    serving: Server, monkeypatch: pytest.MonkeyPatch
+    answering_plane: ServedPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waits, "FIRST_S", 0.05)
-    client = DataplaneClient(serving.url, "run")
+    client = DataplaneClient(answering_plane.url, "run")
     client.report_stage(0, "rollout")
     with pytest.raises(TimeoutError, match=r"waited \d+ s, since .*, for batch 0: 2 of 2 groups"):
         client.wait_for_batch(0, timeout_s=0.3, absence_timeout_s=60)
-    status = serving.get("/runs/run")
+    status = answering_plane.get("/runs/run")
     assert (status["stage"], status["wait"]["what"]) == ("rollout", "batch 0")
     assert status["wait"]["until"] > status["wait"]["since"]
     client.report_stage(0, "filter")
-    assert "wait" not in serving.get("/runs/run")
+    assert "wait" not in answering_plane.get("/runs/run")
 
 
-def test_a_batch_that_nobody_works_on_is_given_up_by_a_setting_that_is_named(serving: Server) -> None:
+def test_a_batch_that_nobody_works_on_is_given_up_by_a_setting_that_is_named(
+    answering_plane: ServedPlane,
+) -> None:
     absent = (
         r"batch 0: no engine or no agent runner was there for 0\.02 s, the most that "
         r"rollout\.absence_timeout_s allows; 2 of 2 groups; .*no agent runner is connected"
     )
     with pytest.raises(TimeoutError, match=absent):
-        DataplaneClient(serving.url, "run").wait_for_batch(0, timeout_s=60, absence_timeout_s=0.02)
+        DataplaneClient(answering_plane.url, "run").wait_for_batch(0, timeout_s=60, absence_timeout_s=0.02)
 
 
-def test_an_engine_that_loads_is_not_absent(server: Server) -> None:
-    server.register()
-    server.claim(1)
-    with connect(server.url.replace("http", "ws", 1) + "/engines") as engine:
+def test_an_engine_that_loads_is_not_absent(served_plane: ServedPlane) -> None:
+    served_plane.register()
+    served_plane.claim(1)
+    with connect(served_plane.url.replace("http", "ws", 1) + "/engines") as engine:
         engine.send(wire.pack(wire.Hello("run", 1, "r0", 0, "r0", "r0", 8)))
         engine.recv()
         with pytest.raises(TimeoutError, match=r"waited .* for batch 0: .*; no engine is loaded yet"):
-            DataplaneClient(server.url, "run").wait_for_batch(0, timeout_s=0.1, absence_timeout_s=0.02)
+            DataplaneClient(served_plane.url, "run").wait_for_batch(0, timeout_s=0.1, absence_timeout_s=0.02)
 
 
-def test_a_batch_goes_from_claims_to_trajectories_in_the_run_directory(serving: Server) -> None:
-    claims = serving.claim(4)
+def test_a_batch_goes_from_claims_to_trajectories_in_the_run_directory(answering_plane: ServedPlane) -> None:
+    claims = answering_plane.claim(4)
     assert [c["session_id"] for c in claims] == [f"run.g{g}.{m}.a0" for g in (0, 1) for m in (0, 1)]
-    before = serving.get("/runs/run/batches/0")
+    before = answering_plane.get("/runs/run/batches/0")
     assert (before["ready"], before["accepted"], before["needed"], before["in_flight"]) == (False, 0, 2, 2)
     assert before["waiting_for"] == "2 of 2 groups; 2 are in flight"
     for i, claim in enumerate(claims):
-        work(serving, claim, reward=float(i))
-    assert serving.get("/runs/run/batches/0", wait_s=5)["ready"]
-    sealed = seal(serving, 0)
-    assert sealed == seal(serving, 0)
+        work(answering_plane, claim, reward=float(i))
+    assert answering_plane.get("/runs/run/batches/0", wait_s=5)["ready"]
+    sealed = seal(answering_plane, 0)
+    assert sealed == seal(answering_plane, 0)
     assert (sealed["groups"], sealed["rejected"], sealed["sessions"]) == ([0, 1], {}, 4)
     assert (sealed["reward_mean"], sealed["max_lag"]) == (1.5, 0)
     [file] = sealed["files"]
-    table = read_trajectories(f"{serving.run_dir}/run/{file['uri']}")
+    table = read_trajectories(f"{answering_plane.run_dir}/run/{file['uri']}")
     assert table["session_id"].to_pylist() == [c["session_id"] for c in claims]
     assert table["group_id"].to_pylist() == ["run.g0", "run.g0", "run.g1", "run.g1"]
     assert table["reward"].to_pylist() == [0.0, 1.0, 2.0, 3.0]
     assert sealed["sampled_tokens"] == sum(map(sum, table["loss_mask"].to_pylist()))
     for request, ids, logprobs in zip(
-        serving.asked, table["token_ids"].to_pylist(), table["logprobs"].to_pylist(), strict=True
+        answering_plane.asked, table["token_ids"].to_pylist(), table["logprobs"].to_pylist(), strict=True
     ):
         start = len(request.prompt_ids)
         assert ids[:start] == request.prompt_ids
         assert logprobs[start:] == [scripted_logprob(t, i, 0) for i, t in enumerate(ids[start:])]
 
 
-def test_a_runner_that_waits_gets_sessions_as_soon_as_there_are_some(serving: Server) -> None:
-    serving.claim(8)
+def test_a_runner_that_waits_gets_sessions_as_soon_as_there_are_some(answering_plane: ServedPlane) -> None:
+    answering_plane.claim(8)
     answers: list[Any] = []
     body = {"runner": "b0", "max": 1, "wait_s": 20.0, "running": []}
-    waiting = threading.Thread(target=lambda: answers.append(serving.post("/runs/run/claim", body)))
+    waiting = threading.Thread(target=lambda: answers.append(answering_plane.post("/runs/run/claim", body)))
     waiting.start()
-    serving.post("/runs/run/evaluations/0", {"num_tasks": 1})
+    answering_plane.post("/runs/run/evaluations/0", {"num_tasks": 1})
     join(waiting)
     assert answers[0]["sessions"][0]["session_id"] == "run.e0.0.a0"
 
 
-def test_sessions_a_runner_does_not_know_of_are_given_out_again(serving: Server) -> None:
-    known, unknown = serving.claim(2)
-    again = serving.claim(1, running=[known["session_id"]])
+def test_sessions_a_runner_does_not_know_of_are_given_out_again(answering_plane: ServedPlane) -> None:
+    known, unknown = answering_plane.claim(2)
+    again = answering_plane.claim(1, running=[known["session_id"]])
     assert (again[0]["session_id"], again[0]["attempt"]) == ("run.g0.1.a1", 1)
-    response = serving.http.post(f"/sessions/{unknown['session_id']}/finish", json={"status": "failed"})
+    response = answering_plane.http.post(
+        f"/sessions/{unknown['session_id']}/finish", json={"status": "failed"}
+    )
     assert response.status_code == 404
 
 
-def test_a_session_that_keeps_failing_excludes_its_group(serving: Server) -> None:
-    claims = serving.claim(6)
-    fail(serving, claims[0])
-    [again] = serving.claim(1, running=[c["session_id"] for c in claims])
-    fail(serving, again)
+def test_a_session_that_keeps_failing_excludes_its_group(answering_plane: ServedPlane) -> None:
+    claims = answering_plane.claim(6)
+    fail(answering_plane, claims[0])
+    [again] = answering_plane.claim(1, running=[c["session_id"] for c in claims])
+    fail(answering_plane, again)
     for claim in claims[2:]:
-        work(serving, claim)
-    status = serving.get("/runs/run")
+        work(answering_plane, claim)
+    status = answering_plane.get("/runs/run")
     assert status["counters"]["rejected_groups.agent_error"] == 1
     assert status["counters"]["failures.agent_error"] == 2
     assert status["last_error"] == "KeyError: x"
-    sealed = seal(serving, 0)
+    sealed = seal(answering_plane, 0)
     assert (sealed["groups"], sealed["rejected"]) == ([1, 2], {"0": "agent_error"})
     # its other member was told to stop
-    response = serving.http.post(f"/sessions/{claims[1]['session_id']}/finish", json={"status": "failed"})
+    response = answering_plane.http.post(
+        f"/sessions/{claims[1]['session_id']}/finish", json={"status": "failed"}
+    )
     assert response.status_code == 404
 
 
-def test_a_session_without_any_turn_counts_as_failed(serving: Server) -> None:
-    [claim] = serving.claim(1)
-    finish(serving, claim)
-    assert "without an answer from the policy" in serving.get("/runs/run")["last_error"]
+def test_a_session_without_any_turn_counts_as_failed(answering_plane: ServedPlane) -> None:
+    [claim] = answering_plane.claim(1)
+    finish(answering_plane, claim)
+    assert "without an answer from the policy" in answering_plane.get("/runs/run")["last_error"]
 
 
-def test_a_report_that_cannot_be_read_changes_nothing(serving: Server) -> None:
-    [claim] = serving.claim(1)
+def test_a_report_that_cannot_be_read_changes_nothing(answering_plane: ServedPlane) -> None:
+    [claim] = answering_plane.claim(1)
     for report in ({"status": "done"}, {"status": "finished", "reward": "high"}):
-        response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        response = answering_plane.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
         assert response.status_code == 400, response.text
-    work(serving, claim)
+    work(answering_plane, claim)
 
 
-def test_a_session_whose_reward_is_no_finite_number_counts_as_failed(serving: Server) -> None:
+def test_a_session_whose_reward_is_no_finite_number_counts_as_failed(answering_plane: ServedPlane) -> None:
     for reward in ({"reward": None}, {"reward": 1.0, "reward_parts": {"style": None}}):
-        [claim] = serving.claim(1)
+        [claim] = answering_plane.claim(1)
         report = {"status": "finished", **reward}
-        response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        response = answering_plane.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
         assert (response.status_code, "finite number" in response.text) == (400, True)
-    assert serving.get("/runs/run")["counters"]["rejected_groups.reward_error"] == 1
+    assert answering_plane.get("/runs/run")["counters"]["rejected_groups.reward_error"] == 1
 
 
-def test_rewards_of_answers_that_a_session_did_not_get_fail_it_with_the_reason(serving: Server) -> None:
-    claims = serving.claim(2)
+def test_rewards_of_answers_that_a_session_did_not_get_fail_it_with_the_reason(
+    answering_plane: ServedPlane,
+) -> None:
+    claims = answering_plane.claim(2)
     for claim, other in (claims, claims[::-1]):
         steps = {f"chatcmpl-{claim['session_id']}.0.0": 0.5, f"chatcmpl-{other['session_id']}.0.0": 0.5}
         report = {"status": "finished", "reward": 1.0, "step_rewards": steps}
-        response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        response = answering_plane.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
         assert response.status_code == 400
         assert f"{other['session_id']}.0.0', which is the id of no answer of this session" in response.text
-    assert serving.get("/runs/run")["counters"]["failures.reward_error"] == 2
+    assert answering_plane.get("/runs/run")["counters"]["failures.reward_error"] == 2
 
 
-def test_evaluations_never_train(serving: Server) -> None:
-    serving.post("/runs/run/evaluations/0", {"num_tasks": 3})
-    claims = serving.claim(4)
+def test_evaluations_never_train(answering_plane: ServedPlane) -> None:
+    answering_plane.post("/runs/run/evaluations/0", {"num_tasks": 3})
+    claims = answering_plane.claim(4)
     assert [c["split"] for c in claims] == ["holdout", "holdout", "holdout", "train"]
     assert [c["task_index"] for c in claims[:3]] == [0, 1, 2]
-    assert serving.get("/runs/run/evaluations/0")["waiting_for"] == "3 of 3 held-out sessions are left"
+    assert (
+        answering_plane.get("/runs/run/evaluations/0")["waiting_for"] == "3 of 3 held-out sessions are left"
+    )
     for i, claim in enumerate(claims[:3]):
-        work(serving, claim, reward=float(i))
-    assert serving.get("/runs/run/evaluations/0", wait_s=5)["done"]
-    sealed = serving.post("/runs/run/evaluations/0/seal", {"attempt": 1})
+        work(answering_plane, claim, reward=float(i))
+    assert answering_plane.get("/runs/run/evaluations/0", wait_s=5)["done"]
+    sealed = answering_plane.post("/runs/run/evaluations/0/seal", {"attempt": 1})
     assert (sealed["reward_mean"], sealed["by_environment"], sealed["failed"]) == (1.0, {"test": 1.0}, 0)
     [file] = sealed["files"]
-    table = read_trajectories(f"{serving.run_dir}/run/{file['uri']}")
+    table = read_trajectories(f"{answering_plane.run_dir}/run/{file['uri']}")
     assert table["group_id"].to_pylist() == [None] * 3
-    assert serving.get("/runs/run/batches/0")["accepted"] == 0
+    assert answering_plane.get("/runs/run/batches/0")["accepted"] == 0
 
 
 def test_a_new_attempt_keeps_finished_sessions_and_fences_the_old_one(
-    serving: Server, renderer: Renderer
+    answering_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    claims = serving.claim(4)
+    claims = answering_plane.claim(4)
     for claim in claims[:3]:
-        work(serving, claim)
-    serving.register(attempt=2)
-    assert serving.post("/runs/run/claim", {"runner": "a0", "max": 4})["released"]
-    serving.connect(lambda prompt, seed: say(renderer, "new"), lease="r1", attempt=2)
-    [claim] = serving.claim(1, runner="a1")
+        work(answering_plane, claim)
+    answering_plane.register(attempt=2)
+    assert answering_plane.post("/runs/run/claim", {"runner": "a0", "max": 4})["released"]
+    answering_plane.connect(lambda prompt, seed: say(renderer, "new"), lease="r1", attempt=2)
+    [claim] = answering_plane.claim(1, runner="a1")
     assert claim["session_id"] == "run.g1.1.a1"
-    work(serving, claim)
-    response = serving.http.post("/runs/run/batches/0/seal", json={"attempt": 1})
+    work(answering_plane, claim)
+    response = answering_plane.http.post("/runs/run/batches/0/seal", json={"attempt": 1})
     assert (response.status_code, "superseded" in response.text) == (409, True)
-    assert seal(serving, 0, attempt=2)["groups"] == [0, 1]
+    assert seal(answering_plane, 0, attempt=2)["groups"] == [0, 1]
     # the flow died before it committed the batch: its next attempt asks for the same one
-    serving.register(attempt=3)
-    assert serving.get("/runs/run/batches/0")["ready"]
-    assert seal(serving, 0, attempt=3)["groups"] == [0, 1]
+    answering_plane.register(attempt=3)
+    assert answering_plane.get("/runs/run/batches/0")["ready"]
+    assert seal(answering_plane, 0, attempt=3)["groups"] == [0, 1]
 
 
-def test_a_run_taken_back_to_an_earlier_batch_starts_over_from_there(serving: Server) -> None:
+def test_a_run_taken_back_to_an_earlier_batch_starts_over_from_there(answering_plane: ServedPlane) -> None:
     for batch in range(3):
-        for claim in serving.claim(4):
-            work(serving, claim)
-        seal(serving, batch)
-        serving.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
-    serving.register(attempt=2, iteration=1, version=1, done_groups=[0, 1])
-    assert serving.claim(1, runner="a1")[0]["group"] == 2
+        for claim in answering_plane.claim(4):
+            work(answering_plane, claim)
+        seal(answering_plane, batch)
+        answering_plane.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+    answering_plane.register(attempt=2, iteration=1, version=1, done_groups=[0, 1])
+    assert answering_plane.claim(1, runner="a1")[0]["group"] == 2
 
 
-def test_release_sends_everyone_home(serving: Server) -> None:
-    [claim] = serving.claim(1)
-    serving.post("/runs/run/release")
-    assert serving.post("/runs/run/claim", {"runner": "a0", "max": 1})["released"]
-    assert serving.http.post(f"/sessions/{claim['session_id']}/finish", json={"status": "failed"}).is_error
-    join(serving.threads[0])
-    assert serving.reasons == {"r0": "released"}
+def test_release_sends_everyone_home(answering_plane: ServedPlane) -> None:
+    [claim] = answering_plane.claim(1)
+    answering_plane.post("/runs/run/release")
+    assert answering_plane.post("/runs/run/claim", {"runner": "a0", "max": 1})["released"]
+    assert answering_plane.http.post(
+        f"/sessions/{claim['session_id']}/finish", json={"status": "failed"}
+    ).is_error
+    join(answering_plane.threads[0])
+    assert answering_plane.reasons == {"r0": "released"}
 
 
-def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(serving: Server) -> None:
-    client = DataplaneClient(serving.url, "run")
+def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(answering_plane: ServedPlane) -> None:
+    client = DataplaneClient(answering_plane.url, "run")
     client.start_evaluation(0, 2)
     with ThreadPoolExecutor() as pool:
         waits = [
             pool.submit(client.wait_for_batch, 0, timeout_s=60, absence_timeout_s=60),
             pool.submit(client.wait_for_evaluation, 0, timeout_s=60, absence_timeout_s=60),
         ]
-        serving.post("/runs/run/release")
+        answering_plane.post("/runs/run/release")
         for wait in waits:
             with pytest.raises(RuntimeError, match="the run was released, and nobody works on it"):
                 wait.result(timeout=patience())
 
 
-def test_a_superseded_attempt_releases_nothing(serving: Server) -> None:
-    serving.register(attempt=2)
-    serving.post("/runs/run/release", {"attempt": 1})
-    assert not serving.post("/runs/run/claim", {"runner": "a0", "max": 0})["released"]
-    serving.post("/runs/run/release", {"attempt": 2})
-    assert serving.post("/runs/run/claim", {"runner": "a0", "max": 0})["released"]
+def test_a_superseded_attempt_releases_nothing(answering_plane: ServedPlane) -> None:
+    answering_plane.register(attempt=2)
+    answering_plane.post("/runs/run/release", {"attempt": 1})
+    assert not answering_plane.post("/runs/run/claim", {"runner": "a0", "max": 0})["released"]
+    answering_plane.post("/runs/run/release", {"attempt": 2})
+    assert answering_plane.post("/runs/run/claim", {"runner": "a0", "max": 0})["released"]
 
 
-def test_paused_requests_wait_with_their_connection_open(serving: Server) -> None:
-    [claim] = serving.claim(1)
-    serving.post("/runs/run/pause")
-    agent = threading.Thread(target=work, args=(serving, claim))
+def test_paused_requests_wait_with_their_connection_open(answering_plane: ServedPlane) -> None:
+    [claim] = answering_plane.claim(1)
+    answering_plane.post("/runs/run/pause")
+    agent = threading.Thread(target=work, args=(answering_plane, claim))
     agent.start()
-    wait_until(lambda: serving.get("/runs/run")["requests_waiting"] == 1)
-    status = serving.get("/runs/run")
+    wait_until(lambda: answering_plane.get("/runs/run")["requests_waiting"] == 1)
+    status = answering_plane.get("/runs/run")
     assert status["paused"]
     # as whoever waits for the batch is told
-    awaited = serving.get("/runs/run/batches/0")["waiting_for"]
+    awaited = answering_plane.get("/runs/run/batches/0")["waiting_for"]
     assert status["waiting_for"] == awaited == "2 of 2 groups; 1 are in flight; the run is paused"
-    serving.post("/runs/run/resume")
+    answering_plane.post("/runs/run/resume")
     join(agent)
-    assert serving.get("/runs/run")["reward_recent"] == 1.0
+    assert answering_plane.get("/runs/run")["reward_recent"] == 1.0
 
 
-def test_the_flow_can_say_what_it_does(serving: Server) -> None:
-    serving.post("/runs/run/stage", {"iteration": 3, "stage": "train", "step": 7})
-    status = serving.get("/runs/run")
+def test_the_flow_can_say_what_it_does(answering_plane: ServedPlane) -> None:
+    answering_plane.post("/runs/run/stage", {"iteration": 3, "stage": "train", "step": 7})
+    status = answering_plane.get("/runs/run")
     assert (status["iteration"], status["stage"], status["step"]) == (3, "train", 7)
 
 
-def test_bad_control_calls_get_a_sentence(serving: Server) -> None:
+def test_bad_control_calls_get_a_sentence(answering_plane: ServedPlane) -> None:
     for path, body, status, sentence in [
         ("/runs", {"run_id": "x"}, 400, "run_dir: Field required"),
         ("/runs/other/claim", {}, 400, "runner: Field required"),
@@ -317,9 +322,9 @@ def test_bad_control_calls_get_a_sentence(serving: Server) -> None:
         ("/runs/run/batches/0/seal", {"attempt": 1}, 409, "batch 0 is not ready: it waits for 2 of 2 groups"),
         ("/runs/run/evaluations/9/seal", {"attempt": 1}, 409, "the evaluation of version 9 is not done"),
     ]:
-        response = serving.http.post(path, json=body)
+        response = answering_plane.http.post(path, json=body)
         assert (response.status_code, sentence in response.text) == (status, True), response.text
-    assert serving.http.get("/runs/run/batches/0?wait_s=soon").status_code == 400
+    assert answering_plane.http.get("/runs/run/batches/0?wait_s=soon").status_code == 400
 
 
 def test_killed_and_started_again_it_still_has_every_finished_session(
@@ -330,7 +335,7 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
         running_process(tmp_path / "port", port=0) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
-        before = Server(url, http, tmp_path, model_dir)
+        before = ServedPlane(url, http, tmp_path, model_dir)
         before.register()
         before.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
         before.post("/runs/run/evaluations/0", {"num_tasks": 2})
@@ -347,7 +352,7 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
         running_process(tmp_path / "port", port) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
-        after = Server(url, http, tmp_path, model_dir)
+        after = ServedPlane(url, http, tmp_path, model_dir)
         after.register()
         wait_until(lambda: bool(after.live_engines()))
         after.post("/runs/run/evaluations/0", {"num_tasks": 2})
@@ -419,13 +424,13 @@ def test_a_session_expires_by_the_time_engines_served(tmp_path: Path, renderer: 
     asyncio.run(scenario())
 
 
-def test_batches_have_no_row_twice_and_no_group_twice(serving: Server) -> None:
+def test_batches_have_no_row_twice_and_no_group_twice(answering_plane: ServedPlane) -> None:
     groups: list[int] = []
     for batch in range(3):
-        for claim in serving.claim(4):
-            work(serving, claim)
-        sealed = seal(serving, batch)
+        for claim in answering_plane.claim(4):
+            work(answering_plane, claim)
+        sealed = seal(answering_plane, batch)
         groups += sealed["groups"]
-        serving.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+        answering_plane.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
         assert sealed["max_lag"] <= 1
     assert len(groups) == len(np.unique(groups)) == 6

@@ -18,68 +18,74 @@ from sf_core.cli.stack.local import free_port
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
+from tests.bench.dataplane.planes import ServedPlane, running_process, say
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.stand import Server, running_process, say
 
 
 @pytest.fixture
-def serving(server: Server, renderer: Renderer) -> Server:
-    server.register()
-    server.connect(lambda prompt, seed: say(renderer, "answer"))
-    return server
+def scored_plane(served_plane: ServedPlane, renderer: Renderer) -> ServedPlane:
+    """A data plane with a run, whose engine gives the answer of every task."""
+    served_plane.register()
+    served_plane.connect(lambda prompt, seed: say(renderer, "answer"))
+    return served_plane
 
 
-def claim(server: Server, runner: str, count: int, work: str = "agent", *running: str) -> dict[str, Any]:
+def claim(plane: ServedPlane, runner: str, count: int, work: str = "agent", *running: str) -> dict[str, Any]:
     body = {"runner": runner, "work": work, "max": count, "running": list(running)}
-    return server.post("/runs/run/claim", body)
+    return plane.post("/runs/run/claim", body)
 
 
 def sessions(answer: dict[str, Any]) -> list[str]:
     return [session["session_id"] for session in answer["sessions"]]
 
 
-def ask(server: Server, session_id: str) -> None:
+def ask(plane: ServedPlane, session_id: str) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
-    server.post(f"/sessions/{session_id}/v1/chat/completions", body)
+    plane.post(f"/sessions/{session_id}/v1/chat/completions", body)
 
 
-def answer_all(server: Server, claimed: dict[str, Any]) -> list[str]:
+def answer_all(plane: ServedPlane, claimed: dict[str, Any]) -> list[str]:
     """Answer as agents and their runner do if other runners score."""
     for name in (names := sessions(claimed)):
-        ask(server, name)
+        ask(plane, name)
     reports = [{"session_id": name, "status": "answered", "answer": f'"{name}"'} for name in names]
-    assert server.post("/runs/run/finished", {"sessions": reports})["finished"] == names
+    assert plane.post("/runs/run/finished", {"sessions": reports})["finished"] == names
     return names
 
 
-def score(server: Server, names: list[str]) -> None:
+def score(plane: ServedPlane, names: list[str]) -> None:
     reports = [{"session_id": name, "status": "finished", "reward": 0.5} for name in names]
-    assert server.post("/runs/run/finished", {"sessions": reports})["finished"] == names
+    assert plane.post("/runs/run/finished", {"sessions": reports})["finished"] == names
 
 
-def test_agents_are_told_whether_others_score_and_those_get_the_answers_only(serving: Server) -> None:
-    assert not claim(serving, "a0", 0)["scored_elsewhere"]
-    assert sessions(claim(serving, "s0", 9, "reward")) == []
-    claimed = claim(serving, "a0", 4)
+def test_agents_are_told_whether_others_score_and_those_get_the_answers_only(
+    scored_plane: ServedPlane,
+) -> None:
+    assert not claim(scored_plane, "a0", 0)["scored_elsewhere"]
+    assert sessions(claim(scored_plane, "s0", 9, "reward")) == []
+    claimed = claim(scored_plane, "a0", 4)
     assert claimed["scored_elsewhere"]
-    names = answer_all(serving, claimed)
-    assert serving.get("/runs/run")["work"] == {"agent": 4, "reward": 4}
-    to_score = claim(serving, "s0", 3, "reward")
+    names = answer_all(scored_plane, claimed)
+    assert scored_plane.get("/runs/run")["work"] == {"agent": 4, "reward": 4}
+    to_score = claim(scored_plane, "s0", 3, "reward")
     assert [session["answer"] for session in to_score["sessions"]] == [f'"{name}"' for name in names[:3]]
-    score(serving, [*sessions(to_score), *sessions(claim(serving, "s0", 3, "reward", *names[:3]))])
-    assert serving.post("/runs/run/batches/0/seal", {"attempt": 1})["reward_mean"] == 0.5
+    score(
+        scored_plane,
+        [*sessions(to_score), *sessions(claim(scored_plane, "s0", 3, "reward", *names[:3]))],
+    )
+    assert scored_plane.post("/runs/run/batches/0/seal", {"attempt": 1})["reward_mean"] == 0.5
 
 
-def test_an_answer_reported_twice_is_scored_once(serving: Server) -> None:
-    claim(serving, "s0", 0, "reward")
-    [name] = answer_all(serving, claim(serving, "a0", 1))
-    serving.post(f"/sessions/{name}/finish", {"status": "answered", "answer": "0"})
-    assert sessions(claim(serving, "s0", 2, "reward")) == [name]
+def test_an_answer_reported_twice_is_scored_once(scored_plane: ServedPlane) -> None:
+    claim(scored_plane, "s0", 0, "reward")
+    [name] = answer_all(scored_plane, claim(scored_plane, "a0", 1))
+    scored_plane.post(f"/sessions/{name}/finish", {"status": "answered", "answer": "0"})
+    assert sessions(claim(scored_plane, "s0", 2, "reward")) == [name]
 
 
-def test_a_report_that_is_refused_costs_those_beside_it_nothing(serving: Server) -> None:
-    bad, good = sessions(claim(serving, "a0", 2))
-    ask(serving, good)
+def test_a_report_that_is_refused_costs_those_beside_it_nothing(scored_plane: ServedPlane) -> None:
+    bad, good = sessions(claim(scored_plane, "a0", 2))
+    ask(scored_plane, good)
     reports = {
         "sessions": [
             {"session_id": bad, "status": "finished", "reward": None},
@@ -87,47 +93,52 @@ def test_a_report_that_is_refused_costs_those_beside_it_nothing(serving: Server)
         ]
     }
     refusal = "A finished session needs a reward that is a finite number."
-    assert serving.post("/runs/run/finished", reports) == {"finished": [good], "refused": {bad: refusal}}
-    assert serving.post("/runs/run/finished", reports) == {"finished": [], "refused": {}}
-    assert serving.get("/runs/run")["reward_recent"] == 1.0
+    assert scored_plane.post("/runs/run/finished", reports) == {
+        "finished": [good],
+        "refused": {bad: refusal},
+    }
+    assert scored_plane.post("/runs/run/finished", reports) == {"finished": [], "refused": {}}
+    assert scored_plane.get("/runs/run")["reward_recent"] == 1.0
 
 
-def test_what_a_scorer_does_not_know_of_is_scored_by_another_and_not_sampled_again(serving: Server) -> None:
+def test_what_a_scorer_does_not_know_of_is_scored_by_another_and_not_sampled_again(
+    scored_plane: ServedPlane,
+) -> None:
     for runner in ("s0", "s1"):
-        claim(serving, runner, 0, "reward")
-    names = answer_all(serving, claim(serving, "a0", 2))
-    assert sessions(claim(serving, "s0", 2, "reward")) == names
-    claim(serving, "s0", 0, "reward", names[0])
-    assert sessions(claim(serving, "s1", 2, "reward")) == names[1:]
-    score(serving, names)
+        claim(scored_plane, runner, 0, "reward")
+    names = answer_all(scored_plane, claim(scored_plane, "a0", 2))
+    assert sessions(claim(scored_plane, "s0", 2, "reward")) == names
+    claim(scored_plane, "s0", 0, "reward", names[0])
+    assert sessions(claim(scored_plane, "s1", 2, "reward")) == names[1:]
+    score(scored_plane, names)
 
 
-def test_without_a_scorer_left_agents_score(serving: Server) -> None:
-    claim(serving, "s0", 0, "reward")
-    names = answer_all(serving, claim(serving, "a0", 2))
-    serving.post("/runs/run/runners/s0/retire")
-    assert claim(serving, "s0", 5, "reward")["released"]
-    again = claim(serving, "a0", 3)
+def test_without_a_scorer_left_agents_score(scored_plane: ServedPlane) -> None:
+    claim(scored_plane, "s0", 0, "reward")
+    names = answer_all(scored_plane, claim(scored_plane, "a0", 2))
+    scored_plane.post("/runs/run/runners/s0/retire")
+    assert claim(scored_plane, "s0", 5, "reward")["released"]
+    again = claim(scored_plane, "a0", 3)
     assert not again["scored_elsewhere"]
     assert sessions(again)[:2] == names and again["sessions"][2]["answer"] is None
 
 
-def test_a_retired_runner_ends_what_it_has_and_goes(serving: Server) -> None:
-    [name] = sessions(claim(serving, "a0", 1))
-    serving.post("/runs/run/runners/a0/retire")
-    assert serving.get("/runs/run")["runners"]["a0"]["retiring"]
-    still = claim(serving, "a0", 5, "agent", name)
+def test_a_retired_runner_ends_what_it_has_and_goes(scored_plane: ServedPlane) -> None:
+    [name] = sessions(claim(scored_plane, "a0", 1))
+    scored_plane.post("/runs/run/runners/a0/retire")
+    assert scored_plane.get("/runs/run")["runners"]["a0"]["retiring"]
+    still = claim(scored_plane, "a0", 5, "agent", name)
     assert (still["sessions"], still["released"]) == ([], False)
-    serving.post(f"/sessions/{name}/finish", {"status": "failed"})
-    assert claim(serving, "a0", 5)["released"]
-    assert serving.http.post("/runs/run/runners/nobody/retire").status_code == 404
+    scored_plane.post(f"/sessions/{name}/finish", {"status": "failed"})
+    assert claim(scored_plane, "a0", 5)["released"]
+    assert scored_plane.http.post("/runs/run/runners/nobody/retire").status_code == 404
 
 
-def test_a_run_that_starts_over_scores_nothing_of_before(serving: Server) -> None:
-    claim(serving, "s0", 0, "reward")
-    answer_all(serving, claim(serving, "a0", 2))
-    serving.register(attempt=2, iteration=3, version=3, done_groups=[0, 1, 2, 3, 4, 5])
-    assert sessions(claim(serving, "s1", 5, "reward")) == []
+def test_a_run_that_starts_over_scores_nothing_of_before(scored_plane: ServedPlane) -> None:
+    claim(scored_plane, "s0", 0, "reward")
+    answer_all(scored_plane, claim(scored_plane, "a0", 2))
+    scored_plane.register(attempt=2, iteration=3, version=3, done_groups=[0, 1, 2, 3, 4, 5])
+    assert sessions(claim(scored_plane, "s1", 5, "reward")) == []
 
 
 def test_a_killed_data_plane_still_has_what_is_to_be_scored(
@@ -139,7 +150,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
         running_process(tmp_path / "port", port, *options) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
-        before = Server(url, http, tmp_path, model_dir)
+        before = ServedPlane(url, http, tmp_path, model_dir)
         before.register()
         before.connect(lambda prompt, seed: say(renderer, "answer"))
         claim(before, "s0", 0, "reward")
@@ -149,7 +160,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
         running_process(tmp_path / "port", port, *options) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
-        after = Server(url, http, tmp_path, model_dir)
+        after = ServedPlane(url, http, tmp_path, model_dir)
         after.register()
         assert sessions(claim(after, "s1", 9, "reward", *given)) == names
         score(after, names)
@@ -171,14 +182,14 @@ async def ask_for_an_answer(task: Task, endpoint: Endpoint) -> dict[str, str]:
 
 
 def run_runner(
-    server: Server, name: str, work: Literal["agent", "reward"], **code: Callable[..., Any]
+    plane: ServedPlane, name: str, work: Literal["agent", "reward"], **code: Callable[..., Any]
 ) -> None:
     def tasks(split: str, index: int) -> Task:
         return Task(f"{split}-{index}", "test", "?", "answer")
 
     given: dict[str, Any] = {"agent": ask_for_an_answer, "reward": lambda task, answer: 0.0} | code
     runner = AgentRunner(
-        url=server.url,
+        url=plane.url,
         key=None,
         run_id="run",
         runner_id=name,
@@ -188,27 +199,29 @@ def run_runner(
         work=work,
         **given,
     )
-    server.threads.append(threading.Thread(target=lambda: asyncio.run(runner.run()), daemon=True))
-    server.threads[-1].start()
-    wait_until(lambda: name in server.get("/runs/run")["runners"])
+    plane.threads.append(threading.Thread(target=lambda: asyncio.run(runner.run()), daemon=True))
+    plane.threads[-1].start()
+    wait_until(lambda: name in plane.get("/runs/run")["runners"])
 
 
-def test_runners_of_both_kinds_make_a_batch_together(serving: Server) -> None:
+def test_runners_of_both_kinds_make_a_batch_together(scored_plane: ServedPlane) -> None:
     scored = []
 
     def reward(task: Task, answer: dict[str, str]) -> float:
         scored.append(answer["text"] == task.answer)
         return 1.0
 
-    run_runner(serving, "s0", "reward", reward=reward)
-    run_runner(serving, "a0", "agent")
-    wait_until(lambda: bool(serving.get("/runs/run/batches/0")["ready"]))
-    assert serving.post("/runs/run/batches/0/seal", {"attempt": 1})["reward_mean"] == 1.0
+    run_runner(scored_plane, "s0", "reward", reward=reward)
+    run_runner(scored_plane, "a0", "agent")
+    wait_until(lambda: bool(scored_plane.get("/runs/run/batches/0")["ready"]))
+    assert scored_plane.post("/runs/run/batches/0/seal", {"attempt": 1})["reward_mean"] == 1.0
     assert len(scored) >= 4 and all(scored)
 
 
-def test_an_answer_that_cannot_be_sent_fails_its_session_with_a_sentence(serving: Server) -> None:
-    claim(serving, "s0", 0, "reward")
-    run_runner(serving, "a0", "agent", agent=lambda task, endpoint: NotJson("x"))
-    wait_until(lambda: "must be" in serving.get("/runs/run")["last_error"])
-    assert "the agent answered NotJson, which is not JSON" in serving.get("/runs/run")["last_error"]
+def test_an_answer_that_cannot_be_sent_fails_its_session_with_a_sentence(
+    scored_plane: ServedPlane,
+) -> None:
+    claim(scored_plane, "s0", 0, "reward")
+    run_runner(scored_plane, "a0", "agent", agent=lambda task, endpoint: NotJson("x"))
+    wait_until(lambda: "must be" in scored_plane.get("/runs/run")["last_error"])
+    assert "the agent answered NotJson, which is not JSON" in scored_plane.get("/runs/run")["last_error"]

@@ -11,7 +11,7 @@ from benchmarks.capture import KINDS, Capture, make_renderer
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.renderer import Ids, Renderer
 from sf_core.dataplane.sessions.session import Prompt
-from tests.sf_core.dataplane.conversations import Record, check
+from tests.bench.dataplane.conversations import Record, check
 
 
 class CountingRenderer(Renderer):
@@ -42,7 +42,7 @@ class CheckedCapture(Capture):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def capture_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("capture"))
     make_renderer(folder)
     return folder
@@ -61,9 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_every_sampled_token_of_any_kind_of_session_is_trained_once(
-    folder: str, kind: str, scale: float, num_rows: int, most_row_tokens: float
+    capture_folder: str, kind: str, scale: float, num_rows: int, most_row_tokens: float
 ) -> None:
-    capture = CheckedCapture(Renderer(folder))
+    capture = CheckedCapture(Renderer(capture_folder))
     KINDS[kind](capture, scale)
     turns = list(zip(capture.asked, capture.session.turns, strict=True))
     rows = check(Record(capture.renderer, capture.session, turns))
@@ -73,8 +73,8 @@ def test_every_sampled_token_of_any_kind_of_session_is_trained_once(
     assert sum(len(row.token_ids) for row in rows) <= most_row_tokens * distinct
 
 
-def test_thousands_of_turns_are_rendered_and_encoded_once(folder: str) -> None:
-    renderer = CountingRenderer(folder)
+def test_thousands_of_turns_are_rendered_and_encoded_once(capture_folder: str) -> None:
+    renderer = CountingRenderer(capture_folder)
     renderer.num_rendered = 0  # without the probes
     capture = Capture(renderer)
     depth = sys.getrecursionlimit() + 500

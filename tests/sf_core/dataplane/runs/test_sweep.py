@@ -10,8 +10,8 @@ from sf_core.dataplane.control import plane as dataplane_module
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import claiming
+from tests.bench.dataplane.specs import SPEC
 from tests.patience import patience, until
-from tests.sf_core.dataplane.specs import SPEC
 
 
 async def until_told(caplog: pytest.LogCaptureFixture, sentence: str) -> None:

@@ -22,8 +22,8 @@ from storage import files
 from storage.files import FileRef
 from storage.outcomes import SCHEMA
 from storage.parquet import read_table
-from tests.sf_core.dataplane.runs.test_replay import Driver
-from tests.sf_core.dataplane.sessions.test_session import sample, user
+from tests.bench.dataplane.conversations import sample, user
+from tests.bench.dataplane.run_driver import Driver
 
 RULES: dict[str, Any] = {"group_size": 2, "groups_per_batch": 1, "session_attempts": 1}
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.messages import chain_keys
 from sf_core.dataplane.sessions.identity import NUM_KEPT, Conversations
-from tests.sf_core.dataplane.conversations import FIND, user
+from tests.bench.dataplane.conversations import FIND, user
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.lists(st.sampled_from("abc"), max_size=3)), max_size=60))

@@ -19,7 +19,7 @@ from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.sessions.tree import Prompt
 from storage.schema import Trajectory
-from tests.sf_core.dataplane.conversations import Record, call_text, family, odd_ids
+from tests.bench.dataplane.conversations import Record, call_text, family, odd_ids
 
 Said = tuple[str, int, str]
 """Id of a call, its argument, and its result."""

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import ServedPlane, running_app, say
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.stand import Server, running_app, say
 
 TEXT = "naïve 数学 <STOP> übergröße 楽しい"
 
@@ -33,12 +33,12 @@ OPTIONS: list[dict[str, Any]] = [
 class Interrupter:
     """Two engines that take over requests from each other."""
 
-    def __init__(self, server: Server, renderer: Renderer) -> None:
-        self.server = server
+    def __init__(self, plane: ServedPlane, renderer: Renderer) -> None:
+        self.plane = plane
         answer = say(renderer, TEXT)
-        server.register()
+        plane.register()
         for name in ("a", "b"):
-            server.connect(lambda prompt, seed: answer, lease=name)
+            plane.connect(lambda prompt, seed: answer, lease=name)
         self.num_tokens = len(answer)
 
     def ask(self, cuts: list[int], options: dict[str, Any], streamed: bool) -> tuple[dict[str, Any], int]:
@@ -63,24 +63,24 @@ class Interrupter:
         return answers[0], num_moves
 
     def hold(self, name: str, num_steps: int | None) -> None:
-        self.server.engines[name].steps_left = num_steps
+        self.plane.engines[name].steps_left = num_steps
 
     def holds(self, name: str) -> bool:
-        engine = self.server.engines[name]
+        engine = self.plane.engines[name]
         return engine.steps_left == 0 and engine.num_requests > 0
 
     def pause(self, name: str) -> None:
-        self.server.post("/runs/run/pause", {"mode": "evacuate", "engine": name})
+        self.plane.post("/runs/run/pause", {"mode": "evacuate", "engine": name})
 
     def resume(self, name: str) -> None:
-        self.server.post("/runs/run/resume", {"engine": name})
+        self.plane.post("/runs/run/resume", {"engine": name})
 
     def answer(self, options: dict[str, Any], streamed: bool) -> dict[str, Any]:
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
         body |= options | {"seed": 1}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        response = httpx.post(f"{self.server.url}/v1/chat/completions", json=body, timeout=patience())
+        response = httpx.post(f"{self.plane.url}/v1/chat/completions", json=body, timeout=patience())
         assert response.status_code == 200, response.text
         return _streamed(response.text) if streamed else _whole(response.json())
 
@@ -111,9 +111,9 @@ def interrupter(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
 ) -> Iterator[Interrupter]:
     with running_app() as url, httpx.Client(base_url=url, timeout=patience()) as http:
-        server = Server(url, http, Path(tmp_path_factory.mktemp("runs")), model_dir)
-        yield Interrupter(server, renderer)
-        server.post("/runs/run/release")
+        plane = ServedPlane(url, http, Path(tmp_path_factory.mktemp("runs")), model_dir)
+        yield Interrupter(plane, renderer)
+        plane.post("/runs/run/release")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

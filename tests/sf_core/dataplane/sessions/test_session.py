@@ -6,7 +6,6 @@ import shutil
 from copy import deepcopy
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 
@@ -16,13 +15,13 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.gateway.dialects.chat import Chat
 from sf_core.dataplane.sessions.export import export_session
-from sf_core.dataplane.sessions.session import Session, Turn
+from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import RecordedTurn, TurnKey
 from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
-from tests.sf_core.dataplane.conversations import (
+from tests.bench.dataplane.conversations import (
     FIND,
     Record,
     call_text,
@@ -30,34 +29,11 @@ from tests.sf_core.dataplane.conversations import (
     family,
     generation_of,
     odd_ids,
+    sample,
     shown,
     user,
 )
-from tests.sf_core.dataplane.stand import CALC, say
-
-
-def sample(
-    session: Session,
-    renderer: Renderer,
-    messages: list[Message],
-    ids: list[int],
-    tools: list[dict[str, Any]] | None = None,
-    *,
-    version: int = 0,
-    call: ToolCall | None = None,
-) -> Turn:
-    """Record a turn as the gateway would, answered with these ids."""
-    prompt = session.open_prompt(messages, tools or [], renderer)
-    number = session.begin_sample(prompt, 0)
-    generation = generation_of(prompt)
-    stopped = bool(ids) and ids[-1] in renderer.stop_token_ids
-    reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-    logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
-    generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
-    turn_id = f"{prompt.index}.{number}"
-    message = assistant_message(renderer.decode(ids), [call] if call else [], turn_id)
-    session.commit(generation, prompt, number, message, 0)
-    return session.turns[-1]
+from tests.bench.dataplane.planes import CALC, say
 
 
 def export(session: Session, renderer: Renderer) -> list[Trajectory]:

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
 from sf_core.dataplane.sessions.session import Prompt, Turn
-from tests.sf_core.dataplane.conversations import (
+from tests.bench.dataplane.conversations import (
     FAMILIES,
     FIND,
     Record,

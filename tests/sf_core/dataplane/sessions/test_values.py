@@ -16,7 +16,7 @@ from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.gateway.dialects.checks import parse_object
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.turns.answer import Answer
-from tests.sf_core.dataplane.conversations import Record, family, odd_ids
+from tests.bench.dataplane.conversations import Record, family, odd_ids
 from tests.sf_core.dataplane.sessions.test_renamed_calls import DIALECTS, Said
 
 plain = (

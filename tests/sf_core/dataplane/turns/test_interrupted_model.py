@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
+from tests.bench.dataplane.router import Cluster, MakeEngine
+from tests.bench.engines.model_folders import STOP, ModelFolders
 from tests.properties import examples
-from tests.sf_core.dataplane.cluster import Cluster, MakeEngine
-from tests.sf_core.engines.conftest import Folders
-from tests.sf_core.engines.grammar_contract import STOP
 
 CONTEXT = 64
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Folders(tmp_path_factory.mktemp("models"))()
-    torch.set_num_threads(before)
 
 
 def torch_engines(folder: str) -> MakeEngine:
@@ -66,8 +55,10 @@ turns = st.tuples(
     ),
 )
 def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
-    folder: str, asked: list[tuple[Any, ...]], events: list[tuple[str, int]]
+    model_folders: ModelFolders, one_thread: None, asked: list[tuple[Any, ...]], events: list[tuple[str, int]]
 ) -> None:
+    folder = model_folders()
+
     async def scenario() -> None:
         cluster = Cluster(weights=folder)
         engines = [await cluster.serving(torch_engines(folder), max_running=3) for _ in range(2)]

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
-from storage.schema import Trajectory
-from storage.trajectories import read_trajectories, to_rows
+from storage.trajectories import Trajectory, read_trajectories, to_rows
+from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.stand import Server, running_app
 
 BUDGET = 48
 STOP = 1  # <|im_end|> of the test tokenizer
@@ -33,7 +32,9 @@ def script(prompt_ids: list[int], seed: int) -> list[int]:
     return [*random.integers(2, 300, random.integers(0, 60)).tolist(), STOP]
 
 
-def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bool) -> list[dict[str, Any]]:
+def converse(
+    plane: ServedPlane, claim: dict[str, Any], num_turns: int, streamed: bool
+) -> list[dict[str, Any]]:
     """An agent that asks, reads the whole answer and goes on. Returns usage and text of each turn."""
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
     messages: list[dict[str, Any]] = []
@@ -43,7 +44,7 @@ def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bo
         body = {"model": "policy", "messages": messages, "max_tokens": BUDGET}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-            response = httpx.post(server.url + path, json=body, timeout=patience())
+            response = httpx.post(plane.url + path, json=body, timeout=patience())
             events = [httpx_json(line) for line in response.text.split("\n\n") if line.startswith("data: {")]
             assert "error" not in events[-1], events[-1]
             choices = [event["choices"][0] for event in events if event["choices"]]
@@ -53,7 +54,7 @@ def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bo
                 "tokens": events[-1]["usage"]["completion_tokens"],
             }
         else:
-            response = httpx.post(server.url + path, json=body, timeout=patience())
+            response = httpx.post(plane.url + path, json=body, timeout=patience())
             assert response.status_code == 200, response.text
             [choice] = response.json()["choices"]
             answer = {
@@ -73,8 +74,8 @@ def httpx_json(line: str) -> Any:
 class Disturbances:
     """What a cluster does to a run, one step at a time; after each step there are two engines."""
 
-    def __init__(self, server: Server, run_id: str) -> None:
-        self.server, self.run_id = server, run_id
+    def __init__(self, plane: ServedPlane, run_id: str) -> None:
+        self.server, self.run_id = plane, run_id
         self.version = 0
         self.names = itertools.count()
         self.leases = [self.connect(), self.connect()]
@@ -117,9 +118,9 @@ class Disturbances:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Server]:
+def shared_plane(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[ServedPlane]:
     with running_app() as url, httpx.Client(base_url=url, timeout=patience()) as http:
-        yield Server(url, http, tmp_path_factory.mktemp("runs"), model_dir)
+        yield ServedPlane(url, http, tmp_path_factory.mktemp("runs"), model_dir)
 
 
 run_numbers = itertools.count()
@@ -133,24 +134,27 @@ DISTURBANCES = ["revoke", "kill", "update", "freeze", "evacuate", "evacuate_one"
     conversations=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=2, max_size=2),
 )
 def test_agents_see_whole_answers_and_the_record_is_exact(
-    server: Server, renderer: Renderer, disturbances: list[str], conversations: list[tuple[int, bool]]
+    shared_plane: ServedPlane,
+    renderer: Renderer,
+    disturbances: list[str],
+    conversations: list[tuple[int, bool]],
 ) -> None:
     run_id = f"run{next(run_numbers)}"
-    server.asked.clear()
-    server.register(
+    shared_plane.asked.clear()
+    shared_plane.register(
         run_id=run_id,
-        run_dir=str(server.run_dir / run_id),
+        run_dir=str(shared_plane.run_dir / run_id),
         groups_per_batch=1,
         max_tokens=BUDGET,
         temperature=1.0,
         lag_bound=99,
     )
-    cluster = Disturbances(server, run_id)
-    claims = server.claim(2, run_id=run_id)
+    cluster = Disturbances(shared_plane, run_id)
+    claims = shared_plane.claim(2, run_id=run_id)
     answers: dict[str, list[dict[str, Any]]] = {}
 
     def agent(claim: dict[str, Any], num_turns: int, streamed: bool) -> None:
-        answers[claim["session_id"]] = converse(server, claim, num_turns, streamed)
+        answers[claim["session_id"]] = converse(shared_plane, claim, num_turns, streamed)
 
     agents = [
         threading.Thread(target=agent, args=(claim, *conversation))
@@ -164,18 +168,18 @@ def test_agents_see_whole_answers_and_the_record_is_exact(
         join(thread)
     for claim in claims:
         report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
-        server.post(f"/sessions/{claim['session_id']}/finish", report)
-    sealed = server.post(f"/runs/{run_id}/batches/0/seal", {"attempt": 1})
-    server.post(f"/runs/{run_id}/release")
-    rows = to_rows(read_trajectories(str(Path(server.run_dir, run_id, sealed["files"][0]["uri"]))))
+        shared_plane.post(f"/sessions/{claim['session_id']}/finish", report)
+    sealed = shared_plane.post(f"/runs/{run_id}/batches/0/seal", {"attempt": 1})
+    shared_plane.post(f"/runs/{run_id}/release")
+    rows = to_rows(read_trajectories(str(Path(shared_plane.run_dir, run_id, sealed["files"][0]["uri"]))))
 
     assert [row.session_id for row in rows] == [claim["session_id"] for claim in claims]
-    assert server.get(f"/runs/{run_id}")["counters"].get("abandoned_turns", 0) == 0
+    assert shared_plane.get(f"/runs/{run_id}")["counters"].get("abandoned_turns", 0) == 0
     for row, claim in zip(rows, claims, strict=True):
         turns = answers[claim["session_id"]]
         check_row(row, claim, turns, renderer)
         assert sum(int(row.loss_mask.sum()) for row in [row]) == sum(turn["tokens"] for turn in turns)
-    check_requests(server, rows)
+    check_requests(shared_plane, rows)
 
 
 def check_row(
@@ -200,7 +204,7 @@ def check_row(
     assert (np.diff(sampled) >= 0).all()
 
 
-def check_requests(server: Server, rows: list[Trajectory]) -> None:
+def check_requests(plane: ServedPlane, rows: list[Trajectory]) -> None:
     """Every engine was asked to continue exactly what is recorded."""
     recorded = {
         tuple(row.token_ids[: span.start + position].tolist())
@@ -209,54 +213,54 @@ def check_requests(server: Server, rows: list[Trajectory]) -> None:
         if span.role == "assistant"
         for position in range(span.end - span.start)
     }
-    for request in server.asked:
+    for request in plane.asked:
         assert tuple(request.prompt_ids) in recorded
         assert request.position + request.max_tokens == BUDGET
 
 
-def test_a_next_turn_goes_where_its_branch_is_cached(server: Server) -> None:
+def test_a_next_turn_goes_where_its_branch_is_cached(shared_plane: ServedPlane) -> None:
     run_id = f"run{next(run_numbers)}"
-    server.register(run_id=run_id, run_dir=str(server.run_dir / run_id))
-    first, second = Disturbances(server, run_id).leases
-    known, new = server.claim(2, run_id=run_id)
+    shared_plane.register(run_id=run_id, run_dir=str(shared_plane.run_dir / run_id))
+    first, second = Disturbances(shared_plane, run_id).leases
+    known, new = shared_plane.claim(2, run_id=run_id)
 
     def ask(claim: dict[str, Any], messages: list[dict[str, Any]]) -> str:
         """Ask and append the answer; returns the engine that gave it."""
-        before = server.get(f"/runs/{run_id}")["engines"]
+        before = shared_plane.get(f"/runs/{run_id}")["engines"]
         body = {"model": "policy", "messages": messages}
-        answer = server.post(f"/sessions/{claim['session_id']}/v1/chat/completions", body)
+        answer = shared_plane.post(f"/sessions/{claim['session_id']}/v1/chat/completions", body)
         messages.append(answer["choices"][0]["message"])
-        after = server.get(f"/runs/{run_id}")["engines"]
+        after = shared_plane.get(f"/runs/{run_id}")["engines"]
         [lease] = [b["id"] for b, a in zip(before, after, strict=True) if a["tokens"] > b["tokens"]]
         return str(lease)
 
     conversation: list[dict[str, Any]] = [{"role": "user", "content": "0?"}]
-    server.post(f"/runs/{run_id}/pause", {"engine": first})
+    shared_plane.post(f"/runs/{run_id}/pause", {"engine": first})
     assert ask(known, conversation) == second
-    server.post(f"/runs/{run_id}/resume", {"engine": first})
+    shared_plane.post(f"/runs/{run_id}/resume", {"engine": first})
     for turn in range(1, 4):
         conversation.append({"role": "user", "content": f"{turn}?"})
         assert ask(known, conversation) == second
     # idle engines are taken in order by whoever is known to none
     assert ask(new, [{"role": "user", "content": "0?"}]) == first
-    server.post(f"/runs/{run_id}/release")
+    shared_plane.post(f"/runs/{run_id}/release")
 
 
-def test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back(server: Server) -> None:
+def test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back(shared_plane: ServedPlane) -> None:
     run_id = f"run{next(run_numbers)}"
-    server.register(
-        run_id=run_id, run_dir=str(server.run_dir / run_id), max_waiting=1, request_patience_s=0.5
+    shared_plane.register(
+        run_id=run_id, run_dir=str(shared_plane.run_dir / run_id), max_waiting=1, request_patience_s=0.5
     )
-    [claim] = server.claim(1, run_id=run_id)
-    path = f"{server.url}/sessions/{claim['session_id']}/v1/chat/completions"
+    [claim] = shared_plane.claim(1, run_id=run_id)
+    path = f"{shared_plane.url}/sessions/{claim['session_id']}/v1/chat/completions"
     body = {"model": "policy", "messages": [{"role": "user", "content": "0?"}]}
     answers: list[httpx.Response] = []
     waiting = threading.Thread(target=lambda: answers.append(httpx.post(path, json=body, timeout=patience())))
     waiting.start()
-    wait_until(lambda: server.get(f"/runs/{run_id}")["requests_waiting"] == 1)
+    wait_until(lambda: shared_plane.get(f"/runs/{run_id}")["requests_waiting"] == 1)
     refused = httpx.post(path, json=body)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
     join(waiting)
     assert (answers[0].status_code, answers[0].headers["retry-after"]) == (503, "5")
     assert "no engine is connected" in answers[0].json()["error"]["message"]
-    server.post(f"/runs/{run_id}/release")
+    shared_plane.post(f"/runs/{run_id}/release")

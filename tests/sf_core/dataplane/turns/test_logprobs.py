@@ -23,10 +23,10 @@ from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import Chunk, FinishReason
+from tests.bench.dataplane.specs import SPEC
+from tests.bench.dataplane.tokenizers import TEMPLATE
 from tests.patience import patience
 from tests.properties import examples
-from tests.sf_core.dataplane.conftest import TEMPLATE
-from tests.sf_core.dataplane.specs import SPEC
 
 STOP = "the la"
 TEXTS = ["the lazy fox", " the", "naïve", "数学は", "\U0001f600", " ", "  ", "\n", STOP]
@@ -73,7 +73,7 @@ TOKENIZERS = {
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedRun:
+def run_of_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedRun:
     folder: Path = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=TOKENIZERS[request.param], eos_token="<|im_end|>", chat_template=TEMPLATE
@@ -119,14 +119,14 @@ async def answer_of(run: ServedRun, chunks: list[Chunk], stop: list[str]) -> Ans
     data=st.data(),
 )
 def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
-    run: ServedRun,
+    run_of_tokenizer: ServedRun,
     parts: list[str | int],
     length: int,
     is_stopped: bool,
     has_stop: bool,
     data: st.DataObject,
 ) -> None:
-    renderer = run.renderer
+    renderer = run_of_tokenizer.renderer
     # single ids are mostly bytes, and a length cuts characters
     ids = [i for part in parts for i in ([part] if isinstance(part, int) else renderer.encode(part).tolist())]
     ids = ids[:length]
@@ -138,7 +138,7 @@ def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
     chunks = [Chunk("r", ids[cut:], [-0.5] * (len(ids) - cut), 0, reason)]
     if cut:
         chunks.insert(0, Chunk("r", ids[:cut], [-0.5] * cut, 0, None))
-    answer = asyncio.run(answer_of(run, chunks, [STOP] if has_stop else []))
+    answer = asyncio.run(answer_of(run_of_tokenizer, chunks, [STOP] if has_stop else []))
     entries = answer.logprobs or []
     assert len(entries) == answer.num_sampled_tokens
     said = b"".join(entry.data for entry in entries)
@@ -155,8 +155,10 @@ def test_the_bytes_of_the_log_probs_are_the_text_that_was_sampled(
     assert shown == texts or shown.endswith("\ufffd")
 
 
-def test_a_token_inside_a_character_has_its_bytes_and_no_text(run: ServedRun) -> None:
-    ids = [*run.renderer.encode("é").tolist(), run.renderer.stop_token_ids[0]]
-    answer = asyncio.run(answer_of(run, [Chunk("r", ids, [-0.5] * len(ids), 0, FinishReason.STOP)], []))
+def test_a_token_inside_a_character_has_its_bytes_and_no_text(run_of_tokenizer: ServedRun) -> None:
+    ids = [*run_of_tokenizer.renderer.encode("é").tolist(), run_of_tokenizer.renderer.stop_token_ids[0]]
+    answer = asyncio.run(
+        answer_of(run_of_tokenizer, [Chunk("r", ids, [-0.5] * len(ids), 0, FinishReason.STOP)], [])
+    )
     told = [(entry.text, entry.data) for entry in answer.logprobs or []]
     assert told == [("", b"\xc3"), ("é", b"\xa9"), ("<|im_end|>", b"<|im_end|>")]

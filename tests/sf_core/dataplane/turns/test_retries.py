@@ -27,11 +27,11 @@ from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
+from tests.bench.dataplane.conversations import user
+from tests.bench.dataplane.planes import ServedPlane, running_app, say
+from tests.bench.dataplane.router import ClusterEngine, scripted
+from tests.bench.dataplane.specs import SPEC, changed
 from tests.patience import join, patience, until, wait_until
-from tests.sf_core.dataplane.cluster import ClusterEngine, scripted
-from tests.sf_core.dataplane.conversations import user
-from tests.sf_core.dataplane.specs import SPEC, changed
-from tests.sf_core.dataplane.stand import Server, running_app, say
 
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -39,9 +39,9 @@ RETRY = {"x-stainless-retry-count": "1"}
 class Agent:
     """Repeats the same request, as SDKs and frameworks do, each time in a thread of its own."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        [self.claim] = server.claim()
+    def __init__(self, plane: ServedPlane) -> None:
+        self.server = plane
+        [self.claim] = plane.claim()
         self._path = f"/sessions/{self.claim['session_id']}/v1/chat/completions"
         self._threads = ThreadPoolExecutor(4)
 
@@ -72,12 +72,12 @@ def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]
 @contextlib.contextmanager
 def agent_of(url: str, folder: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
     with httpx.Client(base_url=url, timeout=patience()) as http:
-        server = Server(url, http, folder, model_dir)
-        server.register(group_size=1, groups_per_batch=1)
-        server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
-        yield Agent(server)
+        plane = ServedPlane(url, http, folder, model_dir)
+        plane.register(group_size=1, groups_per_batch=1)
+        plane.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+        yield Agent(plane)
         http.post("/runs/run/release")
-        join(server.threads[0])
+        join(plane.threads[0])
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def said(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name != "created"}
 
 
-def wait_for_requests(server: Server, count: int) -> None:
-    wait_until(lambda: server.get("/runs/run")["requests_waiting"] == count)
+def wait_for_requests(plane: ServedPlane, count: int) -> None:
+    wait_until(lambda: plane.get("/runs/run")["requests_waiting"] == count)
 
 
 def test_a_request_sent_again_after_its_connection_broke_joins_the_turn(agent: Agent) -> None:
@@ -153,17 +153,17 @@ def test_an_answer_that_was_continued_is_not_given_again(agent: Agent) -> None:
 
 
 def test_an_answer_nobody_got_is_not_trained(agent: Agent) -> None:
-    server = agent.server
-    server.post("/runs/run/pause")
+    plane = agent.server
+    plane.post("/runs/run/pause")
     agent.ask_and_leave()
-    server.post("/runs/run/resume")
-    wait_until(lambda: server.get("/runs/run")["engines"][0]["tokens"] > 0)
+    plane.post("/runs/run/resume")
+    wait_until(lambda: plane.get("/runs/run")["engines"][0]["tokens"] > 0)
     answer = agent.ask(content="something else")
     report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
-    server.post(f"/sessions/{agent.claim['session_id']}/finish", report)
-    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    plane.post(f"/sessions/{agent.claim['session_id']}/finish", report)
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert sealed["sampled_tokens"] == answer["usage"]["completion_tokens"]
-    assert server.get("/runs/run")["counters"]["abandoned_turns"] == 1
+    assert plane.get("/runs/run")["counters"]["abandoned_turns"] == 1
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.models.cache_size import cache_bytes
 from sf_core.types import GenerationRequest, Sampling
-from tests.sf_core.engines.conftest import SIZE
+from tests.bench.engines.model_folders import SIZE
 from tests.sf_core.engines.torch.test_torch_engine import take
 
 CONTEXT = 12_000
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def two_policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two policies of one shape."""
     size = SIZE | {"max_position_embeddings": CONTEXT}
     config = Qwen3Config(**size, head_dim=16, tie_word_embeddings=False)
@@ -35,8 +35,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture
-def folder(folders: tuple[str, str]) -> str:
-    return folders[0]
+def first_policy(two_policies: tuple[str, str]) -> str:
+    return two_policies[0]
 
 
 def engine_of(
@@ -82,8 +82,8 @@ def full_logprobs(folder: str, r: GenerationRequest, tokens: list[int], dtype: t
     return scored
 
 
-def test_running_requests_get_tokens_while_a_long_prompt_is_filled(folder: str) -> None:
-    engine = engine_of(folder)
+def test_running_requests_get_tokens_while_a_long_prompt_is_filled(first_policy: str) -> None:
+    engine = engine_of(first_policy)
     short, long, other = request("short", 9, 30), request("long", 5000), request("other", 40)
     engine.submit(short)
     engine.step()
@@ -98,31 +98,31 @@ def test_running_requests_get_tokens_while_a_long_prompt_is_filled(folder: str) 
 
 @pytest.mark.parametrize("lengths", [(5000,), (5000, 5000, 4100, 30), (2600, 2600)])
 def test_prompts_that_are_filled_in_pieces_give_what_a_full_pass_gives(
-    folder: str, lengths: tuple[int, ...]
+    first_policy: str, lengths: tuple[int, ...]
 ) -> None:
     requests = [request(str(i), length) for i, length in enumerate(lengths)]
-    for name, (tokens, logprobs) in finish(engine_of(folder), requests).items():
-        expected = full_logprobs(folder, requests[int(name)], tokens, torch.float32)
+    for name, (tokens, logprobs) in finish(engine_of(first_policy), requests).items():
+        expected = full_logprobs(first_policy, requests[int(name)], tokens, torch.float32)
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
 def test_kv_of_earlier_weights_in_a_half_filled_prompt_reaches_no_other_request(
-    folders: tuple[str, str], kv_on_update: Literal["recompute", "keep"]
+    two_policies: tuple[str, str], kv_on_update: Literal["recompute", "keep"]
 ) -> None:
-    engine, half = engine_of(folders[0], kv_on_update=kv_on_update), request("half", 5000)
+    engine, half = engine_of(two_policies[0], kv_on_update=kv_on_update), request("half", 5000)
     engine.submit(half)
     assert engine.step() == []
-    take(engine, folders[1], 1)
+    take(engine, two_policies[1], 1)
     other = replace(half, request_id="other")
-    expected = finish(engine_of(folders[1]), [other])["other"][0]
+    expected = finish(engine_of(two_policies[1]), [other])["other"][0]
     done = finish(engine, [other])
     assert done["other"][0] == expected
     assert (done["half"][0] == expected) == (kv_on_update == "recompute")
 
 
-def test_a_prompt_that_is_aborted_half_filled_is_gone_on_with(folder: str) -> None:
-    engine, r = engine_of(folder), request("r", 5000)
+def test_a_prompt_that_is_aborted_half_filled_is_gone_on_with(first_policy: str) -> None:
+    engine, r = engine_of(first_policy), request("r", 5000)
     engine.submit(r)
     engine.step()
     (ended,) = engine.abort()
@@ -132,11 +132,11 @@ def test_a_prompt_that_is_aborted_half_filled_is_gone_on_with(folder: str) -> No
     assert [bool(engine.step()) for _ in range(2)] == [False, True]
 
 
-def test_bfloat16_serves_the_rounded_weights(folder: str) -> None:
+def test_bfloat16_serves_the_rounded_weights(first_policy: str) -> None:
     requests = [request("a", 3000), request("b", 70)]
-    for name, (tokens, logprobs) in finish(engine_of(folder, dtype=torch.bfloat16), requests).items():
+    for name, (tokens, logprobs) in finish(engine_of(first_policy, dtype=torch.bfloat16), requests).items():
         r = next(r for r in requests if r.request_id == name)
-        expected = full_logprobs(folder, r, tokens, torch.bfloat16)
+        expected = full_logprobs(first_policy, r, tokens, torch.bfloat16)
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=0.1, rtol=0)
 
 
@@ -172,20 +172,22 @@ class Memory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
-def test_the_cache_takes_the_memory_that_was_foretold(folder: str, dtype: torch.dtype, name: str) -> None:
-    config = AutoModelForCausalLM.from_pretrained(folder).config.to_dict()
+def test_the_cache_takes_the_memory_that_was_foretold(
+    first_policy: str, dtype: torch.dtype, name: str
+) -> None:
+    config = AutoModelForCausalLM.from_pretrained(first_policy).config.to_dict()
     with Memory() as memory:
-        engine = engine_of(folder, 3, dtype)
+        engine = engine_of(first_policy, 3, dtype)
     assert memory.held == cache_bytes(config, 3, CONTEXT, name)
     assert engine.version == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_beside_the_cache_grows_with_the_context_and_not_with_its_square(
-    folder: str, dtype: torch.dtype
+    first_policy: str, dtype: torch.dtype
 ) -> None:
     def peak(num_tokens: int) -> int:
-        engine = engine_of(folder, dtype=dtype)
+        engine = engine_of(first_policy, dtype=dtype)
         with Memory() as memory:
             finish(engine, [request("long", num_tokens, 4), request("short", 30, 4)])
         return memory.peak

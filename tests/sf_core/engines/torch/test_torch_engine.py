@@ -20,8 +20,8 @@ from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch import loading
 from sf_core.engines.torch.torch_engine import TorchEngine, make_engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
+from tests.bench.engines.model_folders import ModelFolders
 from tests.properties import examples
-from tests.sf_core.engines.conftest import Folders
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 
 KINDS = ["qwen3", "qwen2", "llama", "llama-yarn", "gpt2", "qwen3-moe"]
@@ -56,8 +56,8 @@ class TestContract(GrammarEngineTests):
     num_at_once = 40
 
     @pytest.fixture(autouse=True)
-    def _of(self, folders: Folders, kind: str) -> None:
-        self.folders, self.kind = folders, kind
+    def _of(self, model_folders: ModelFolders, kind: str) -> None:
+        self.folders, self.kind = model_folders, kind
 
     def make(self) -> TorchEngine:
         return TorchEngine(self.folders(self.kind), max_running=8, context_length=100)
@@ -101,10 +101,10 @@ def alone(folder: str, r: GenerationRequest, context_length: int = 100) -> list[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_output_equals_that_of_transformers(folders: Folders, kind: str) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(folders(kind))
+def test_greedy_output_equals_that_of_transformers(model_folders: ModelFolders, kind: str) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folders(kind))
     model.generation_config.eos_token_id = None
-    engine = engine_of(folders(kind), max_running=2)
+    engine = engine_of(model_folders(kind), max_running=2)
     lengths = 1, 7, 20, 33
     got = generate(engine, [request(str(len(p)), p) for p in prompts(*lengths)])
     for prompt in prompts(*lengths):
@@ -114,10 +114,12 @@ def test_greedy_output_equals_that_of_transformers(folders: Folders, kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logprobs_equal_those_of_a_full_forward_pass(folders: Folders, kind: str, temperature: float) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(folders(kind))
+def test_logprobs_equal_those_of_a_full_forward_pass(
+    model_folders: ModelFolders, kind: str, temperature: float
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folders(kind))
     (prompt,) = prompts(12)
-    engine = engine_of(folders(kind))
+    engine = engine_of(model_folders(kind))
     engine.submit(request("r", prompt, sampling=Sampling(temperature=temperature, seed=2**64 - 1)))
     chunks = drain(engine)
     tokens = collect(chunks)["r"]
@@ -128,34 +130,36 @@ def test_logprobs_equal_those_of_a_full_forward_pass(folders: Folders, kind: str
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
-def test_tokens_do_not_depend_on_the_batch_nor_on_when_a_request_joins(folders: Folders) -> None:
+def test_tokens_do_not_depend_on_the_batch_nor_on_when_a_request_joins(model_folders: ModelFolders) -> None:
     requests = [
         request(
             str(i), prompt, sampling=Sampling(temperature=[0, 1, 0.8][i % 3], top_p=[1, 0.9][i % 2], seed=i)
         )
         for i, prompt in enumerate(prompts(3, 9, 9, 14, 22, 30, 41))
     ]
-    engine = engine_of(folders(), max_running=3)
+    engine = engine_of(model_folders(), max_running=3)
     chunks = []
     for i, r in enumerate(requests):
         engine.submit(r)
         for _ in range(i):
             chunks += engine.step()
     got = collect(chunks + drain(engine))
-    assert got == {r.request_id: alone(folders(), r) for r in requests}
+    assert got == {r.request_id: alone(model_folders(), r) for r in requests}
 
 
-def test_members_of_a_group_share_their_prompt_and_differ_by_seed(folders: Folders) -> None:
+def test_members_of_a_group_share_their_prompt_and_differ_by_seed(model_folders: ModelFolders) -> None:
     (prompt,) = prompts(25)
     group = [request(str(i), prompt, sampling=Sampling(seed=i)) for i in range(8)]
-    got = generate(engine_of(folders(), max_running=5), group)
-    assert got == {r.request_id: alone(folders(), r) for r in group}
+    got = generate(engine_of(model_folders(), max_running=5), group)
+    assert got == {r.request_id: alone(model_folders(), r) for r in group}
     assert len({tuple(tokens) for tokens in got.values()}) == 8
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_a_next_turn_extends_the_cached_sequence_of_the_one_before(folders: Folders, kind: str) -> None:
-    engine = engine_of(folders(kind), max_running=3)
+def test_a_next_turn_extends_the_cached_sequence_of_the_one_before(
+    model_folders: ModelFolders, kind: str
+) -> None:
+    engine = engine_of(model_folders(kind), max_running=3)
     first, other = prompts(15, 30)
     answers = generate(engine, [request("a", first), request("b", other)])
     turns = [
@@ -164,18 +168,18 @@ def test_a_next_turn_extends_the_cached_sequence_of_the_one_before(folders: Fold
         request("repeated", first),
     ]
     got = generate(engine, turns)
-    assert got == {r.request_id: alone(folders(kind), r) for r in turns}
+    assert got == {r.request_id: alone(model_folders(kind), r) for r in turns}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_aborted_request_resumed_on_another_engine_gives_the_same_tokens(
-    folders: Folders, temperature: float
+    model_folders: ModelFolders, temperature: float
 ) -> None:
     (prompt,) = prompts(10)
     whole = request("r", prompt, sampling=Sampling(temperature=temperature, seed=11))
-    expected = alone(folders(), whole)
+    expected = alone(model_folders(), whole)
     for steps in (0, 1, 16, 21):
-        engine = engine_of(folders())
+        engine = engine_of(model_folders())
         engine.submit(whole)
         chunks = [chunk for _ in range(steps) for chunk in engine.step()]
         chunks += engine.abort(["r", "unknown"])
@@ -184,11 +188,11 @@ def test_an_aborted_request_resumed_on_another_engine_gives_the_same_tokens(
         sofar = [token for chunk in chunks for token in chunk.token_ids]
         assert len(sofar) == steps
         rest = replace(whole, prompt_ids=prompt + sofar, position=steps, max_tokens=30 - steps)
-        assert sofar + alone(folders(), rest) == expected
+        assert sofar + alone(model_folders(), rest) == expected
 
 
-def test_budget_and_context_end_a_request_with_length(folders: Folders) -> None:
-    engine = engine_of(folders(), context_length=20)
+def test_budget_and_context_end_a_request_with_length(model_folders: ModelFolders) -> None:
+    engine = engine_of(model_folders(), context_length=20)
     short, long, almost = prompts(5, 12, 19)
     for r in (request("one", short, 1), request("full", long, 100), request("last", almost, 5)):
         engine.submit(r)
@@ -197,12 +201,12 @@ def test_budget_and_context_end_a_request_with_length(folders: Folders) -> None:
     assert {c.finish_reason for c in chunks} == {FinishReason.LENGTH}
     (seventeen,) = prompts(17)
     assert generate(engine, [request("again", seventeen, 3)])["again"] == alone(
-        folders(), request("r", seventeen, 3)
+        model_folders(), request("r", seventeen, 3)
     )
 
 
-def test_plain_requests_report_every_16_tokens_and_streamed_ones_each(folders: Folders) -> None:
-    engine = engine_of(folders())
+def test_plain_requests_report_every_16_tokens_and_streamed_ones_each(model_folders: ModelFolders) -> None:
+    engine = engine_of(model_folders())
     plain, streamed = prompts(6, 8)
     engine.submit(request("plain", plain, 37))
     engine.submit(request("streamed", streamed, 3, stream=True))
@@ -211,106 +215,112 @@ def test_plain_requests_report_every_16_tokens_and_streamed_ones_each(folders: F
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3-moe"])
-def test_after_new_weights_tokens_are_those_the_new_model_gives(folders: Folders, kind: str) -> None:
-    engine = engine_of(folders(kind, 0))
+def test_after_new_weights_tokens_are_those_the_new_model_gives(
+    model_folders: ModelFolders, kind: str
+) -> None:
+    engine = engine_of(model_folders(kind, 0))
     requests = [request(str(i), p, 25) for i, p in enumerate(prompts(4, 11, 30))]
     for r in requests:
         engine.submit(r)
     before = [chunk for _ in range(10) for chunk in engine.step()]
-    before += take(engine, folders(kind, 1), 7)
+    before += take(engine, model_folders(kind, 1), 7)
     chunks = before + drain(engine)
     assert [(chunk.version, len(chunk.token_ids)) for chunk in chunks[:3]] == [(0, 10)] * 3
     assert {chunk.version for chunk in chunks[3:]} == {7}
     for r in requests:
         tokens = collect(chunks)[r.request_id]
-        assert tokens[:10] == alone(folders(kind, 0), replace(r, max_tokens=10))
+        assert tokens[:10] == alone(model_folders(kind, 0), replace(r, max_tokens=10))
         rest = replace(r, prompt_ids=r.prompt_ids + tokens[:10], max_tokens=15)
-        assert tokens[10:] == alone(folders(kind, 1), rest)
+        assert tokens[10:] == alone(model_folders(kind, 1), rest)
     generate(engine, [request("again", requests[2].prompt_ids)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_of_published_weights_reads_no_others(folders: Folders, tmp_path: Path, kind: str) -> None:
+def test_an_engine_of_published_weights_reads_no_others(
+    model_folders: ModelFolders, tmp_path: Path, kind: str
+) -> None:
     start = tmp_path / "start"
-    shutil.copytree(folders(kind, 0), start)
+    shutil.copytree(model_folders(kind, 0), start)
     config = RunConfig.model_validate({"engine": {"max_running": 2, "context_length": 100}})
     engine, r = make_engine(config, str(start), WorkerDevice()), request("r", prompts(9)[0])
     take(engine, str(start), 0)
-    assert generate(engine, [r])["r"] == alone(folders(kind, 0), r)
+    assert generate(engine, [r])["r"] == alone(model_folders(kind, 0), r)
     engine.rest()
     (start / "model.safetensors").unlink()
     published = tmp_path / "v00007"
     published.mkdir()
-    shutil.copy(f"{folders(kind, 1)}/model.safetensors", published)
+    shutil.copy(f"{model_folders(kind, 1)}/model.safetensors", published)
     for used in (engine, make_engine(config, str(start), WorkerDevice())):
         assert used.version is None
         take(used, str(published), 7)
-        assert generate(used, [r])["r"] == alone(folders(kind, 1), r)
-        take(used, folders(kind, 0), 8)
-        assert generate(used, [r])["r"] == alone(folders(kind, 0), r)
+        assert generate(used, [r])["r"] == alone(model_folders(kind, 1), r)
+        take(used, model_folders(kind, 0), 8)
+        assert generate(used, [r])["r"] == alone(model_folders(kind, 0), r)
 
 
-def test_an_engine_does_not_serve_weights_that_are_not_all_there(folders: Folders, tmp_path: Path) -> None:
-    params = load_file(f"{folders()}/model.safetensors")
+def test_an_engine_does_not_serve_weights_that_are_not_all_there(
+    model_folders: ModelFolders, tmp_path: Path
+) -> None:
+    params = load_file(f"{model_folders()}/model.safetensors")
     del params["model.layers.1.mlp.up_proj.weight"]
     save_file(params, tmp_path / "model.safetensors", {"format": "pt"})
-    engine = TorchEngine(folders(), max_running=2, context_length=100)
+    engine = TorchEngine(model_folders(), max_running=2, context_length=100)
     with pytest.raises(ValueError, match=r"the weights lack 'model.layers.1.mlp.up_proj.weight' \(1 tensors"):
         awake(engine, WeightsRef(1, str(tmp_path)))
     assert engine.version is None
-    take(engine, folders(), 2)
+    take(engine, model_folders(), 2)
 
 
-def test_kept_kv_lets_running_requests_go_on_without_recomputation(folders: Folders) -> None:
+def test_kept_kv_lets_running_requests_go_on_without_recomputation(model_folders: ModelFolders) -> None:
     (prompt,) = prompts(20)
 
     def interrupted_by_weights(engine: TorchEngine) -> list[Chunk]:
         engine.submit(request("r", prompt, 40))
-        return engine.step() + take(engine, folders(seed=1), 1) + drain(engine)
+        return engine.step() + take(engine, model_folders(seed=1), 1) + drain(engine)
 
-    kept, recomputed = engine_of(folders(), kv_on_update="keep"), engine_of(folders())
+    kept, recomputed = engine_of(model_folders(), kv_on_update="keep"), engine_of(model_folders())
     a, b = (interrupted_by_weights(engine) for engine in (kept, recomputed))
     assert sum(len(chunk.token_ids) for chunk in a) == 40
     assert a[-1].version == b[-1].version == 1
     assert collect(a) != collect(b)
 
 
-def test_kept_kv_is_that_of_its_request_and_no_other_one_starts_from_it(folders: Folders) -> None:
+def test_kept_kv_is_that_of_its_request_and_no_other_one_starts_from_it(model_folders: ModelFolders) -> None:
     (prompt,) = prompts(20)
-    engine = engine_of(folders(), kv_on_update="keep")
+    engine = engine_of(model_folders(), kv_on_update="keep")
     # one has ended, one goes on
     generate(engine, [request("before", prompt, 2)])
     engine.submit(request("going on", prompt, 40))
     engine.step()
-    take(engine, folders(seed=1), 1)
+    take(engine, model_folders(seed=1), 1)
     new = request("new", prompt, 10)
-    expected = alone(folders(seed=1), new)
+    expected = alone(model_folders(seed=1), new)
     assert generate(engine, [new])["new"] == expected
     # the one that went on has ended by now
     assert generate(engine, [replace(new, request_id="again")])["again"] == expected
 
 
 def test_tokens_sampled_before_new_weights_are_reported_with_the_version_that_sampled(
-    folders: Folders,
+    model_folders: ModelFolders,
 ) -> None:
-    engine = engine_of(folders())
+    engine = engine_of(model_folders())
     engine.submit(request("r", prompts(5)[0]))
     engine.step()
-    (sampled,) = take(engine, folders(), 1)
+    (sampled,) = take(engine, model_folders(), 1)
     (rest,) = engine.abort()
     assert (len(sampled.token_ids), sampled.version, sampled.finish_reason) == (1, 0, None)
     assert (rest.token_ids, rest.version) == ([], 1)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_sequences_longer_than_the_model_is_for_are_refused(folders: Folders, kind: str) -> None:
+def test_sequences_longer_than_the_model_is_for_are_refused(model_folders: ModelFolders, kind: str) -> None:
     with pytest.raises(ValueError, match=r"is 129, and the model \(.*\) is for at most 128 tokens"):
-        engine_of(folders(kind), context_length=129)
+        engine_of(model_folders(kind), context_length=129)
 
 
-def test_wrong_weights_are_refused_and_the_old_ones_stay(folders: Folders, tmp_path: Path) -> None:
-    engine = engine_of(folders())
-    good = load_file(f"{folders()}/model.safetensors")
+def test_wrong_weights_are_refused_and_the_old_ones_stay(model_folders: ModelFolders, tmp_path: Path) -> None:
+    engine = engine_of(model_folders())
+    good = load_file(f"{model_folders()}/model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     wrong = {
         "lack": {k: v for k, v in good.items() if k != name},
@@ -327,55 +337,55 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay(folders: Folders, tmp_p
         assert engine.step() == []
     assert engine.version == 0
     r = request("r", prompts(9)[0])
-    assert generate(engine, [r])["r"] == alone(folders(), r)
+    assert generate(engine, [r])["r"] == alone(model_folders(), r)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_without_memory_for_two_models_the_old_one_makes_room_first(
-    folders: Folders, kind: str, monkeypatch: pytest.MonkeyPatch
+    model_folders: ModelFolders, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "free_memory", lambda device: 1)
-    engine = engine_of(folders(kind))
+    engine = engine_of(model_folders(kind))
     r = request("r", prompts(9)[0])
     engine.submit(r)
-    chunks = engine.step() + take(engine, folders(kind, 1), 1) + drain(engine)
+    chunks = engine.step() + take(engine, model_folders(kind, 1), 1) + drain(engine)
     (first, *rest) = collect(chunks)["r"]
     going_on = replace(r, prompt_ids=[*r.prompt_ids, first], max_tokens=29)
-    assert rest == alone(folders(kind, 1), going_on)
+    assert rest == alone(model_folders(kind, 1), going_on)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_weights_in_use_do_not_change_with_the_file_that_they_came_from(
-    folders: Folders, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    model_folders: ModelFolders, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostWeights, "fetch", lambda _, weights: weights.uri)
     file, r = tmp_path / "model.safetensors", request("r", prompts(9)[0])
-    shutil.copy(f"{folders(kind)}/model.safetensors", file)
-    engine = TorchEngine(folders(kind), max_running=2, context_length=100)
+    shutil.copy(f"{model_folders(kind)}/model.safetensors", file)
+    engine = TorchEngine(model_folders(kind), max_running=2, context_length=100)
     for version in (0, 1):
         take(engine, str(tmp_path), version)
         with file.open("rb+") as opened:
             opened.seek(file.stat().st_size // 2)
             opened.write(bytes(file.stat().st_size // 4))
-        assert generate(engine, [r])["r"] == alone(folders(kind), r)
-        shutil.copy(f"{folders(kind)}/model.safetensors", file)
+        assert generate(engine, [r])["r"] == alone(model_folders(kind), r)
+        shutil.copy(f"{model_folders(kind)}/model.safetensors", file)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_after_a_rest_an_engine_serves_again_and_what_was_coming_is_forgotten(
-    folders: Folders, kind: str
+    model_folders: ModelFolders, kind: str
 ) -> None:
-    engine, r = engine_of(folders(kind)), request("r", prompts(9)[0])
+    engine, r = engine_of(model_folders(kind)), request("r", prompts(9)[0])
     engine.submit(r)
     engine.submit(replace(r, request_id="waits"))
     engine.step()
     engine.pause()
-    engine.take_weights(WeightsRef(1, folders(kind, 1)))
+    engine.take_weights(WeightsRef(1, model_folders(kind, 1)))
     engine.rest()
     assert (engine.version, engine.num_requests, engine.abort(), engine.step()) == (None, 0, [], [])
-    engine.take_weights(WeightsRef(2, folders(kind, 1)))
-    awake(engine, WeightsRef(3, folders(kind, 2)))
-    assert generate(engine, [r])["r"] == alone(folders(kind, 2), r)
+    engine.take_weights(WeightsRef(2, model_folders(kind, 1)))
+    awake(engine, WeightsRef(3, model_folders(kind, 2)))
+    assert generate(engine, [r])["r"] == alone(model_folders(kind, 2), r)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -384,9 +394,9 @@ def test_after_a_rest_an_engine_serves_again_and_what_was_coming_is_forgotten(
 )
 @given(data=st.data())
 def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_undisturbed_run(
-    folders: Folders, kind: str, data: st.DataObject
+    model_folders: ModelFolders, kind: str, data: st.DataObject
 ) -> None:
-    engine = engine_of(folders(kind), max_running=data.draw(st.integers(1, 4)), context_length=40)
+    engine = engine_of(model_folders(kind), max_running=data.draw(st.integers(1, 4)), context_length=40)
     submitted: dict[str, GenerationRequest] = {}
     chunks: list[Chunk] = []
     actions = st.lists(
@@ -415,9 +425,9 @@ def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_und
         elif action == "abort":
             chunks += engine.abort(data.draw(st.sampled_from([None, ["r0"], ["r1", "r3"]])))
         elif action == "take":
-            engine.take_weights(WeightsRef(next(versions), folders(kind)))
+            engine.take_weights(WeightsRef(next(versions), model_folders(kind)))
         elif action == "take and wait":
-            chunks += take(engine, folders(kind), next(versions))
+            chunks += take(engine, model_folders(kind), next(versions))
         elif action == "pause":
             engine.pause()
             chunks += engine.step()
@@ -425,7 +435,7 @@ def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_und
         elif action == "rest":
             chunks += engine.abort()
             engine.rest()
-            take(engine, folders(kind), next(versions))
+            take(engine, model_folders(kind), next(versions))
         else:
             chunks += engine.step()
     chunks += drain(engine)
@@ -437,7 +447,7 @@ def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_und
         mine = [chunk for chunk in chunks if chunk.request_id == name]
         assert [chunk.finish_reason is None for chunk in mine[:-1]] == [True] * (len(mine) - 1)
         assert [chunk.version for chunk in mine] == sorted(chunk.version for chunk in mine)
-        expected = alone(folders(kind), replace(r, stream=False), context_length=40)
+        expected = alone(model_folders(kind), replace(r, stream=False), context_length=40)
         if mine[-1].finish_reason is FinishReason.ABORT:
             expected = expected[: len(tokens[name])]
         assert tokens[name] == expected

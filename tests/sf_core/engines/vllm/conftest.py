@@ -23,8 +23,7 @@ from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake
 from sf_core.surroundings import vllm_python
 from sf_core.types import WeightsRef
-from tests.sf_core.engines.conftest import SIZE
-from tests.sf_core.engines.grammar_contract import write_tokenizer
+from tests.bench.engines.model_folders import SIZE, write_tokenizer
 
 CONTEXT = 320
 

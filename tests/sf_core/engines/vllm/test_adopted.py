@@ -23,7 +23,7 @@ LONG = [5 + i % 40 for i in range(140)]
 
 
 @pytest.fixture
-def url(engine: Engine, tied: Policies, as_tcp: Callable[[str], str]) -> Iterator[str]:
+def adopted_url(engine: Engine, tied: Policies, as_tcp: Callable[[str], str]) -> Iterator[str]:
     driven = DrivenEngine(engine)
     awake(driven, tied.ref(0))
     driven.rest()
@@ -46,10 +46,10 @@ def difference(policy: Policies, prompt: list[int], chunks: list[Chunk]) -> floa
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 def test_an_adopted_server_takes_weights_and_keeps_or_recomputes_kv_and_is_not_ended(
-    url: str, untied: Policies, kv_on_update: Literal["keep", "recompute"]
+    adopted_url: str, untied: Policies, kv_on_update: Literal["keep", "recompute"]
 ) -> None:
     before = servers()
-    settings = config(vllm={"url": url}, kv_on_update=kv_on_update)
+    settings = config(vllm={"url": adopted_url}, kv_on_update=kv_on_update)
     engine = DrivenEngine(make_engine(settings, untied.folder(0)))
     request = GenerationRequest("r", LONG, 0, CONTEXT - len(LONG), (), Sampling(seed=1), stream=True)
 
@@ -72,13 +72,13 @@ def test_an_adopted_server_takes_weights_and_keeps_or_recomputes_kv_and_is_not_e
 
 
 def test_a_server_that_cannot_be_an_engine_is_refused_in_one_sentence(
-    url: str, untied: Policies, tied: Policies
+    adopted_url: str, untied: Policies, tied: Policies
 ) -> None:
-    assert f"--max-model-len {CONTEXT + 1}" in refusal(url, untied, context_length=CONTEXT + 1)
+    assert f"--max-model-len {CONTEXT + 1}" in refusal(adopted_url, untied, context_length=CONTEXT + 1)
     # its own engine gives it a head that is not tied
-    assert "tied to the embedding" in refusal(url, tied)
+    assert "tied to the embedding" in refusal(adopted_url, tied)
     write_atomic("memory://w/model.safetensors", Path(untied.folder(0), "model.safetensors").read_bytes())
-    assert "storage.root" in refusal(url, untied, weights=WeightsRef(0, "memory://w"))
+    assert "storage.root" in refusal(adopted_url, untied, weights=WeightsRef(0, "memory://w"))
 
 
 def test_a_server_without_the_routes_is_refused(untied: Policies) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 import sf_core
 from sf_core.surroundings import vllm_python
+from tests.bench.engines.model_folders import STOP, VOCABULARY, write_tokenizer
 from tests.patience import patience
-from tests.sf_core.engines.grammar_contract import STOP, VOCABULARY, write_tokenizer
 
 pytestmark = pytest.mark.system
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import openai
 
-from tests.sf_core.cli.serving.served import KEY, Served, published_run
+from tests.bench.policy_server import KEY, Served, publish_run
 
 
 def test_a_stored_policy_is_served_by_vllm(vllm: None, tmp_path: Path) -> None:
     # its CPU build knows no narrower heads
-    run = published_run(tmp_path, hidden_size=64)
+    run = publish_run(tmp_path, hidden_size=64)
     served = Served(run.uri, "--engine", "vllm", log=tmp_path / "log")
     try:
         with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as client:

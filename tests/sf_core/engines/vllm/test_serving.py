@@ -24,7 +24,7 @@ from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("weights")
     for version in range(60):
         save_weights(f"{root}/v-{version}", {"lm_head.weight": torch.full((2, 2), float(version))}, version)
@@ -43,8 +43,8 @@ class TestServing(EngineTests):
     """So many that some are left when a test interrupts."""
 
     @pytest.fixture(autouse=True)
-    def _of(self, fake: FakeVllm, folders: Path) -> Iterator[None]:
-        self.fake, self.folders = fake, folders
+    def _of(self, fake: FakeVllm, versions: Path) -> Iterator[None]:
+        self.fake, self.folders = fake, versions
         self.engine = self.made()
         yield
         self.engine.close()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sf_core.environments.functions.judge import LIMITS, WAIT_S, HiddenTests, returns_of
+from tests.bench.sandboxes import inside, need_sandbox
 from tests.patience import patience
-from tests.sf_core.agents.sandbox.inside import inside, need_sandbox
 
 SECRET = 735_918_264
 """A value that nobody can guess who has not seen it."""

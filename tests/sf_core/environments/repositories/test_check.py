@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.sf_core.environments.repositories.test_repositories import rows_of
+from tests.bench.repositories import rows_of
 
 
 def check(folder: Path, rows: list[dict[str, Any]], generated: Path) -> subprocess.CompletedProcess[str]:

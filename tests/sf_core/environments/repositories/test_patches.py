@@ -21,10 +21,8 @@ from sf_core.agents.sandbox import Sandbox
 from sf_core.environments.repositories import patches
 from sf_core.environments.repositories.patches import ATTEMPTS, cut, fits
 from sf_core.environments.repositories.scoring import STEERING, _put_back
-from tests.sf_core.agents.sandbox.inside import inside, need_sandbox
-from tests.sf_core.environments.repositories.test_repositories import Make, honest, row, score
-
-__all__ = ["honest", "row"]
+from tests.bench.repositories import MakeRepositories, score
+from tests.bench.sandboxes import inside, need_sandbox
 
 
 @pytest.fixture
@@ -61,30 +59,35 @@ FORMS: dict[str, Callable[[str], str]] = {
 @pytest.mark.usefixtures("needs_patch")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_right_repair_earns_its_reward_in_every_form(
-    environment: Make, row: dict[str, Any], form: str
+    make_repositories: MakeRepositories, row: dict[str, Any], form: str
 ) -> None:
-    assert score(environment(reward="all"), row, FORMS[form](row["patch"])) == 1
+    assert score(make_repositories(reward="all"), row, FORMS[form](row["patch"])) == 1
 
 
 @pytest.mark.usefixtures("needs_patch")
 def test_what_one_attempt_has_changed_is_not_there_in_the_next(
-    environment: Make, row: dict[str, Any]
+    make_repositories: MakeRepositories, row: dict[str, Any]
 ) -> None:
     # git apply --reject changes what the first part does, and patch would take that for a reversed one
     half = "--- a/lists/lists.py\n+++ b/lists/lists.py\n@@ -1,2 +1,3 @@\n def chunks(items, size):\n"
-    assert score(environment(reward="all"), row, f"{row['patch']}{half}+    # seen\n     another\n") == 1
+    assert (
+        score(make_repositories(reward="all"), row, f"{row['patch']}{half}+    # seen\n     another\n") == 1
+    )
 
 
 def test_without_the_program_patch_the_other_attempts_count_and_it_is_said_once(
-    environment: Make, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_repositories: MakeRepositories,
+    row: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     attempts = tuple(attempt.replace("patch ", "patch-of-others ") for attempt in ATTEMPTS)
     monkeypatch.setattr(patches, "ATTEMPTS", attempts)
     patches._tell_missing.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert score(environment(), row, FORMS["with another context"](row["patch"])) == 0
-        assert score(environment(reward="all"), row, row["patch"]) == 1
+            assert score(make_repositories(), row, FORMS["with another context"](row["patch"])) == 0
+        assert score(make_repositories(reward="all"), row, row["patch"]) == 1
     told = [record.message for record in caplog.records if "patch-of-others" in record.message]
     assert len(told) == 1 and told[0].startswith("there is no `patch-of-others` in the sandbox")
 
@@ -201,13 +204,13 @@ def test_no_patch_changes_what_the_data_set_decides_whatever_applies_it(attempt:
 @pytest.mark.usefixtures("needs_patch")
 @pytest.mark.parametrize("cheat", ["edit", "index", "escapes", "settings of git"])
 def test_a_patch_of_protected_files_alone_earns_what_no_change_earns(
-    environment: Make, row: dict[str, Any], honest: float, cheat: str
+    make_repositories: MakeRepositories, row: dict[str, Any], honest: float, cheat: str
 ) -> None:
-    assert score(environment(), row, CHEATS[cheat]) in (0, honest)
+    assert score(make_repositories(), row, CHEATS[cheat]) in (0, honest)
 
 
 def test_files_that_look_like_a_repository_of_git_do_not_change_hidden_tests(
-    environment: Make, row: dict[str, Any], honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
     # git would take the folder for a bare repository, and have its filter write the tests
     filters = "s/self.assertEqual.*/pass/; s/assert .*/pass/"
@@ -218,7 +221,7 @@ def test_files_that_look_like_a_repository_of_git_do_not_change_hidden_tests(
         "info/attributes": "*.py filter=cheat\n",
         "objects/x": "",
     }
-    assert score(environment(), row, bare) == honest
+    assert score(make_repositories(), row, bare) == honest
 
 
 NAMES = st.lists(

@@ -25,33 +25,9 @@ from sf_core.environments.repositories.scoring import fault_of_row
 from sf_core.environments.repositories.workspace import hide_originals
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.types import Endpoint, Task
-from tests.sf_core.agents.sandbox.inside import need_sandbox
-from tests.sf_core.agents.test_tool_loop import Model, model
-
-__all__ = ["model"]
-
-Make = Callable[..., Repositories]
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
-
-
-def score(environment: Repositories, row: dict[str, Any], answer: Any) -> float:
-    return asyncio.run(environment.score(row["instance_id"], answer))
-
-
-@pytest.fixture
-def row(generated: Path) -> dict[str, Any]:
-    """An instance whose tests are in a folder of their own."""
-    return next(row for row in rows_of(generated) if row["repo"] == "acme/lists")
-
-
-@pytest.fixture
-def honest(row: dict[str, Any]) -> float:
-    """What it earns to change nothing."""
-    failing, passing = (len(json.loads(row[name])) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-    return passing / (failing + passing)
+from tests.bench.canned_model import CannedModel
+from tests.bench.repositories import MakeRepositories, rows_of, score
+from tests.bench.sandboxes import need_sandbox
 
 
 def source_of(generated: Path, row: dict[str, Any], commit: str | None = None) -> str:
@@ -65,19 +41,19 @@ class TestContract(EnvironmentTests):
     num_tasks = 1
 
     @pytest.fixture(autouse=True)
-    def _of(self, environment: Make) -> None:
-        self.environment = environment()
+    def _of(self, make_repositories: MakeRepositories) -> None:
+        self.environment = make_repositories()
 
 
 def test_every_instance_of_the_generator_is_repaired_by_its_patch_and_by_nothing_less(
-    generated: Path, environment: Make
+    generated: Path, make_repositories: MakeRepositories
 ) -> None:
     rows = rows_of(generated)
     assert {row["repo"] for row in rows} == {"acme/lists", "acme/words"}
     for row in rows:
-        assert score(environment(reward="all"), row, row["patch"]) == 1
-        assert 0 < score(environment(reward="share"), row, "") < 1
-    assert score(environment(reward="all"), rows[0], "") == 0
+        assert score(make_repositories(reward="all"), row, row["patch"]) == 1
+        assert 0 < score(make_repositories(reward="share"), row, "") < 1
+    assert score(make_repositories(reward="all"), rows[0], "") == 0
 
 
 def test_a_report_has_what_was_called_and_what_came_of_it_and_not_the_repair(generated: Path) -> None:
@@ -88,28 +64,28 @@ def test_a_report_has_what_was_called_and_what_came_of_it_and_not_the_repair(gen
 
 
 def test_hidden_tests_and_the_patch_are_not_among_what_the_agent_may_know(
-    generated: Path, environment: Make
+    generated: Path, make_repositories: MakeRepositories
 ) -> None:
     for row in rows_of(generated):
         git = ["git", f"--git-dir={generated}/repositories/{row['repo'].replace('/', '__')}.git"]
         names = {test.partition("[")[0].rpartition("::")[2] for test in json.loads(row["FAIL_TO_PASS"])}
         at_base = subprocess.check_output([*git, "grep", "-h", "def test_", row["base_commit"]], text=True)
         assert not any(f"def {name}(" in at_base for name in names)
-    task = environment().tasks("train", 0)
+    task = make_repositories().tasks("train", 0)
     assert set(task.metadata) == {"repo", "base_commit"}
 
 
 def test_a_task_is_the_same_instance_in_a_larger_data_set(
-    generated: Path, environment: Make, tmp_path: Path
+    generated: Path, make_repositories: MakeRepositories, tmp_path: Path
 ) -> None:
     rows = rows_of(generated)
     larger = tmp_path / "larger.jsonl"
     others = [rows[0] | {"instance_id": f"another-{number}"} for number in range(20)]
     larger.write_text("".join(json.dumps(row) + "\n" for row in others + rows))
-    held_out = {environment().tasks("holdout", index).task_id for index in range(len(rows))}
-    trained = {environment().tasks("train", index).task_id for index in range(len(rows))}
+    held_out = {make_repositories().tasks("holdout", index).task_id for index in range(len(rows))}
+    trained = {make_repositories().tasks("train", index).task_id for index in range(len(rows))}
     larger_held_out = {
-        environment(dataset=str(larger)).tasks("holdout", index).task_id for index in range(30)
+        make_repositories(dataset=str(larger)).tasks("holdout", index).task_id for index in range(30)
     }
     assert held_out <= larger_held_out and not trained & larger_held_out
 
@@ -136,10 +112,10 @@ CHEATS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_files_that_steer_tests_earn_nothing(
-    environment: Make, row: dict[str, Any], cheat: str, honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], cheat: str, honest: float
 ) -> None:
-    assert score(environment(), row, CHEATS[cheat]) == honest
-    assert score(environment(), row, _as_patch(CHEATS[cheat])) <= honest
+    assert score(make_repositories(), row, CHEATS[cheat]) == honest
+    assert score(make_repositories(), row, _as_patch(CHEATS[cheat])) <= honest
 
 
 def _as_patch(files: dict[str, str]) -> str:
@@ -162,24 +138,24 @@ def _as_patch(files: dict[str, str]) -> str:
     ids=["exit", "sys.exit", "pytest.exit", "report"],
 )
 def test_code_that_ends_the_tests_passes_none(
-    generated: Path, environment: Make, row: dict[str, Any], line: str
+    generated: Path, make_repositories: MakeRepositories, row: dict[str, Any], line: str
 ) -> None:
-    assert score(environment(), row, {"lists/lists.py": line + "\n" + source_of(generated, row)}) == 0
+    assert score(make_repositories(), row, {"lists/lists.py": line + "\n" + source_of(generated, row)}) == 0
 
 
 def test_a_test_that_the_code_declares_as_expected_to_fail_has_not_passed(
-    environment: Make, row: dict[str, Any]
+    make_repositories: MakeRepositories, row: dict[str, Any]
 ) -> None:
     code = "import pytest\ndef chunks(*_): pytest.xfail('so')\ngaps = middle = chunks\n"
-    assert score(environment(), row, {"lists/lists.py": code}) == 0
+    assert score(make_repositories(), row, {"lists/lists.py": code}) == 0
 
 
 def test_moving_the_tests_away_leaves_them_in_place(
-    environment: Make, row: dict[str, Any], honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], honest: float
 ) -> None:
     old, new = "lists/tests/test_lists.py", "lists/other.py"
     patch = f"diff --git a/{old} b/{new}\nsimilarity index 100%\nrename from {old}\nrename to {new}\n"
-    assert score(environment(), row, patch) == honest
+    assert score(make_repositories(), row, patch) == honest
 
 
 @pytest.mark.parametrize(
@@ -188,20 +164,22 @@ def test_moving_the_tests_away_leaves_them_in_place(
     ids=repr,
 )
 def test_an_answer_that_is_no_change_of_files_earns_no_more_than_none(
-    environment: Make, row: dict[str, Any], answer: Any, honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], answer: Any, honest: float
 ) -> None:
-    assert score(environment(), row, answer) <= honest
+    assert score(make_repositories(), row, answer) <= honest
 
 
 def test_breaking_what_worked_counts(
-    environment: Make, row: dict[str, Any], generated: Path, honest: float
+    make_repositories: MakeRepositories, row: dict[str, Any], generated: Path, honest: float
 ) -> None:
     broken = source_of(generated, row) + "\n\nclass Never:\n    pass\n\n\ndef chunks(*_):\n    return []\n"
-    assert score(environment(), row, {"lists/lists.py": broken}) < honest
+    assert score(make_repositories(), row, {"lists/lists.py": broken}) < honest
 
 
-def test_an_endless_loop_ends_with_the_time_limit(environment: Make, row: dict[str, Any]) -> None:
-    assert score(environment(timeout_s=3), row, {"lists/lists.py": "while True: pass\n"}) == 0
+def test_an_endless_loop_ends_with_the_time_limit(
+    make_repositories: MakeRepositories, row: dict[str, Any]
+) -> None:
+    assert score(make_repositories(timeout_s=3), row, {"lists/lists.py": "while True: pass\n"}) == 0
 
 
 def bash(command: str) -> dict[str, Any]:
@@ -214,37 +192,41 @@ def task_of(environment: Repositories, row: dict[str, Any]) -> Task:
     return next(task for task in tasks if task.task_id == row["instance_id"])
 
 
-def change_by(environment: Repositories, task: Task, model: Model) -> str:
+def change_by(environment: Repositories, task: Task, canned_model: CannedModel) -> str:
     async def work() -> str:
         async with environment.prepare(task) as checkout:
-            return await environment.agent(task, model.endpoint, checkout)
+            return await environment.agent(task, canned_model.endpoint, checkout)
 
     return asyncio.run(work())
 
 
-def results(model: Model) -> list[str]:
-    return [message["content"] for message in model.requests[-1]["messages"] if message["role"] == "tool"]
+def results(canned_model: CannedModel) -> list[str]:
+    return [
+        message["content"] for message in canned_model.requests[-1]["messages"] if message["role"] == "tool"
+    ]
 
 
-def test_an_agent_repairs_a_repository_by_shell(environment: Make, row: dict[str, Any], model: Model) -> None:
+def test_an_agent_repairs_a_repository_by_shell(
+    make_repositories: MakeRepositories, row: dict[str, Any], canned_model: CannedModel
+) -> None:
     repair = f"cat > /tmp/p <<'END'\n{row['patch']}END\ngit apply /tmp/p && touch new.txt a.pyc && echo done"
-    model.answers = [bash(repair), bash("git log --oneline | wc -l; exit 3"), {"content": "repaired"}]
-    task = task_of(environment(), row)
-    patch = change_by(environment(), task, model)
-    assert results(model) == ["done", "1\nexit status 3"]
+    canned_model.answers = [bash(repair), bash("git log --oneline | wc -l; exit 3"), {"content": "repaired"}]
+    task = task_of(make_repositories(), row)
+    patch = change_by(make_repositories(), task, canned_model)
+    assert results(canned_model) == ["done", "1\nexit status 3"]
     assert "new.txt" in patch and ".pyc" not in patch
-    assert row["problem_statement"].strip() in model.requests[0]["messages"][0]["content"]
+    assert row["problem_statement"].strip() in canned_model.requests[0]["messages"][0]["content"]
     assert json.loads(json.dumps(patch)) == patch
-    assert score(environment(reward="all"), row, patch) == 1
+    assert score(make_repositories(reward="all"), row, patch) == 1
 
 
 def test_output_of_a_command_is_bounded_and_a_long_one_is_ended(
-    environment: Make, row: dict[str, Any], model: Model
+    make_repositories: MakeRepositories, row: dict[str, Any], canned_model: CannedModel
 ) -> None:
-    model.answers = [bash("yes | head -c 200000; echo end"), bash("sleep 60"), {"content": ""}]
-    short = environment(timeout_s=2)
-    assert change_by(short, task_of(short, row), model) == ""
-    long, ended = results(model)
+    canned_model.answers = [bash("yes | head -c 200000; echo end"), bash("sleep 60"), {"content": ""}]
+    short = make_repositories(timeout_s=2)
+    assert change_by(short, task_of(short, row), canned_model) == ""
+    long, ended = results(canned_model)
     assert len(long) < 20_000 and "bytes left out" in long and long.endswith("end")
     assert ended == "ended after 2 s"
 
@@ -263,7 +245,7 @@ def test_the_installed_original_of_a_library_is_not_seen() -> None:
 
 
 def test_lists_in_parquet_and_archives_are_read(
-    generated: Path, environment: Make, tmp_path: Path, row: dict[str, Any]
+    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     lists = {name: json.loads(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     others = [row | lists | {"instance_id": f"n{number}", "version": 1} for number in range(8)]
@@ -276,7 +258,7 @@ def test_lists_in_parquet_and_archives_are_read(
     ]
     packed = subprocess.check_output([*git, "--format=tar.gz", row["base_commit"]])
     (tmp_path / f"lists-{row['base_commit']}.tar.gz").write_bytes(packed)
-    from_archive = environment(
+    from_archive = make_repositories(
         dataset=(tmp_path / "rows.parquet").as_uri(), repositories=tmp_path.as_uri(), reward="all"
     )
     assert score(from_archive, others[0], row["patch"]) == 1
@@ -284,7 +266,7 @@ def test_lists_in_parquet_and_archives_are_read(
 
 
 def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
-    environment: Make, tmp_path: Path, row: dict[str, Any], generated: Path
+    make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], generated: Path
 ) -> None:
     git = ["git", f"--git-dir={generated}/repositories/acme__lists.git", "archive", "--format=tar"]
     archive = io.BytesIO(subprocess.check_output([*git, row["base_commit"]]))
@@ -296,7 +278,7 @@ def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         packed.addfile(link)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    made = environment(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path))
+    made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path))
     assert score(made, row, row["patch"]) == 1
 
 
@@ -313,11 +295,15 @@ def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
     ],
 )
 def test_what_is_wrong_with_a_data_set_is_said_with_the_first_task(
-    environment: Make, tmp_path: Path, row: dict[str, Any], change: dict[str, Any], sentence: str
+    make_repositories: MakeRepositories,
+    tmp_path: Path,
+    row: dict[str, Any],
+    change: dict[str, Any],
+    sentence: str,
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | change) + "\n")
     with pytest.raises(ValueError) as refusal:
-        environment(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
+        make_repositories(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
     assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -331,19 +317,21 @@ def test_what_is_wrong_with_a_data_set_is_said_with_the_first_task(
     ],
 )
 def test_a_file_without_instances_is_refused(
-    environment: Make, tmp_path: Path, text: str | None, sentence: str
+    make_repositories: MakeRepositories, tmp_path: Path, text: str | None, sentence: str
 ) -> None:
     if text is not None:
         (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ValueError) as refusal:
-        environment(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
+        make_repositories(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
     assert sentence in str(refusal.value)
 
 
-def test_a_split_without_instances_is_refused(environment: Make, tmp_path: Path, row: dict[str, Any]) -> None:
+def test_a_split_without_instances_is_refused(
+    make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
+) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=r"of the 1 instances of .* none falls to"):
-        environment(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
+        make_repositories(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
 
 
 UNREADABLE = "--- /dev/null\n+++ b/new.py\n@@ -0,0 +1,1 @@\n+import of_another_host\n"
@@ -374,7 +362,7 @@ GONE = "lists/tests/test_lists.py::test_of_another_time"
     ids=["test_patch", "patch", "tests", "file", "import"],
 )
 def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
-    environment: Make,
+    make_repositories: MakeRepositories,
     tmp_path: Path,
     row: dict[str, Any],
     wrong: Callable[[dict[str, Any]], dict[str, Any]],
@@ -382,7 +370,7 @@ def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
 ) -> None:
     rows = [row, row | wrong(row) | {"instance_id": "wrong"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = environment(dataset=str(tmp_path / "rows.jsonl"))
+    made = make_repositories(dataset=str(tmp_path / "rows.jsonl"))
     sentence = f"{tmp_path}/rows.jsonl, row 2: wrong: {fault}: correct the row or leave it out; "
     for answer in ("", None, {"lists/lists.py": "import os; os._exit(0)\n"}):
         with pytest.raises(ValueError) as refusal:
@@ -392,7 +380,7 @@ def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
 
 
 def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
-    environment: Make, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make_repositories: MakeRepositories, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
 
@@ -401,7 +389,7 @@ def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
         return await fault_of_row(*given)
 
     monkeypatch.setattr("sf_core.environments.repositories.environment.fault_of_row", look)
-    made = environment()
+    made = make_repositories()
 
     async def score_together() -> list[float]:
         return await asyncio.gather(*(made.score(row["instance_id"], "") for _ in range(3)))
@@ -412,7 +400,7 @@ def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
 
 
 def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
-    generated: Path, environment: Make, tmp_path: Path, row: dict[str, Any]
+    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     # a file that the repair changes too, so agents may
     before = source_of(generated, row).splitlines(keepends=True)
@@ -420,18 +408,18 @@ def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
     diff = "".join(unified_diff(before, [*before, "# seen\n"], f"a/{name}", f"b/{name}", n=1))
     both = row | {"test_patch": row["test_patch"] + diff}
     (tmp_path / "rows.jsonl").write_text(json.dumps(both) + "\n")
-    made = environment(dataset=str(tmp_path / "rows.jsonl"))
+    made = make_repositories(dataset=str(tmp_path / "rows.jsonl"))
     assert score(made, both, row["patch"]) == 1
     assert score(made, both, {name: "other = 1\n"}) == 0
 
 
 @pytest.mark.parametrize("place", ["acme/lists", "acme__lists"])
 def test_a_repository_may_be_a_clone(
-    generated: Path, environment: Make, tmp_path: Path, row: dict[str, Any], place: str
+    generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], place: str
 ) -> None:
     shutil.copytree(generated / "repositories" / "acme__lists.git", tmp_path / place / ".git")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    made = environment(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), reward="all")
+    made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), reward="all")
     assert score(made, row, row["patch"]) == 1
 
 

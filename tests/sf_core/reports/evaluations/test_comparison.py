@@ -24,7 +24,7 @@ from sf_core.reports.evaluations.comparison import (
 from sf_core.reports.view import open_run
 from storage.run_directory import RunDirectory
 from storage.trajectories import write_trajectories
-from tests.sf_core.runs import commit, configure, conversation
+from tests.bench.runs import commit, configure, conversation
 
 
 def measure(run: RunDirectory, rewards: dict[str, list[float]], version: int = 0) -> None:

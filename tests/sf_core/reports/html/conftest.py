@@ -22,7 +22,7 @@ def byte_tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def run(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> RunDirectory:
+def talking_run(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "run-1"))
     run.write_config(RunConfig(run_id="run-1"))
     byte_tokenizer.save_pretrained(run.start_dir)
@@ -33,7 +33,7 @@ def run(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> RunDirectory
 
 
 @pytest.fixture
-def hostile_run(run: RunDirectory) -> RunDirectory:
+def hostile_run(talking_run: RunDirectory) -> RunDirectory:
     row = talk(
         f"run-1.{HOSTILE}",
         HOSTILE,
@@ -47,5 +47,5 @@ def hostile_run(run: RunDirectory) -> RunDirectory:
         output=HOSTILE,
     )
     turns = [TurnSpan(HOSTILE, t.start, t.end, t.finish_reason and HOSTILE, HOSTILE) for t in row.turns]
-    commit_iteration(run, 2, [replace(row, turns=turns)])
-    return run
+    commit_iteration(talking_run, 2, [replace(row, turns=turns)])
+    return talking_run

@@ -14,9 +14,9 @@ from storage.outcomes import write_outcomes
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.trajectories import read_trajectories, write_trajectories
+from tests.bench.runs import mean_reward
 from tests.sf_core.reports.test_series import write_spans
 from tests.sf_core.reports.test_tables import trajectory
-from tests.sf_core.runs import mean_reward
 
 AT = 1000.0
 """A time in the past, so that all spans count as written."""

@@ -11,10 +11,10 @@ from sf_core.reports.html.page import write_report
 from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
 from storage.trajectories import write_trajectories
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
+from tests.bench.runs import commit, group_row
 from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, opened, talk
 from tests.sf_core.reports.test_tables import trajectory
-from tests.sf_core.runs import commit, group_row
 
 LIGHT, DARK = "rgb(246, 247, 249)", "rgb(20, 23, 28)"
 
@@ -30,8 +30,10 @@ def colour_of(page: Page, token: str) -> str:
     return str(page.locator(f".tok[data-token]:text-is('{token}')").first.evaluate(script))
 
 
-def test_a_run_opens_offline_with_its_curves_devices_and_tables(run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(run.uri, None, 16), offline=True) as page:
+def test_a_run_opens_offline_with_its_curves_devices_and_tables(
+    talking_run: RunDirectory, browser: Browser
+) -> None:
+    with opened(browser, write_report(talking_run.uri, None, 16), offline=True) as page:
         reward = page.locator("figure.chart", has_text="Reward").locator("path.line")
         assert re.fullmatch(r"M[\d.]+,[\d.]+L[\d.]+,[\d.]+", reward.get_attribute("d") or "")
         expect(page.locator("#timeline rect.kind-busy")).to_have_count(2)
@@ -47,8 +49,8 @@ def test_a_run_opens_offline_with_its_curves_devices_and_tables(run: RunDirector
         expect(groups).to_contain_text("too old")
 
 
-def test_a_session_is_read_turn_by_turn(run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+def test_a_session_is_read_turn_by_turn(talking_run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         turns = page.locator("#session .turn")
         expect(turns.locator("header b")).to_have_text(["user", "assistant"])
@@ -59,11 +61,11 @@ def test_a_session_is_read_turn_by_turn(run: RunDirectory, browser: Browser) -> 
         expect(page.locator(".token-note")).to_contain_text("log-prob -1.000 (p 0.368) · version 0, lag 1")
 
 
-def test_what_a_command_wrote_last_is_unfolded(run: RunDirectory, browser: Browser) -> None:
+def test_what_a_command_wrote_last_is_unfolded(talking_run: RunDirectory, browser: Browser) -> None:
     last = "<b>thinking</b>\nso it is"
     wrote = "x" * LAST_OUTPUT + last
-    commit_iteration(run, 2, [talk("run-1.g2.0.a1", "hello", "hi", [2], output=wrote)])
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+    commit_iteration(talking_run, 2, [talk("run-1.g2.0.a1", "hello", "hi", [2], output=wrote)])
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g2.0.a1")
         page.get_by_text("what the command wrote last").click()
         shown = page.locator("#session pre")
@@ -72,8 +74,10 @@ def test_what_a_command_wrote_last_is_unfolded(run: RunDirectory, browser: Brows
         expect(page.get_by_text("what the command wrote last")).to_have_count(0)
 
 
-def test_branches_are_a_tree_and_what_they_share_is_folded(run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+def test_branches_are_a_tree_and_what_they_share_is_folded(
+    talking_run: RunDirectory, browser: Browser
+) -> None:
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         page.locator(".tree ul ul button").click()
         expect(page.locator(".turns > .turn .tokens")).to_have_text(["another", "pear<|end|>"])
@@ -85,8 +89,8 @@ def test_branches_are_a_tree_and_what_they_share_is_folded(run: RunDirectory, br
         expect(page.locator(".turns .tokens").first).to_have_text("name a fruit")
 
 
-def test_colours_follow_log_probs_or_policy_versions(run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+def test_colours_follow_log_probs_or_policy_versions(talking_run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         assert colour_of(page, "a") == colour_of(page, "i")
         page.get_by_label("policy version").check()
@@ -95,8 +99,8 @@ def test_colours_follow_log_probs_or_policy_versions(run: RunDirectory, browser:
         assert colour_of(page, "a") == colour_of(page, "i") == "rgba(0, 0, 0, 0)"
 
 
-def test_dark_and_light_follow_the_system_or_the_switch(run: RunDirectory, browser: Browser) -> None:
-    target = write_report(run.uri, None, 16)
+def test_dark_and_light_follow_the_system_or_the_switch(talking_run: RunDirectory, browser: Browser) -> None:
+    target = write_report(talking_run.uri, None, 16)
     colour = "getComputedStyle(document.body).backgroundColor"
     with opened(browser, target, color_scheme="dark") as page:
         assert page.evaluate(colour) == DARK
@@ -106,8 +110,8 @@ def test_dark_and_light_follow_the_system_or_the_switch(run: RunDirectory, brows
         assert page.evaluate(colour) == LIGHT
 
 
-def test_sessions_are_found_by_reward_and_keys(run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+def test_sessions_are_found_by_reward_and_keys(talking_run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         page.keyboard.press("/")
         page.keyboard.type("calculator")
         expect(page.locator("#count")).to_have_text("2 of 2 sessions")
@@ -122,10 +126,14 @@ def test_sessions_are_found_by_reward_and_keys(run: RunDirectory, browser: Brows
         assert page.url.endswith("#session=run-1.g1.0.a1")
 
 
-def test_a_group_opens_its_own_sessions_and_a_rejected_one_none(run: RunDirectory, browser: Browser) -> None:
+def test_a_group_opens_its_own_sessions_and_a_rejected_one_none(
+    talking_run: RunDirectory, browser: Browser
+) -> None:
     for number, group in ((2, "run-1.g2"), (3, "run-1.g20"), (4, "run-1.g70")):
-        commit_iteration(run, number, [talk(f"{group}.0.a1", "hello", "hi", [number], group_id=group)])
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+        commit_iteration(
+            talking_run, number, [talk(f"{group}.0.a1", "hello", "hi", [number], group_id=group)]
+        )
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         rejected = page.get_by_role("cell", name="run-1.g7", exact=True)
         rejected.first.click()
         expect(page.locator("#count")).to_have_text("0 of 5 sessions")
@@ -138,16 +146,19 @@ def test_a_group_opens_its_own_sessions_and_a_rejected_one_none(run: RunDirector
 
 
 def test_a_run_that_chooses_shows_its_groups_by_kind_and_what_it_dropped(
-    run: RunDirectory, browser: Browser
+    talking_run: RunDirectory, browser: Browser
 ) -> None:
     dropped = group_row(7, [1.0, 0.25], verdict="too old")
     row = talk("run-1.g2.0.a1", "hello", "hi", [2])
-    commit_iteration(run, 2, [row], [group_row(2, [1.0]), dropped], right=1, mixed=6, wrong=2)
+    commit_iteration(talking_run, 2, [row], [group_row(2, [1.0]), dropped], right=1, mixed=6, wrong=2)
     # a rollout whose batch is not filtered yet, with a group of before its attempt that is in no outcomes
-    outputs = [write_trajectories(run, 3, [row], "part"), write_outcomes(run, 3, [group_row(8)], "part")]
+    outputs = [
+        write_trajectories(talking_run, 3, [row], "part"),
+        write_outcomes(talking_run, 3, [group_row(8)], "part"),
+    ]
     told = {"rejected": {"8": "timeout", "9": "max_lag"}, "failures": {}, "reward_mean": 1.0}
-    commit(run, 3, "rollout", outputs=outputs, data=told | {"right": 0, "mixed": 4, "wrong": 0})
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+    commit(talking_run, 3, "rollout", outputs=outputs, data=told | {"right": 0, "mixed": 4, "wrong": 0})
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         chart = page.locator("figure.chart", has_text="all wrong")
         expect(chart.locator(".legend li")).to_have_text(["all right", "mixed", "all wrong"])
         # the two iterations that told of kinds
@@ -168,15 +179,17 @@ def test_a_run_that_chooses_shows_its_groups_by_kind_and_what_it_dropped(
             expect(cells.nth(2)).to_have_text(task)
 
 
-def test_a_run_that_does_not_choose_has_no_groups_by_kind(run: RunDirectory, browser: Browser) -> None:
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+def test_a_run_that_does_not_choose_has_no_groups_by_kind(
+    talking_run: RunDirectory, browser: Browser
+) -> None:
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         expect(page.locator("figure.chart", has_text="Groups")).to_have_count(0)
 
 
 def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
-    run: RunDirectory, browser: Browser
+    talking_run: RunDirectory, browser: Browser
 ) -> None:
-    with opened(browser, write_report(run.uri, None, 16)) as page:
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
         open_session(page, "g0.0.a1")
         expect(page.locator(".turn.sampled .tokens")).to_have_text("Gr⋯ü⋯ße<|end|>")
         page.locator(".tok.partial").first.hover()
@@ -194,8 +207,8 @@ def test_what_agents_wrote_stays_text(hostile_run: RunDirectory, browser: Browse
         assert page.title() == "run-1 - SeamlessFlow"
 
 
-def test_the_policy_of_the_page_allows_no_foreign_script(run: RunDirectory, browser: Browser) -> None:
-    target = write_report(run.uri, None, 16)
+def test_the_policy_of_the_page_allows_no_foreign_script(talking_run: RunDirectory, browser: Browser) -> None:
+    target = write_report(talking_run.uri, None, 16)
     page_text = Path(target).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page_text)
     assert policy is not None
@@ -211,7 +224,7 @@ def test_the_policy_of_the_page_allows_no_foreign_script(run: RunDirectory, brow
 
 @pytest.mark.system
 def test_a_run_of_50_mb_stays_within_the_size_and_says_what_is_left_out(
-    run: RunDirectory, browser: Browser
+    talking_run: RunDirectory, browser: Browser
 ) -> None:
     rng = np.random.default_rng(0)
     length = 20_000
@@ -226,10 +239,10 @@ def test_a_run_of_50_mb_stays_within_the_size_and_says_what_is_left_out(
             )
             for i in range(80)
         ]
-        commit_iteration(run, iteration, rows)
-    stored = sum(path.stat().st_size for path in Path(run.path("trajectories")).rglob("*.parquet"))
+        commit_iteration(talking_run, iteration, rows)
+    stored = sum(path.stat().st_size for path in Path(talking_run.path("trajectories")).rglob("*.parquet"))
     assert stored > 50e6
-    target = write_report(run.uri, None, 5)
+    target = write_report(talking_run.uri, None, 5)
     assert 4e6 < Path(target).stat().st_size <= 5e6
     with opened(browser, target) as page:
         expect(page.locator("#left-out")).to_have_text(re.compile(r"^\d+ of 642 sessions are in this page"))
@@ -249,19 +262,19 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path, browser: Browser) 
 
 
 def test_who_may_not_write_into_the_run_gets_its_page_without_new_figures(
-    run: RunDirectory, tmp_path: Path
+    talking_run: RunDirectory, tmp_path: Path
 ) -> None:
-    Path(run.path("metrics")).write_text("a file where the folder should be")
-    target = write_report(run.uri, str(tmp_path / "page.html"), 16)
+    Path(talking_run.path("metrics")).write_text("a file where the folder should be")
+    target = write_report(talking_run.uri, str(tmp_path / "page.html"), 16)
     assert target == str(tmp_path / "page.html") and Path(target).stat().st_size > 10_000
 
 
-def test_a_size_that_cannot_hold_the_figures_is_refused(run: RunDirectory) -> None:
+def test_a_size_that_cannot_hold_the_figures_is_refused(talking_run: RunDirectory) -> None:
     with pytest.raises(ValueError, match=r"the figures alone take 0\.1 MB; allow more than 0\.001 MB"):
-        write_report(run.uri, None, 0.001)
+        write_report(talking_run.uri, None, 0.001)
 
 
 @pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
-def test_a_size_that_is_none_is_refused(run: RunDirectory, size: str) -> None:
+def test_a_size_that_is_none_is_refused(talking_run: RunDirectory, size: str) -> None:
     sentence = f"error: a page of at most {size} MB: expected a number of megabytes above 0"
-    assert sf("report", run.uri, f"--max-mb={size}") == (2, sentence)
+    assert sf("report", talking_run.uri, f"--max-mb={size}") == (2, sentence)

@@ -12,7 +12,7 @@ from sf_core.reports.outcomes.figures import (
 )
 from sf_core.reports.view import kinds_in, kinds_text
 from storage.manifests import Manifest
-from tests.sf_core.runs import group_row
+from tests.bench.runs import group_row
 
 RIGHT = Success()
 

@@ -14,9 +14,9 @@ from storage import files
 from storage.outcomes import write_outcomes
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import write_trajectories
-from tests.sf_core.cli.test_main import sf
+from tests.bench.commands import sf
+from tests.bench.runs import commit, configure, conversation, group_row, sample
 from tests.sf_core.reports.test_series import AT, write_spans
-from tests.sf_core.runs import commit, configure, conversation, group_row, sample
 
 TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
@@ -40,7 +40,7 @@ def left(run: RunDirectory, number: int, rows: list[dict[str, Any]], **told: int
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def curriculum_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "run-1"))
     stages = [{"shares": {"sums": 1}, "until": 4}, {"shares": {"sums": 1, "words": 1}}]
     curriculum = {"pool": 40, "stages": stages}
@@ -51,8 +51,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_tasks_are_counted_by_source_with_the_hardest_and_the_easiest(run: RunDirectory) -> None:
-    told = [line.split() for line in lines(inspect_tasks(run.uri))]
+def test_tasks_are_counted_by_source_with_the_hardest_and_the_easiest(curriculum_run: RunDirectory) -> None:
+    told = [line.split() for line in lines(inspect_tasks(curriculum_run.uri))]
     assert told[1:4] == [
         ["source", "unseen", "right", "mixed", "wrong", "groups", "tokens"],
         ["sums", "37", "1", "1", "1", "4", "80"],
@@ -68,17 +68,17 @@ def test_tasks_are_counted_by_source_with_the_hardest_and_the_easiest(run: RunDi
     assert told[-1] == ["groups", "from", "outside,", "whose", "tasks", "are", "not", "ours:", "1"]
 
 
-def test_the_table_of_tasks_fits_a_narrow_terminal_and_steers_none(run: RunDirectory) -> None:
+def test_the_table_of_tasks_fits_a_narrow_terminal_and_steers_none(curriculum_run: RunDirectory) -> None:
     nasty = {"task_id": "\x1b[2J[red]" + "x" * 90, "source": "\x1b" + "y" * 90, "tokens": [10**12]}
-    left(run, 2, [group_row(9, [1.0], **nasty)])
-    told = lines(inspect_tasks(run.uri))
+    left(curriculum_run, 2, [group_row(9, [1.0], **nasty)])
+    told = lines(inspect_tasks(curriculum_run.uri))
     assert max(map(len, told)) <= 80
     assert "\x1b" not in "".join(told) and any(line.startswith("\\x1b[2J[red]xxx") for line in told)
 
 
-def test_a_run_without_a_pool_has_no_number_of_unseen_tasks(run: RunDirectory) -> None:
-    configure(run, rollout={"gate": "varied"})
-    assert lines(inspect_tasks(run.uri))[2].split() == ["sums", "1", "1", "1", "4", "80"]
+def test_a_run_without_a_pool_has_no_number_of_unseen_tasks(curriculum_run: RunDirectory) -> None:
+    configure(curriculum_run, rollout={"gate": "varied"})
+    assert lines(inspect_tasks(curriculum_run.uri))[2].split() == ["sums", "1", "1", "1", "4", "80"]
 
 
 def test_runs_without_outcomes_say_so(tmp_path: Path) -> None:
@@ -98,24 +98,26 @@ def test_runs_without_outcomes_say_so(tmp_path: Path) -> None:
     assert "right/mixed" not in "".join(lines(inspect_run(run.uri)))
 
 
-def test_a_file_of_outcomes_that_is_gone_is_named(run: RunDirectory) -> None:
-    files.remove(run.path("outcomes/iteration=1/rollout-1.parquet"))
+def test_a_file_of_outcomes_that_is_gone_is_named(curriculum_run: RunDirectory) -> None:
+    files.remove(curriculum_run.path("outcomes/iteration=1/rollout-1.parquet"))
     with pytest.raises(ValueError, match=r"outcomes/iteration=1/rollout-1\.parquet: no such file"):
-        inspect_tasks(run.uri)
-    assert sf("inspect", run.uri, "--tasks")[0] == 2
+        inspect_tasks(curriculum_run.uri)
+    assert sf("inspect", curriculum_run.uri, "--tasks")[0] == 2
 
 
-def test_iterations_show_sampled_beside_trained_tokens_and_kinds_of_groups(run: RunDirectory) -> None:
+def test_iterations_show_sampled_beside_trained_tokens_and_kinds_of_groups(
+    curriculum_run: RunDirectory,
+) -> None:
     for stage in STAGES[1:]:
         times = {"started_at": AT + 10, "finished_at": AT + 10}
-        commit(run, 0, stage, data=times | ({"lags": [1]} if stage == "filter" else {}))
-    record_devices(RunView(run), 0, is_over=True)
-    told = lines(inspect_run(run.uri))
+        commit(curriculum_run, 0, stage, data=times | ({"lags": [1]} if stage == "filter" else {}))
+    record_devices(RunView(curriculum_run), 0, is_over=True)
+    told = lines(inspect_run(curriculum_run.uri))
     assert max(map(len, told[:6])) <= 80
     assert told[1].split() == ["iter-", "held-", "lag", "lag", "tokens", "tokens", "right/mixed"]
     assert told[3].split() == ["0", "0.500", "0.00", "0", "1.23M", "1", "1", "0", "1/0/1", *"RFTP"]
     assert told[4].split() == ["1", "0.500", "1.00", "1", "1", "1", "0", "12/240/116", *"R..."]
-    assert f"their tasks: sf inspect {run.uri} --tasks" in " ".join(told)
-    first, second = run_data(run.uri)["iterations"]
+    assert f"their tasks: sf inspect {curriculum_run.uri} --tasks" in " ".join(told)
+    first, second = run_data(curriculum_run.uri)["iterations"]
     assert (first["tokens_of_engines"], second["tokens_of_engines"]) == (1_234_567, None)
     assert second["groups"] == {"right": 12, "mixed": 240, "wrong": 116}

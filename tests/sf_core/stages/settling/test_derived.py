@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.config import PolicyConfig, RunConfig
+from sf_core.config import RunConfig
 from sf_core.config.train_config import LARGEST_RATE, SMALLEST_RATE, rate_for
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import load_config
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.environments.registry import tasks_of
 from sf_core.models import projections
-from sf_core.models.builtin import make_policy
 from sf_core.settings import Settings
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
@@ -26,18 +25,11 @@ from sf_core.stages.settling.stored_config import read_stored_config, settle_con
 from sf_core.stages.start import start
 from sf_core.types import Task
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import commit
+from tests.bench.runs import commit
 
 SIZES = st.integers(1, 10**12)
 OPEN = {"rollout.max_tokens", "engine.context_length", "policy.dtype", "train.learning_rate"}
 QUICKSTART = {"rollout.max_tokens": 24, "engine.context_length": 512, "policy.dtype": "float32"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("model"))
-    make_policy(folder, PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    return folder
 
 
 def explained(config: RunConfig) -> dict[str, str]:
@@ -72,11 +64,11 @@ def test_the_rate_is_that_of_135_million_parameters_by_the_root_of_the_size(para
 
 
 def test_a_model_gets_defaults_of_its_own_and_the_run_stores_them(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configured(tmp_path, model)
+    config = configured(tmp_path, small_policy)
     run = begun(config, is_fast=True, monkeypatch=monkeypatch)
-    tasks, renderer = tasks_of(config.environment), open_renderer(model)
+    tasks, renderer = tasks_of(config.environment), open_renderer(small_policy)
     prompts = [[{"role": "user", "content": tasks("train", i).prompt}] for i in range(NUM_PROMPTS)]
     longest = max(len(renderer.encode(renderer.render(prompt, []))) for prompt in prompts)
     found = run.config
@@ -89,14 +81,14 @@ def test_a_model_gets_defaults_of_its_own_and_the_run_stores_them(
 
 
 def test_a_run_that_resumes_on_other_hardware_keeps_what_was_derived(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configured(tmp_path, model)
+    config = configured(tmp_path, small_policy)
     before = begun(config, is_fast=True, monkeypatch=monkeypatch).config
     lines: list[str] = []
     monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: False)
     form = validate_config(config.model_dump(mode="json"))
-    auto = configured(tmp_path, model, policy={"model": model, "dtype": "auto"})
+    auto = configured(tmp_path, small_policy, policy={"model": small_policy, "dtype": "auto"})
     for asked in (config, form, auto, read_stored_config(config.run_dir)):
         resumed = settle_config(asked, lines.append)
         RunDirectory(config.run_dir).write_config(resumed)
@@ -107,35 +99,35 @@ def test_a_run_that_resumes_on_other_hardware_keeps_what_was_derived(
 
 
 def test_what_the_user_names_counts_also_on_a_resume(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = {
         "rollout": {"max_tokens": 64},
         "engine": {"context_length": 300},
         "train": {"learning_rate": 1e-4, "checkpoint_every": 3},
     }
-    policy = {"model": model, "dtype": "float32"}
-    config = configured(tmp_path, model, policy=policy, **named)
+    policy = {"model": small_policy, "dtype": "float32"}
+    config = configured(tmp_path, small_policy, policy=policy, **named)
     run = begun(config, is_fast=True, monkeypatch=monkeypatch)
     assert run.config == config
     start_manifest = run.directory.read_manifest(None, "start")
     assert start_manifest is not None and "derived" not in start_manifest.data
     # a file that leaves open what the run has
-    assert settle_config(configured(tmp_path, model)) == config
+    assert settle_config(configured(tmp_path, small_policy)) == config
     lines: list[str] = []
-    changed = settle_config(configured(tmp_path, model, rollout={"max_tokens": 80}), lines.append)
+    changed = settle_config(configured(tmp_path, small_policy, rollout={"max_tokens": 80}), lines.append)
     assert changed.rollout.max_tokens == 80
     assert lines == ["run r: as it was configured, but for rollout.max_tokens 80 (was 64)"]
 
 
 def test_a_change_that_does_not_fit_into_the_derived_context_is_refused(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun(configured(tmp_path, model), is_fast=False, monkeypatch=monkeypatch)
+    begun(configured(tmp_path, small_policy), is_fast=False, monkeypatch=monkeypatch)
     with pytest.raises(
         ValueError, match=r"rollout\.max_tokens \(2000\) must be less than engine\.context_le"
     ):
-        settle_config(configured(tmp_path, model, rollout={"max_tokens": 2000}))
+        settle_config(configured(tmp_path, small_policy, rollout={"max_tokens": 2000}))
 
 
 @pytest.mark.parametrize(
@@ -152,21 +144,21 @@ def test_a_change_that_does_not_fit_into_the_derived_context_is_refused(
     ],
 )
 def test_lengths_follow_from_those_that_are_named(
-    tmp_path: Path, model: str, sections: dict[str, Any], expected: dict[str, Any]
+    tmp_path: Path, small_policy: str, sections: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    config = configured(tmp_path, model, **sections)
-    renderer, prompt = open_renderer(model), "x"
+    config = configured(tmp_path, small_policy, **sections)
+    renderer, prompt = open_renderer(small_policy), "x"
     while len(renderer.encode(renderer.render([{"role": "user", "content": prompt}], []))) < 103:
         prompt += "x"
     known = [prompt] if first_prompts(config) else []
-    found = values_of(derive(config, 20_000, model, known))
+    found = values_of(derive(config, 20_000, small_policy, known))
     assert {key: found[key] for key in expected} == expected
 
 
-def test_an_answer_longer_than_the_model_is_for_is_refused(tmp_path: Path, model: str) -> None:
-    config = configured(tmp_path, model, rollout={"max_tokens": 2048})
+def test_an_answer_longer_than_the_model_is_for_is_refused(tmp_path: Path, small_policy: str) -> None:
+    config = configured(tmp_path, small_policy, rollout={"max_tokens": 2048})
     with pytest.raises(ValueError, match=r"rollout\.max_tokens \(2048\) must be less than the 2048 tokens"):
-        derive(config, 20_000, model)
+        derive(config, 20_000, small_policy)
 
 
 def few(split: str, index: int) -> Task:
@@ -175,8 +167,8 @@ def few(split: str, index: int) -> Task:
     return Task(f"few-{split}-{index}", "few", f"prompt {index}")
 
 
-def test_fewer_prompts_than_are_wanted_are_measured_as_well(tmp_path: Path, model: str) -> None:
-    config = configured(tmp_path, model, environment={"tasks": f"{__name__}:few"})
+def test_fewer_prompts_than_are_wanted_are_measured_as_well(tmp_path: Path, small_policy: str) -> None:
+    config = configured(tmp_path, small_policy, environment={"tasks": f"{__name__}:few"})
     assert first_prompts(config) == ["prompt 0", "prompt 1", "prompt 2"]
     assert first_prompts(config.fill({"engine.context_length": 512})) == []
     assert first_prompts(RunConfig()) == []
@@ -198,9 +190,9 @@ def flat(settings: Settings, within: str = "") -> dict[str, Any]:
 
 
 def test_a_run_that_began_before_its_values_were_stored_keeps_its_rate_and_dtype(
-    tmp_path: Path, model: str
+    tmp_path: Path, small_policy: str
 ) -> None:
-    config = configured(tmp_path, model, policy={"model": model, "dtype": "auto"})
+    config = configured(tmp_path, small_policy, policy={"model": small_policy, "dtype": "auto"})
     directory = RunDirectory(config.run_dir)
     directory.write_config(config)
     commit(directory, None, "start", data={"parameters": 8_000_000_000, "dtype": "bfloat16"})
@@ -217,10 +209,10 @@ def test_a_plan_says_of_a_large_built_in_policy_what_its_run_stores() -> None:
 
 
 def test_each_derived_setting_is_said_with_its_reason(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: False)
-    said = explained(configured(tmp_path, model))
+    said = explained(configured(tmp_path, small_policy))
     assert said["rollout.max_tokens"] == "256: policy.model is set"
     assert said["train.learning_rate"].endswith(" parameters, 2e-5 x sqrt(135M / N)")
     assert "the longest of the first 64 prompts has" in said["engine.context_length"]

@@ -16,19 +16,12 @@ from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.training.packing import SAMPLING, Row, pack
 from sf_core.training.torch.network import Network
-from tests.bad_input.refusals import check_sentence
+from tests.bench.refusals import check_sentence
 
 ENGINE = {"max_running": 64, "context_length": 100}
 CACHE = 2 * 64 * 1 * 100 * 32 * 4
 """Keys and values of one layer with one head of 32, in float32."""
 ROLLOUT, TRAIN = frozenset({"rollout"}), frozenset({"train"})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("model"))
-    make_policy(folder, PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    return folder
 
 
 def check(config: RunConfig, workers: list[Worker]) -> None:
@@ -43,12 +36,12 @@ def configured(policy: dict[str, Any], **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"policy": policy, "engine": ENGINE} | sections)
 
 
-def test_sizes_are_those_of_the_parameters_in_the_folder(model: str) -> None:
-    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
-    sizes = PolicySizes.of(configured({"model": model, "dtype": "float32"}, train={"workers": 3}))
+def test_sizes_are_those_of_the_parameters_in_the_folder(small_policy: str) -> None:
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(small_policy).parameters())
+    sizes = PolicySizes.of(configured({"model": small_policy, "dtype": "float32"}, train={"workers": 3}))
     assert sizes is not None and (sizes.weights, sizes.cache) == (4 * parameters, CACHE)
     assert (sizes.rank, sizes.checkpoint) == (-(-16 * parameters // 3), 12 * parameters)
-    halves = PolicySizes.of(configured({"model": model, "dtype": "bfloat16"}))
+    halves = PolicySizes.of(configured({"model": small_policy, "dtype": "bfloat16"}))
     assert halves is not None and (halves.weights, halves.cache) == (2 * parameters, CACHE // 2)
 
 
@@ -94,11 +87,11 @@ def test_activations_are_about_what_a_forward_pass_keeps(tmp_path: Path, dtype: 
 
 @pytest.mark.parametrize(("dtype", "whole", "shared"), [("float32", 8, 8), ("bfloat16", 6, 12)])
 def test_ranks_of_megatron_share_the_weights_only_with_those_that_cut_them(
-    model: str, dtype: str, whole: int, shared: int
+    small_policy: str, dtype: str, whole: int, shared: int
 ) -> None:
     train = {"backend": "megatron", "workers": 4, "tensor_parallel": 2}
-    sizes = PolicySizes.of(configured({"model": model, "dtype": dtype}, train=train))
-    alone = PolicySizes.of(configured({"model": model, "dtype": "float32"}))
+    sizes = PolicySizes.of(configured({"model": small_policy, "dtype": dtype}, train=train))
+    alone = PolicySizes.of(configured({"model": small_policy, "dtype": "float32"}))
     assert sizes is not None and alone is not None
     parameters = alone.weights // 4
     assert sizes.rank == parameters * whole // 2 + parameters * shared // 4
@@ -112,8 +105,8 @@ def test_the_built_in_policy_is_as_large_as_its_settings_make_it(tmp_path: Path)
     assert built_in.weights == pytest.approx(exact.weights, rel=0.02)
 
 
-def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(model: str) -> None:
-    config = configured({"model": model})
+def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(small_policy: str) -> None:
+    config = configured({"model": small_policy})
     sizes = PolicySizes.of(config)
     assert sizes is not None
     needed = sizes.weights + sizes.cache
@@ -129,7 +122,7 @@ def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(model: st
     with pytest.raises(ValueError) as refused:
         check(config, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
     check_sentence(str(refused.value), "worker t0", "a rank of 1", "raise train.workers")
-    shared = configured({"model": model}, train={"workers": 2})
+    shared = configured({"model": small_policy}, train={"workers": 2})
     check(shared, [Worker("t0", TRAIN, memory=enough - sizes.rank // 2)])
 
 
@@ -172,9 +165,9 @@ def test_checkpoints_of_a_large_policy_are_rare_unless_settings_say_otherwise(la
     assert explained(large)["disk"].startswith(f"about {total / 1e9:.1f} GB of weights and checkpoints")
 
 
-def test_what_is_written_and_kept_is_said(model: str) -> None:
+def test_what_is_written_and_kept_is_said(small_policy: str) -> None:
     train = {"checkpoint_every": 5, "keep_checkpoints": 3, "keep_every": 20}
-    said = explained(configured({"model": model}, train=train))
+    said = explained(configured({"model": small_policy}, train=train))
     assert "every 5 iterations" in said["storage"] and "newest 3 stay" in said["storage"]
     assert said["storage"].endswith("and those of every 20 iterations")
     assert "of KV cache; the trainer: " in said["memory"]

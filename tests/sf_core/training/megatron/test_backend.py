@@ -9,8 +9,8 @@ from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.megatron.backend import MegatronBackend
 from sf_core.training.testing import TrainerTests
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import configure
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.runs import configure
+from tests.bench.training.batches import grouped_rows, make_batch
 
 
 class TestContract(TrainerTests):

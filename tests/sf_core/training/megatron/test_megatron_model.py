@@ -13,10 +13,10 @@ from sf_core.config import TrainConfig
 from sf_core.training.megatron.limits import check_shape
 from sf_core.training.megatron.megatron_model import MegatronModel
 from sf_core.training.torch.ranks import Ranks, SingleRank
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.gang import Member, Try
+from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.gang import Member, Try
+from tests.bench.training.policies import gpt2, llama, qwen, qwen2
 from tests.sf_core.training.model_contract import ModelTests, Setup, train_on
-from tests.sf_core.training.torch.policies import gpt2, llama, qwen, qwen2
 
 CUT_LAYERS, CUT_PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 

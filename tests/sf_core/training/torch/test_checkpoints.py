@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,37 +23,15 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import load_weights
+from tests.bench.runs import copy_run
+from tests.bench.trained_runs import BATCHES
+from tests.bench.training.gang import Member, Try
 from tests.patience import patience
-from tests.sf_core.runs import copy_run, trained_run
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.gang import Member, Try
-
-BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
-SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A run at version 3 with a checkpoint of version 2."""
-    return trained_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
 
 
 @pytest.fixture
-def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return copy_run(trained, tmp_path)
-
-
-@pytest.fixture
-def members() -> Iterator[Callable[[int], list[Member]]]:
-    made: list[Member] = []
-
-    def make(num: int) -> list[Member]:
-        made.extend(Member(f"t{len(made) + number}") for number in range(num))
-        return made[-num:]
-
-    yield make
-    for member in made:
-        member.end()
+def copied_run(trained_run: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copy_run(trained_run, tmp_path)
 
 
 def opened(uri: str) -> OpenRun:
@@ -113,41 +91,41 @@ def arrays(trainer: ModelTrainer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("at", [("write", 0), ("write", 1), ("write", 20), ("file", 0), ("file", 1)])
 def test_a_kill_at_every_step_of_a_save_leaves_the_checkpoint_before(
-    run: RunDirectory, members: Callable[[int], list[Member]], at: Moment
+    copied_run: RunDirectory, make_members: Callable[[int], list[Member]], at: Moment
 ) -> None:
-    (member,) = members(1)
-    member.sit(Try(run.uri, (member.worker,)), partial(save, run.uri, dies=0, at=at))
+    (member,) = make_members(1)
+    member.sit(Try(copied_run.uri, (member.worker,)), partial(save, copied_run.uri, dies=0, at=at))
     member.await_death()
-    assert not has_checkpoint(run.checkpoint_dir(3)) and files.list_unfinished(run.uri)
-    assert holds(rebuilt(run.uri, SingleRank()), run)
+    assert not has_checkpoint(copied_run.checkpoint_dir(3)) and files.list_unfinished(copied_run.uri)
+    assert holds(rebuilt(copied_run.uri, SingleRank()), copied_run)
 
 
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("at", [("write", 0), ("write", 5), ("file", 0), ("file", 1)])
 def test_a_kill_of_one_rank_at_every_step_of_a_save_leaves_the_checkpoint_before(
-    run: RunDirectory, members: Callable[[int], list[Member]], dies: int, at: Moment
+    copied_run: RunDirectory, make_members: Callable[[int], list[Member]], dies: int, at: Moment
 ) -> None:
-    gang = members(2)
-    one = Try(run.uri, tuple(member.worker for member in gang))
+    gang = make_members(2)
+    one = Try(copied_run.uri, tuple(member.worker for member in gang))
     for member in gang:
-        member.sit(one, partial(save, run.uri, dies=dies, at=at))
+        member.sit(one, partial(save, copied_run.uri, dies=dies, at=at))
     gang[dies].await_death()
     said = gang[1 - dies].report()
     assert ("was not written in time" if dies else "is gone") in said
-    assert not has_checkpoint(run.checkpoint_dir(3))
-    assert holds(rebuilt(run.uri, SingleRank()), run)
+    assert not has_checkpoint(copied_run.checkpoint_dir(3))
+    assert holds(rebuilt(copied_run.uri, SingleRank()), copied_run)
 
 
 @pytest.mark.parametrize(("written_by", "read_by"), [(1, 2), (2, 1), (2, 2), (3, 2)])
 def test_other_ranks_go_on_from_what_some_have_stored(
-    run: RunDirectory, members: Callable[[int], list[Member]], written_by: int, read_by: int
+    copied_run: RunDirectory, make_members: Callable[[int], list[Member]], written_by: int, read_by: int
 ) -> None:
-    gang = members(max(written_by, read_by))
+    gang = make_members(max(written_by, read_by))
     found = []
     for iteration, (size, work) in enumerate(((written_by, save), (read_by, load))):
-        one = Try(run.uri, tuple(member.worker for member in gang[:size]), iteration=iteration)
+        one = Try(copied_run.uri, tuple(member.worker for member in gang[:size]), iteration=iteration)
         for member in gang[:size]:
-            member.sit(one, partial(work, run.uri))
+            member.sit(one, partial(work, copied_run.uri))
         found += [member.report() for member in gang[:size]]
     first, *others = filter(None, found)
     for weights in others:
@@ -155,9 +133,13 @@ def test_other_ranks_go_on_from_what_some_have_stored(
 
 
 def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    copied_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, may_write, write = rebuilt(run.uri, SingleRank()), threading.Event(), files.HashedFile.write
+    trainer, may_write, write = (
+        rebuilt(copied_run.uri, SingleRank()),
+        threading.Event(),
+        files.HashedFile.write,
+    )
     wait = trainer.await_checkpoint
 
     def wait_in_the_step() -> None:
@@ -169,43 +151,43 @@ def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
         return write(file, data)
 
     monkeypatch.setattr(files.HashedFile, "write", late)
-    trainer.save_checkpoint(run.checkpoint_dir(3))
-    assert not has_checkpoint(run.checkpoint_dir(3))
+    trainer.save_checkpoint(copied_run.checkpoint_dir(3))
+    assert not has_checkpoint(copied_run.checkpoint_dir(3))
     # nothing was copied: the step's update waits until it is stored
     monkeypatch.setattr(trainer, "await_checkpoint", wait_in_the_step)
     trainer.step(BATCHES[0])
-    assert may_write.is_set() and has_checkpoint(run.checkpoint_dir(3))
+    assert may_write.is_set() and has_checkpoint(copied_run.checkpoint_dir(3))
     # with nothing to replay from
-    files.remove_folder(run.path("batches"))
-    assert holds(rebuilt(run.uri, SingleRank()), run)
+    files.remove_folder(copied_run.path("batches"))
+    assert holds(rebuilt(copied_run.uri, SingleRank()), copied_run)
 
 
-def test_the_error_of_a_save_is_raised_by_the_next_one_and_then_forgotten(run: RunDirectory) -> None:
+def test_the_error_of_a_save_is_raised_by_the_next_one_and_then_forgotten(copied_run: RunDirectory) -> None:
     def refuse() -> None:
         raise ValueError("superseded")
 
-    trainer = rebuilt(run.uri, SingleRank())
+    trainer = rebuilt(copied_run.uri, SingleRank())
     with files.fence(refuse):
-        trainer.save_checkpoint(run.checkpoint_dir(3))
+        trainer.save_checkpoint(copied_run.checkpoint_dir(3))
     with pytest.raises(ValueError, match="superseded"):
-        trainer.save_checkpoint(run.checkpoint_dir(3))
-    trainer.save_checkpoint(run.checkpoint_dir(3))
+        trainer.save_checkpoint(copied_run.checkpoint_dir(3))
+    trainer.save_checkpoint(copied_run.checkpoint_dir(3))
     trainer.await_checkpoint()
-    assert has_checkpoint(run.checkpoint_dir(3))
+    assert has_checkpoint(copied_run.checkpoint_dir(3))
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
 def test_a_damaged_checkpoint_is_none_and_the_one_before_is_taken(
-    run: RunDirectory, damage: str, caplog: pytest.LogCaptureFixture
+    copied_run: RunDirectory, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = rebuilt(run.uri, SingleRank())
-    trainer.save_checkpoint(run.checkpoint_dir(3))
+    trainer = rebuilt(copied_run.uri, SingleRank())
+    trainer.save_checkpoint(copied_run.checkpoint_dir(3))
     trainer.await_checkpoint()
-    shard = f"{run.checkpoint_dir(3)}/shard-1-of-1.safetensors"
+    shard = f"{copied_run.checkpoint_dir(3)}/shard-1-of-1.safetensors"
     content = files.read_bytes(shard)
     if damage == "missing":
         files.remove(shard)
     else:
         files.write_atomic(shard, content[:-1] + (b"" if damage == "cut" else bytes([content[-1] ^ 1])))
-    assert holds(rebuilt(run.uri, SingleRank()), run)
+    assert holds(rebuilt(copied_run.uri, SingleRank()), copied_run)
     assert f"{shard}: " in caplog.text and "the checkpoint before it is taken" in caplog.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ from sf_core.training.torch.trainer import ModelTrainer
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights
-from tests.sf_core.runs import configure, copy_run, trained_run
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.runs import configure, copy_run
+from tests.bench.trained_runs import SETTINGS
 
-BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
-SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
 CHANGED = SETTINGS | {
     "learning_rate": 1e-2,
     "weight_decay": 0.5,
@@ -31,14 +28,9 @@ CHANGED = SETTINGS | {
 }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return trained_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
-
-
 @pytest.fixture
-def directory(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return copy_run(trained, tmp_path)
+def directory(trained_run: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copy_run(trained_run, tmp_path)
 
 
 @pytest.fixture

@@ -9,20 +9,20 @@ from sf_core.models import scoring
 from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch import network
 from sf_core.training.torch.network import Network
+from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.policies import COMMON, POLICIES, gpt2, qwen
 from tests.memory import peak_bytes
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.torch.policies import COMMON, POLICIES, gpt2, qwen
 
 
 @pytest.fixture(params=POLICIES, ids=lambda make: make.__name__)
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def policy_folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     torch.manual_seed(0)
     request.param().save_pretrained(tmp_path)
     return str(tmp_path)
 
 
-def test_logits_and_gradients_are_those_of_every_row_by_itself(folder: str) -> None:
-    network, reference = Network(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+def test_logits_and_gradients_are_those_of_every_row_by_itself(policy_folder: str) -> None:
+    network, reference = Network(policy_folder), AutoModelForCausalLM.from_pretrained(policy_folder).eval()
     rows = read_rows(make_batch(grouped_rows(num_groups=3, group_size=4)))
     for microbatch in pack(rows, max_tokens=120):
         logits = network.logits(microbatch)
@@ -41,12 +41,12 @@ def test_logits_and_gradients_are_those_of_every_row_by_itself(folder: str) -> N
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 5, 1000])
 def test_scores_and_their_gradients_are_those_of_the_logits(
-    folder: str, rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+    policy_folder: str, rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "CHUNK_BYTES", rows_at_a_time * 4 * COMMON["vocab_size"])
     batch = make_batch(grouped_rows(num_groups=3, group_size=4), sampling=(0.7, 1.0, 0))
     (microbatch,) = pack(read_rows(batch), max_tokens=1 << 20)
-    network, reference = Network(folder), Network(folder)
+    network, reference = Network(policy_folder), Network(policy_folder)
     logprobs, entropies = network.scores(microbatch)
     everything = (reference.logits(microbatch) / 0.7).log_softmax(-1)
     expected = everything.gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)

@@ -19,13 +19,13 @@ from storage.run_directory import RunDirectory
 from storage.tensors.tensor_bytes import TensorBytes, parse
 from storage.tensors.weight_delta import load_delta
 from storage.tensors.weights import DIGEST, load_weights
-from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCH = make_batch(grouped_rows(num_groups=4, group_size=4), logprob=-4.0, group_size=4)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def started_run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "run"))
     make_policy(run.start_dir, PolicyConfig(hidden_size=32, num_layers=2), seed=0)
     return run
@@ -60,13 +60,15 @@ def leads(run: RunDirectory, version: int) -> bool:
     return copy.data == new.data
 
 
-def test_versions_are_published_in_their_dtype_and_training_goes_on_in_float32(run: RunDirectory) -> None:
-    rounded, exact = make_trainer(run), make_trainer(run, "float32")
+def test_versions_are_published_in_their_dtype_and_training_goes_on_in_float32(
+    started_run: RunDirectory,
+) -> None:
+    rounded, exact = make_trainer(started_run), make_trainer(started_run, "float32")
     for trainer in (exact, rounded):
-        assert publish(run, trainer)[0] == "model.safetensors"
-        publish(run, trainer)
+        assert publish(started_run, trainer)[0] == "model.safetensors"
+        publish(started_run, trainer)
     expected = exact.weights()
-    found = load_weights(run.weights_dir(2))
+    found = load_weights(started_run.weights_dir(2))
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
     masters = rounded.model.slices(["master"])
     assert all(
@@ -74,43 +76,48 @@ def test_versions_are_published_in_their_dtype_and_training_goes_on_in_float32(r
     )
 
 
-def test_a_version_has_what_changed_since_the_one_before(run: RunDirectory) -> None:
-    trainer = make_trainer(run)
+def test_a_version_has_what_changed_since_the_one_before(started_run: RunDirectory) -> None:
+    trainer = make_trainer(started_run)
     # the built-in policy starts in float32, of which no delta leads to bfloat16
-    assert publish(run, trainer) == ["model.safetensors"]
+    assert publish(started_run, trainer) == ["model.safetensors"]
     for version in (2, 3):
-        assert publish(run, trainer) == ["model.safetensors", "delta.safetensors"]
-        assert leads(run, version)
-    sizes = [len(files.read_bytes(f"{run.weights_dir(3)}/{name}.safetensors")) for name in ("delta", "model")]
+        assert publish(started_run, trainer) == ["model.safetensors", "delta.safetensors"]
+        assert leads(started_run, version)
+    sizes = [
+        len(files.read_bytes(f"{started_run.weights_dir(3)}/{name}.safetensors"))
+        for name in ("delta", "model")
+    ]
     assert sizes[0] < 0.3 * sizes[1]
 
 
-def test_the_first_version_has_a_delta_where_the_start_has_its_dtype(run: RunDirectory) -> None:
-    model = AutoModelForCausalLM.from_pretrained(run.start_dir, dtype=torch.bfloat16)
-    model.save_pretrained(run.start_dir)
-    assert publish(run, make_trainer(run)) == ["model.safetensors", "delta.safetensors"]
-    assert leads(run, 1)
+def test_the_first_version_has_a_delta_where_the_start_has_its_dtype(started_run: RunDirectory) -> None:
+    model = AutoModelForCausalLM.from_pretrained(started_run.start_dir, dtype=torch.bfloat16)
+    model.save_pretrained(started_run.start_dir)
+    assert publish(started_run, make_trainer(started_run)) == ["model.safetensors", "delta.safetensors"]
+    assert leads(started_run, 1)
 
 
-def test_float32_has_no_deltas_because_every_element_changes(run: RunDirectory) -> None:
-    trainer = make_trainer(run, "float32")
-    assert [publish(run, trainer) for _ in range(2)] == [["model.safetensors"]] * 2
+def test_float32_has_no_deltas_because_every_element_changes(started_run: RunDirectory) -> None:
+    trainer = make_trainer(started_run, "float32")
+    assert [publish(started_run, trainer) for _ in range(2)] == [["model.safetensors"]] * 2
 
 
-def test_a_trainer_that_was_made_anew_compares_with_what_is_stored_or_stores_all(run: RunDirectory) -> None:
-    trainer = make_trainer(run)
+def test_a_trainer_that_was_made_anew_compares_with_what_is_stored_or_stores_all(
+    started_run: RunDirectory,
+) -> None:
+    trainer = make_trainer(started_run)
     for _ in range(2):
-        publish(run, trainer)
-    trainer.save_checkpoint(run.checkpoint_dir(2))
+        publish(started_run, trainer)
+    trainer.save_checkpoint(started_run.checkpoint_dir(2))
     trainer.await_checkpoint()
-    publish(run, trainer)
-    delta = files.read_bytes(f"{run.weights_dir(3)}/delta.safetensors")
+    publish(started_run, trainer)
+    delta = files.read_bytes(f"{started_run.weights_dir(3)}/delta.safetensors")
     for is_there in (True, False):
         if not is_there:
-            files.remove_folder(run.weights_dir(2))
-        again = make_trainer(run)
-        again.load_checkpoint(run.checkpoint_dir(2))
-        assert publish(run, again) == ["model.safetensors", "delta.safetensors"][: 1 + is_there]
+            files.remove_folder(started_run.weights_dir(2))
+        again = make_trainer(started_run)
+        again.load_checkpoint(started_run.checkpoint_dir(2))
+        assert publish(started_run, again) == ["model.safetensors", "delta.safetensors"][: 1 + is_there]
         if is_there:
-            assert files.read_bytes(f"{run.weights_dir(3)}/delta.safetensors") == delta
-    assert not files.exists(f"{run.weights_dir(3)}/delta.safetensors"), "that of an earlier try"
+            assert files.read_bytes(f"{started_run.weights_dir(3)}/delta.safetensors") == delta
+    assert not files.exists(f"{started_run.weights_dir(3)}/delta.safetensors"), "that of an earlier try"

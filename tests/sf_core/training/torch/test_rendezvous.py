@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sf_core.config import PolicyConfig, TrainConfig
-from sf_core.models.builtin import make_policy
+from sf_core.config import TrainConfig
 from sf_core.training.torch.ranks import Ranks, SingleRank, make_group
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
+from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.gang import Member, Try
 from tests.patience import wait_until
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.gang import Member, Try
 
 MakeMembers = Callable[[int], list[Member]]
-
-
-@pytest.fixture
-def members() -> Iterator[MakeMembers]:
-    made: list[Member] = []
-
-    def make(num: int) -> list[Member]:
-        made.extend(Member(f"t{len(made)}") for _ in range(num))
-        return made
-
-    yield make
-    for member in made:
-        member.end()
 
 
 def run_all(members: list[Member], one: Try, work: Callable[[Ranks], Any]) -> list[Any]:
@@ -94,21 +80,14 @@ def batch(seed: int) -> Any:
 # --- tests
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("policy")
-    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=2), seed=0)
-    return str(folder)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_several_ranks_train_like_one(
-    members: MakeMembers, folder: str, tmp_path: Path, num_ranks: int
+    make_members: MakeMembers, two_layer_policy: str, tmp_path: Path, num_ranks: int
 ) -> None:
     settings = {"minibatches": 2, "tokens_per_microbatch": 128, "max_grad_norm": 0.05}
-    expected_metrics, expected = train(folder, 3, settings, SingleRank())
-    gang = members(num_ranks)
-    found = run_all(gang, Try(str(tmp_path), names(gang)), partial(train, folder, 3, settings))
+    expected_metrics, expected = train(two_layer_policy, 3, settings, SingleRank())
+    gang = make_members(num_ranks)
+    found = run_all(gang, Try(str(tmp_path), names(gang)), partial(train, two_layer_policy, 3, settings))
     weights = found[0][1]
     for name, tensor in expected.items():
         # sums of float32 in another order differ in the last place; AdamW divides by the root of their
@@ -120,16 +99,16 @@ def test_several_ranks_train_like_one(
                 assert mine[name] == pytest.approx(alone[name], rel=1e-4, nan_ok=True), name
 
 
-def test_a_gang_stays_together_from_step_to_step(members: MakeMembers, tmp_path: Path) -> None:
-    gang = members(2)
+def test_a_gang_stays_together_from_step_to_step(make_members: MakeMembers, tmp_path: Path) -> None:
+    gang = make_members(2)
     first = run_all(gang, Try(str(tmp_path), names(gang)), add_ranks)
     second = run_all(gang, Try(str(tmp_path), names(gang), iteration=1), add_ranks)
     assert first == second == [first[0]] * 2
     assert first[0][1] == 3.0
 
 
-def test_a_restarted_member_makes_a_new_group(members: MakeMembers, tmp_path: Path) -> None:
-    gang = members(2)
+def test_a_restarted_member_makes_a_new_group(make_members: MakeMembers, tmp_path: Path) -> None:
+    gang = make_members(2)
     first = run_all(gang, Try(str(tmp_path), names(gang)), add_ranks)
     gang[0].end()
     gang[0] = Member("t0")
@@ -138,8 +117,10 @@ def test_a_restarted_member_makes_a_new_group(members: MakeMembers, tmp_path: Pa
     assert second[0][1] == 3.0
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_bound(members: MakeMembers, tmp_path: Path) -> None:
-    gang = members(3)
+def test_a_rank_that_does_not_come_is_named_after_the_bound(
+    make_members: MakeMembers, tmp_path: Path
+) -> None:
+    gang = make_members(3)
     one = Try(str(tmp_path), names(gang), timeout_s=3.0)
     gang[0].sit(one, add_ranks)
     # its time is over first, and rank 1 comes within it
@@ -149,14 +130,14 @@ def test_a_rank_that_does_not_come_is_named_after_the_bound(members: MakeMembers
     assert "GangError: rank 1 (t1): rank 0 (t0)" in gang[1].report()
 
 
-def test_without_rank_0_the_others_end_after_the_bound(members: MakeMembers, tmp_path: Path) -> None:
-    gang = members(2)
+def test_without_rank_0_the_others_end_after_the_bound(make_members: MakeMembers, tmp_path: Path) -> None:
+    gang = make_members(2)
     gang[1].sit(Try(str(tmp_path), names(gang), timeout_s=0.5), add_ranks)
     assert gang[1].report() == "GangError: rank 1 (t1): rank 0 (t0) has not begun within 0.5 s"
 
 
-def test_waiting_ranks_end_when_the_flow_ends_their_try(members: MakeMembers, tmp_path: Path) -> None:
-    gang = members(2)
+def test_waiting_ranks_end_when_the_flow_ends_their_try(make_members: MakeMembers, tmp_path: Path) -> None:
+    gang = make_members(2)
     one = Try(str(tmp_path), names(gang))
     gang[1].sit(one, add_ranks)
     one.files.end()
@@ -165,9 +146,9 @@ def test_waiting_ranks_end_when_the_flow_ends_their_try(members: MakeMembers, tm
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_failing_rank_ends_the_others_and_they_know_why(
-    members: MakeMembers, tmp_path: Path, broken: int
+    make_members: MakeMembers, tmp_path: Path, broken: int
 ) -> None:
-    gang = members(2)
+    gang = make_members(2)
     reports = run_all(gang, Try(str(tmp_path), names(gang)), partial(fail_on, broken))
     assert reports[broken] == "ValueError: this device is broken"
     assert reports[1 - broken].startswith(f"GangError: rank {1 - broken} (t{1 - broken}): rank {broken} ")
@@ -176,9 +157,9 @@ def test_a_failing_rank_ends_the_others_and_they_know_why(
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_others_end_when_a_rank_dies_and_meet_again_in_the_next_try(
-    members: MakeMembers, tmp_path: Path, killed: int
+    make_members: MakeMembers, tmp_path: Path, killed: int
 ) -> None:
-    gang = members(3)
+    gang = make_members(3)
     one = Try(str(tmp_path), names(gang), timeout_s=120.0)
     for member in gang:
         member.sit(one, partial(stop_on, killed, 3, str(tmp_path)))
@@ -194,23 +175,23 @@ def test_the_others_end_when_a_rank_dies_and_meet_again_in_the_next_try(
 
 
 def test_a_rank_whose_group_did_not_come_about_joins_the_next_one(
-    members: MakeMembers, tmp_path: Path
+    make_members: MakeMembers, tmp_path: Path
 ) -> None:
-    gang = members(2)
+    gang = make_members(2)
     assert run_all(gang[:1], Try(str(tmp_path), names(gang[:1])), miss_a_group) == ["missed"]
     found = run_all(gang, Try(str(tmp_path), names(gang), iteration=1, timeout_s=5.0), add_ranks)
     assert found == [(found[0][0], 3.0)] * 2
 
 
-def test_a_rank_that_stands_still_is_named_after_the_bound(members: MakeMembers, tmp_path: Path) -> None:
-    gang = members(2)
+def test_a_rank_that_stands_still_is_named_after_the_bound(make_members: MakeMembers, tmp_path: Path) -> None:
+    gang = make_members(2)
     for member in gang:
         member.sit(Try(str(tmp_path), names(gang), timeout_s=2.0), partial(stop_on, 1, 2, str(tmp_path)))
     assert "rank 1 (t1) does not answer since an exchange failed" in gang[0].report(20.0)
 
 
-def test_a_rank_that_dask_runs_again_touches_nothing(members: MakeMembers, tmp_path: Path) -> None:
-    gang = members(2)
+def test_a_rank_that_dask_runs_again_touches_nothing(make_members: MakeMembers, tmp_path: Path) -> None:
+    gang = make_members(2)
     one = Try(str(tmp_path), names(gang))
     run_all(gang, one, add_ranks)
     before = written(tmp_path)
@@ -219,8 +200,8 @@ def test_a_rank_that_dask_runs_again_touches_nothing(members: MakeMembers, tmp_p
     assert written(tmp_path) == before
 
 
-def test_a_single_rank_needs_nobody_and_may_be_run_again(members: MakeMembers, tmp_path: Path) -> None:
-    gang = members(1)
+def test_a_single_rank_needs_nobody_and_may_be_run_again(make_members: MakeMembers, tmp_path: Path) -> None:
+    gang = make_members(1)
     one = Try(str(tmp_path), names(gang))
     assert run_all(gang, one, add_ranks) == run_all(gang, one, add_ranks) == [("", 1.0)]
     one.files.end()

@@ -23,8 +23,8 @@ from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import EXP_AVG
-from tests.sf_core.training.batches import grouped_rows, make_batch
-from tests.sf_core.training.gang import Member, Try
+from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.gang import Member, Try
 
 TEMPERATURE = 0.8
 
@@ -55,7 +55,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def policy_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The policy and the reference."""
     root = tmp_path_factory.mktemp("policies")
     for seed, name in enumerate(("policy", "reference")):
@@ -64,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[list[Member]]:
+def three_ranks() -> Iterator[list[Member]]:
     members = [Member(f"t{i}") for i in range(3)]
     yield members
     for member in members:
@@ -169,10 +169,10 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any], tolerance: float
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_the_gradient_is_that_of_the_definition(folders: tuple[str, str], name: str) -> None:
+def test_the_gradient_is_that_of_the_definition(policy_and_reference: tuple[str, str], name: str) -> None:
     loss = config_of(FORMULAS[name]).loss
-    found = gradients(*folders, {name: FORMULAS[name]}, 8192, SingleRank())[name]
-    assert_close(found, expected_gradient(*folders, loss), 1e-5)
+    found = gradients(*policy_and_reference, {name: FORMULAS[name]}, 8192, SingleRank())[name]
+    assert_close(found, expected_gradient(*policy_and_reference, loss), 1e-5)
 
 
 LOSSES: list[dict[str, Any]] = [
@@ -200,29 +200,34 @@ COMBINATIONS = {
     "formulas", [FORMULAS, pytest.param(COMBINATIONS, marks=pytest.mark.nightly)], ids=["some", "all"]
 )
 def test_packing_and_ranks_make_no_difference(
-    folders: tuple[str, str], gang: list[Member], tmp_path: Path, formulas: dict[str, dict[str, Any]]
+    policy_and_reference: tuple[str, str],
+    three_ranks: list[Member],
+    tmp_path: Path,
+    formulas: dict[str, dict[str, Any]],
 ) -> None:
-    wanted = gradients(*folders, formulas, 8192, SingleRank())
+    wanted = gradients(*policy_and_reference, formulas, 8192, SingleRank())
     for max_tokens in (128, 64):
-        found = gradients(*folders, formulas, max_tokens, SingleRank())
+        found = gradients(*policy_and_reference, formulas, max_tokens, SingleRank())
         for name in formulas:
             assert_close(found[name], wanted[name], 2e-6)
     for size in (2, 3):
-        workers = tuple(member.worker for member in gang[:size])
+        workers = tuple(member.worker for member in three_ranks[:size])
         one = Try(str(tmp_path), workers, iteration=size)
-        for member in gang[:size]:
-            member.sit(one, partial(gradients, *folders, formulas, 64))
-        found, *_ = [member.report(300.0) for member in gang[:size]]
+        for member in three_ranks[:size]:
+            member.sit(one, partial(gradients, *policy_and_reference, formulas, 64))
+        found, *_ = [member.report(300.0) for member in three_ranks[:size]]
         assert not isinstance(found, str), found
         for name in formulas:
             assert_close(found[name], wanted[name], 2e-6)
 
 
-def test_advantages_and_weights_that_need_scores_are_made_in_the_step(folders: tuple[str, str]) -> None:
+def test_advantages_and_weights_that_need_scores_are_made_in_the_step(
+    policy_and_reference: tuple[str, str],
+) -> None:
     """The half of the tokens with the highest entropy, with advantages from the rewards."""
     settings = {"weights": [{"kind": "surprising", "share": 0.5}], "advantage": {"scale": "none"}}
     trainer = ModelTrainer(
-        partial(TorchModel, folders[0]), config_of({"policy": "plain"}, **settings), seed=0
+        partial(TorchModel, policy_and_reference[0]), config_of({"policy": "plain"}, **settings), seed=0
     )
     batch = drawn()
     for name in ("advantages", "weights"):
@@ -231,7 +236,7 @@ def test_advantages_and_weights_that_need_scores_are_made_in_the_step(folders: t
     rewards = np.repeat(np.arange(6.0), 2)
     batch = batch.set_column(batch.schema.get_field_index("reward"), "reward", pa.array(rewards))
     metrics = trainer.step(batch)
-    model = AutoModelForCausalLM.from_pretrained(folders[0]).eval()
+    model = AutoModelForCausalLM.from_pretrained(policy_and_reference[0]).eval()
     every = [(row, *scores(model, row)) for row in read_rows(batch)]
     least = torch.quantile(torch.cat([entropy for _, _, entropy in every]), 0.5)
     # sessions 0, 1 of the first group have rewards 0 and 1, and so on
@@ -245,18 +250,20 @@ def test_advantages_and_weights_that_need_scores_are_made_in_the_step(folders: t
 
 
 def test_a_penalty_in_the_reward_moves_advantages_and_has_no_gradient_of_its_own(
-    folders: tuple[str, str],
+    policy_and_reference: tuple[str, str],
 ) -> None:
     kl = {"coefficient": 0.1, "place": "reward", "estimator": "k1"}
     trainer = ModelTrainer(
-        partial(TorchModel, folders[0]),
+        partial(TorchModel, policy_and_reference[0]),
         config_of({"policy": "plain", "kl": kl}, advantage="leave_one_out"),
         seed=0,
-        references=lambda version: nullcontext(TorchModel(folders[1], SingleRank())),
+        references=lambda version: nullcontext(TorchModel(policy_and_reference[1], SingleRank())),
     )
     batch = drawn()
     metrics = trainer.step(batch)
-    policy, reference = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders)
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folder).eval() for folder in policy_and_reference
+    )
     rows = read_rows(batch)
     found = [(row, scores(policy, row)[0], scores(reference, row)[0].detach()) for row in rows]
     rewards = dict(zip(batch["session_id"].to_pylist(), batch["reward"].to_pylist(), strict=True))
@@ -277,8 +284,10 @@ def test_a_penalty_in_the_reward_moves_advantages_and_has_no_gradient_of_its_own
     assert metrics["kl_reference"] > 0
 
 
-def test_without_a_reference_no_divergence_from_one_is_reported(folders: tuple[str, str]) -> None:
-    metrics = ModelTrainer(partial(TorchModel, folders[0]), config_of({}), seed=0).step(drawn())
+def test_without_a_reference_no_divergence_from_one_is_reported(
+    policy_and_reference: tuple[str, str],
+) -> None:
+    metrics = ModelTrainer(partial(TorchModel, policy_and_reference[0]), config_of({}), seed=0).step(drawn())
     assert "kl_reference" not in metrics
 
 
@@ -319,20 +328,25 @@ def checkpointed(folder: str, checkpoint: str, save: int | None, ranks: Ranks) -
 
 
 def test_a_critic_learns_what_to_expect_and_the_policy_is_published_without_it(
-    folders: tuple[str, str],
+    policy_and_reference: tuple[str, str],
 ) -> None:
-    trainer = ppo_trainer(folders[0], SingleRank(), learning_rate=1e-9)
+    trainer = ppo_trainer(policy_and_reference[0], SingleRank(), learning_rate=1e-9)
     steps = [trainer.step(rewarded()) for _ in range(25)]
     assert steps[0]["explained_variance"] == pytest.approx(0.0)
     assert steps[-1]["explained_variance"] > 0.5
     assert steps[-1]["value_loss"] < steps[0]["value_loss"] / 2
-    plain = ModelTrainer(partial(TorchModel, folders[0]), TrainConfig(), seed=0)
+    plain = ModelTrainer(partial(TorchModel, policy_and_reference[0]), TrainConfig(), seed=0)
     assert trainer.weights().keys() == plain.weights().keys()
 
 
-def test_with_values_of_zero_the_advantage_of_every_token_is_the_reward(folders: tuple[str, str]) -> None:
+def test_with_values_of_zero_the_advantage_of_every_token_is_the_reward(
+    policy_and_reference: tuple[str, str],
+) -> None:
     trainer = ppo_trainer(
-        folders[0], SingleRank(), betas=(0.0, 0.9), advantage={"kind": "gae", "lam": 1, "whiten": False}
+        policy_and_reference[0],
+        SingleRank(),
+        betas=(0.0, 0.9),
+        advantage={"kind": "gae", "lam": 1, "whiten": False},
     )
     batch = rewarded()
     found = trainer.step(batch)["grad_norm"]
@@ -344,22 +358,24 @@ def test_with_values_of_zero_the_advantage_of_every_token_is_the_reward(folders:
     given = batch.set_column(index, "advantages", pa.array(advantages, kind))
     weights = batch.schema.get_field_index("weights")
     given = given.set_column(weights, "weights", pa.nulls(len(batch), kind))
-    plain = ModelTrainer(partial(TorchModel, folders[0]), TrainConfig(betas=(0.0, 0.9)), seed=0).step(given)
+    plain = ModelTrainer(
+        partial(TorchModel, policy_and_reference[0]), TrainConfig(betas=(0.0, 0.9)), seed=0
+    ).step(given)
     assert found == pytest.approx(plain["grad_norm"], rel=1e-5)
 
 
 def test_a_critic_goes_on_bit_for_bit_from_a_checkpoint_on_one_rank_and_on_two(
-    folders: tuple[str, str], gang: list[Member], tmp_path: Path
+    policy_and_reference: tuple[str, str], three_ranks: list[Member], tmp_path: Path
 ) -> None:
-    wanted = checkpointed(folders[0], str(tmp_path / "one"), 2, SingleRank())
+    wanted = checkpointed(policy_and_reference[0], str(tmp_path / "one"), 2, SingleRank())
     assert any(name.startswith("master/critic.") for name in wanted)
-    again = checkpointed(folders[0], str(tmp_path / "one"), None, SingleRank())
+    again = checkpointed(policy_and_reference[0], str(tmp_path / "one"), None, SingleRank())
     two = []
     for iteration, save in enumerate((2, None)):
         one = Try(str(tmp_path), ("t0", "t1"), iteration=10 + iteration)
-        for member in gang[:2]:
-            member.sit(one, partial(checkpointed, folders[0], str(tmp_path / "two"), save))
-        found, *_ = [member.report(120.0) for member in gang[:2]]
+        for member in three_ranks[:2]:
+            member.sit(one, partial(checkpointed, policy_and_reference[0], str(tmp_path / "two"), save))
+        found, *_ = [member.report(120.0) for member in three_ranks[:2]]
         assert not isinstance(found, str), found
         two.append(found)
     for name, tensor in wanted.items():

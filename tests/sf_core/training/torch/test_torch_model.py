@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.training.torch.torch_model import spread
+from tests.bench.training.policies import POLICIES, granite, phi
 from tests.sf_core.training.model_contract import ModelTests
-from tests.sf_core.training.torch.policies import POLICIES, granite, phi
 
 
 class TestContract(ModelTests):

@@ -10,7 +10,7 @@ from sf_core.dataplane.chat.calls.llama3_json import PYTHON_TAG
 from sf_core.dataplane.chat.calls.splitter import CALL_END, CALL_START
 from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.chat.tool_formats import ToolCall
-from tests.sf_core.dataplane.stand import CALC
+from tests.bench.dataplane.planes import CALC
 
 ADD = {
     "type": "function",

@@ -10,9 +10,9 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.models.published import TOOLS_TEMPLATE
-from tests.sf_core.dataplane.conftest import TEMPLATE
+from tests.bench.dataplane.conversations import TEMPLATES
+from tests.bench.dataplane.tokenizers import TEMPLATE
 
-TEMPLATES = Path(__file__).parents[2] / "templates"
 QWEN = """<tool_call>\n<function={{ call.function.name }}>
 {% for key, value in call.function.arguments.items() %}<parameter={{ key }}>
 {{ value if value is string or value is not iterable else value | tojson }}

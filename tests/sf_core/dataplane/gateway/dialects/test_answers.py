@@ -11,8 +11,8 @@ from sf_core.dataplane.gateway.dialects.testing import HI, Heard
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.request import ToolChoice
 from sf_core.engines.scripted import scripted_logprob
-from tests.sf_core.dataplane.gateway.dialects.clients import BRIEF, CLIENTS, Client
-from tests.sf_core.dataplane.stand import Server, answering, say, tool_call_text
+from tests.bench.dataplane.clients import BRIEF, CLIENTS, Client
+from tests.bench.dataplane.planes import ServedPlane, answering, say, tool_call_text
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 
@@ -21,8 +21,8 @@ def each(clients: list[Client]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("client", clients, ids=[client.dialect.name for client in clients])
 
 
-def ask(server: Server, client: Client, streamed: bool, **fields: Any) -> Heard:
-    with client.agent(server.url) as agent:
+def ask(plane: ServedPlane, client: Client, streamed: bool, **fields: Any) -> Heard:
+    with client.agent(plane.url) as agent:
         [heard] = client.ask(agent, streamed, {**client.request, **fields})
     return heard
 
@@ -30,38 +30,38 @@ def ask(server: Server, client: Client, streamed: bool, **fields: Any) -> Heard:
 @STREAMED
 @each(CLIENTS)
 def test_an_answer_has_text_its_end_and_usage(
-    server: Server, renderer: Renderer, client: Client, streamed: bool
+    served_plane: ServedPlane, renderer: Renderer, client: Client, streamed: bool
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "hello naïve 数学"))
-    heard = ask(server, client, streamed, **{client.max_tokens: 100})
+    served_plane.register()
+    served_plane.connect(answering(renderer, "hello naïve 数学"))
+    heard = ask(served_plane, client, streamed, **{client.max_tokens: 100})
     assert (heard.text, heard.end) == ("hello naïve 数学", client.ends["stop"])
     prompt = renderer.encode(renderer.render([HI], []) if client.has_messages else HI["content"]).tolist()
-    assert server.asked[0].prompt_ids == prompt
+    assert served_plane.asked[0].prompt_ids == prompt
     assert heard.usage == (len(prompt), len(say(renderer, "hello naïve 数学")))
 
 
 @STREAMED
 @each([client for client in CLIENTS if client.has_messages])
 def test_instructions_are_the_first_message(
-    server: Server, renderer: Renderer, client: Client, streamed: bool
+    served_plane: ServedPlane, renderer: Renderer, client: Client, streamed: bool
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
-    heard = ask(server, client, streamed, **client.instructed)
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
+    heard = ask(served_plane, client, streamed, **client.instructed)
     prompt = renderer.encode(renderer.render([BRIEF, HI], [])).tolist()
-    assert server.asked[0].prompt_ids == prompt
+    assert served_plane.asked[0].prompt_ids == prompt
     assert heard.usage == (len(prompt), len(say(renderer, "yes")))
 
 
 @STREAMED
 @each(CLIENTS)
 def test_the_token_budget_ends_an_answer(
-    server: Server, renderer: Renderer, client: Client, streamed: bool
+    served_plane: ServedPlane, renderer: Renderer, client: Client, streamed: bool
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "the quick brown fox jumps"))
-    heard = ask(server, client, streamed, **{client.max_tokens: 3})
+    served_plane.register()
+    served_plane.connect(answering(renderer, "the quick brown fox jumps"))
+    heard = ask(served_plane, client, streamed, **{client.max_tokens: 3})
     assert (heard.end, heard.usage[1]) == (client.ends["length"], 3)
 
 
@@ -75,13 +75,15 @@ def test_a_call_is_asked_for_as_the_dialect_says_it(client: Client) -> None:
 @STREAMED
 @each([client for client in CLIENTS if client.with_logprobs])
 def test_log_probs_are_those_of_the_engine(
-    server: Server, renderer: Renderer, client: Client, streamed: bool
+    served_plane: ServedPlane, renderer: Renderer, client: Client, streamed: bool
 ) -> None:
-    server.register(max_tokens=128)
+    served_plane.register(max_tokens=128)
     texts = ["the quick 数学", "fox " + tool_call_text(expression="1+1")]
-    server.connect(answering(renderer, *texts))
+    served_plane.connect(answering(renderer, *texts))
     fields = {**(client.with_logprobs or {}), client.max_tokens: 128}
     for text in texts:
-        heard = ask(server, client, streamed, **fields, **({"tools": client.tools} if client.tools else {}))
+        heard = ask(
+            served_plane, client, streamed, **fields, **({"tools": client.tools} if client.tools else {})
+        )
         expected = [scripted_logprob(token, i, 0) for i, token in enumerate(say(renderer, text))]
         assert list(heard.logprobs) == expected

@@ -8,8 +8,8 @@ import anthropic
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import CALC, ServedPlane, answering, running_app, say, tool_call_text
 from tests.patience import patience
-from tests.sf_core.dataplane.stand import CALC, Server, answering, running_app, say, tool_call_text
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOL: Any = {
@@ -19,24 +19,24 @@ TOOL: Any = {
 }
 
 
-def client(server: Server, session_id: str | None = None) -> anthropic.Anthropic:
-    base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
+def client(plane: ServedPlane, session_id: str | None = None) -> anthropic.Anthropic:
+    base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
     return anthropic.Anthropic(base_url=base, api_key="none", max_retries=0, timeout=patience())
 
 
-def ask(server: Server, session_id: str | None = None, messages: Any = HI, **options: Any) -> Any:
+def ask(plane: ServedPlane, session_id: str | None = None, messages: Any = HI, **options: Any) -> Any:
     arguments = {"model": "policy", "messages": messages, "max_tokens": 100} | options
-    with client(server, session_id) as agent:
+    with client(plane, session_id) as agent:
         return agent.messages.create(**arguments)
 
 
-def test_text_streams_as_it_is_sampled(server: Server, renderer: Renderer) -> None:
+def test_text_streams_as_it_is_sampled(served_plane: ServedPlane, renderer: Renderer) -> None:
     """In several pieces; how many tokens one carries is a matter of the machine's load (decision 021)."""
-    server.register(max_tokens=400, context_length=1024)
+    served_plane.register(max_tokens=400, context_length=1024)
     text = "hello naïve 数学 " * 12 + "end"
-    server.connect(answering(renderer, text))
+    served_plane.connect(answering(renderer, text))
     with (
-        client(server) as agent,
+        client(served_plane) as agent,
         agent.messages.stream(model="policy", messages=HI, max_tokens=400) as stream,
     ):
         events = [event for event in stream if event.type != "text"]
@@ -47,12 +47,14 @@ def test_text_streams_as_it_is_sampled(server: Server, renderer: Renderer) -> No
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-def test_tool_calls_and_their_results_make_one_token_sequence(server: Server, renderer: Renderer) -> None:
-    server.register(max_tokens=128)
+def test_tool_calls_and_their_results_make_one_token_sequence(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register(max_tokens=128)
     text = "Sure. " + tool_call_text(expression="1+1") + "\n" + tool_call_text(expression="2+2")
-    server.connect(answering(renderer, text, "2 and 4"))
-    [claim] = server.claim()
-    first = ask(server, claim["session_id"], tools=[TOOL])
+    served_plane.connect(answering(renderer, text, "2 and 4"))
+    [claim] = served_plane.claim()
+    first = ask(served_plane, claim["session_id"], tools=[TOOL])
     assert [block.type for block in first.content] == ["text", "tool_use", "tool_use"]
     assert [block.input for block in first.content[1:]] == [{"expression": "1+1"}, {"expression": "2+2"}]
     assert first.stop_reason == "tool_use"
@@ -62,43 +64,45 @@ def test_tool_calls_and_their_results_make_one_token_sequence(server: Server, re
     ]
     echo = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
     question = {"role": "user", "content": [*results, {"type": "text", "text": "well?"}]}
-    second = ask(server, claim["session_id"], [*HI, echo, question], tools=[TOOL])
+    second = ask(served_plane, claim["session_id"], [*HI, echo, question], tools=[TOOL])
     assert second.content[0].text == "2 and 4"
-    recorded = server.asked[0].prompt_ids + say(renderer, text)
-    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
+    recorded = served_plane.asked[0].prompt_ids + say(renderer, text)
+    assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
 
 
-def test_a_stop_sequence_is_named(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "one two three four"))
-    answer = ask(server, stop_sequences=["zzz", "three"])
+def test_a_stop_sequence_is_named(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "one two three four"))
+    answer = ask(served_plane, stop_sequences=["zzz", "three"])
     assert (answer.content[0].text, answer.stop_reason) == ("one two ", "stop_sequence")
     assert answer.stop_sequence == "three"
 
 
-def test_one_call_only_where_parallel_ones_are_disabled(server: Server, renderer: Renderer) -> None:
-    server.register(max_tokens=128)
+def test_one_call_only_where_parallel_ones_are_disabled(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register(max_tokens=128)
     text = tool_call_text(expression="1+1")
-    server.connect(answering(renderer, f"{text}\n{text}"))
+    served_plane.connect(answering(renderer, f"{text}\n{text}"))
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
-    answer = ask(server, tools=[TOOL], tool_choice=choice)
+    answer = ask(served_plane, tools=[TOOL], tool_choice=choice)
     assert [block.type for block in answer.content] == ["tool_use"]
     assert answer.usage.output_tokens == len(renderer.encode(text))
 
 
 def test_system_messages_may_stand_among_the_others_and_before_the_result_of_a_call(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register(max_tokens=128)
-    server.connect(answering(renderer, tool_call_text(expression="1+1"), "2"))
-    [claim] = server.claim()
+    served_plane.register(max_tokens=128)
+    served_plane.connect(answering(renderer, tool_call_text(expression="1+1"), "2"))
+    [claim] = served_plane.claim()
     reminder: Any = {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
-    first = ask(server, claim["session_id"], messages=[*HI, reminder], tools=[TOOL])
+    first = ask(served_plane, claim["session_id"], messages=[*HI, reminder], tools=[TOOL])
     echo = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
     result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "2"}
     messages = [*HI, reminder, echo, reminder, {"role": "user", "content": [result]}]
-    ask(server, claim["session_id"], messages=messages, tools=[TOOL])
-    shown = server.get(f"/sessions/{claim['session_id']}")["prompts"]
+    ask(served_plane, claim["session_id"], messages=messages, tools=[TOOL])
+    shown = served_plane.get(f"/sessions/{claim['session_id']}")["prompts"]
     assert [[m["role"] for m in prompt["messages"]] for prompt in shown] == [
         ["user", "system"],
         ["system", "tool"],
@@ -108,30 +112,30 @@ def test_system_messages_may_stand_among_the_others_and_before_the_result_of_a_c
 
 @pytest.mark.parametrize(("normalised", "reasons"), [(True, [None, None]), (False, [None, "edited_history"])])
 def test_a_line_that_changes_with_every_request_begins_no_branch_unless_it_is_to_stay(
-    server: Server, renderer: Renderer, normalised: bool, reasons: list[str | None]
+    served_plane: ServedPlane, renderer: Renderer, normalised: bool, reasons: list[str | None]
 ) -> None:
-    server.register(**({} if normalised else {"normalised": []}))
-    server.connect(answering(renderer, "yes"))
-    [claim] = server.claim()
+    served_plane.register(**({} if normalised else {"normalised": []}))
+    served_plane.connect(answering(renderer, "yes"))
+    [claim] = served_plane.claim()
     messages = list(HI)
     for number in range(2):
         header = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
         system: Any = [{"type": "text", "text": header}, {"type": "text", "text": "be brief"}]
-        answer = ask(server, claim["session_id"], messages=messages, system=system)
+        answer = ask(served_plane, claim["session_id"], messages=messages, system=system)
         messages += [{"role": "assistant", "content": answer.content[0].text}, *HI]
-    prompts = server.get(f"/sessions/{claim['session_id']}")["prompts"]
+    prompts = served_plane.get(f"/sessions/{claim['session_id']}")["prompts"]
     assert [prompt["branch_reason"] for prompt in prompts] == reasons
-    held = "x-anthropic" in renderer.decode(list(server.asked[0].prompt_ids))
+    held = "x-anthropic" in renderer.decode(list(served_plane.asked[0].prompt_ids))
     assert held == (not normalised)
 
 
-def test_tokens_are_counted_without_a_turn(server: Server, renderer: Renderer) -> None:
-    server.register()
-    [claim] = server.claim()
-    with client(server, claim["session_id"]) as agent:
+def test_tokens_are_counted_without_a_turn(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    [claim] = served_plane.claim()
+    with client(served_plane, claim["session_id"]) as agent:
         count = agent.messages.count_tokens(model="policy", messages=HI)
     assert count.input_tokens == len(renderer.encode(renderer.render(HI, [])))
-    assert server.get(f"/sessions/{claim['session_id']}")["prompts"] == []
+    assert served_plane.get(f"/sessions/{claim['session_id']}")["prompts"] == []
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str]] = [
@@ -148,11 +152,11 @@ BAD_REQUESTS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str]] =
 ]
 
 
-def test_bad_requests_raise_what_the_client_has_for_them(server: Server) -> None:
-    server.register()
+def test_bad_requests_raise_what_the_client_has_for_them(served_plane: ServedPlane) -> None:
+    served_plane.register()
     for change, kind, sentence in BAD_REQUESTS:
         with pytest.raises(kind, match=sentence) as refused:
-            ask(server, **change)
+            ask(served_plane, **change)
         assert set(refused.value.body) == {"type", "error", "request_id"}
 
 

@@ -1,6 +1,6 @@
 """Every dialect is what its clients expect of it."""
 
-from tests.sf_core.dataplane.gateway.dialects import clients
+from tests.bench.dataplane import clients
 
 TestChat = clients.ChatClient
 TestCompletions = clients.CompletionsClient

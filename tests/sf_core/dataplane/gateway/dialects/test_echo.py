@@ -16,7 +16,7 @@ from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Event, Pieces, TokenLogprob
-from tests.sf_core.dataplane.gateway.dialects.clients import CLIENTS, Client
+from tests.bench.dataplane.clients import CLIENTS, Client
 
 BODY: dict[str, Any] = {"model": "policy", "max_tokens": 5, "store": False}
 

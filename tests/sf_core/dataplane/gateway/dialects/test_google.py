@@ -10,7 +10,7 @@ from google import genai
 from google.genai import errors, types
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.sf_core.dataplane.stand import Server, answering, running_app, say, tool_call_text
+from tests.bench.dataplane.planes import ServedPlane, answering, running_app, say, tool_call_text
 
 HI: Any = {"role": "user", "parts": [{"text": "hi"}]}
 EXPRESSION = {"type": "OBJECT", "properties": {"expression": {"type": "STRING"}}}
@@ -25,17 +25,17 @@ def client(url: str, key: str = "none", **options: Any) -> genai.Client:
     return genai.Client(api_key=key, vertexai=False, http_options=http)
 
 
-def opened(server: Server) -> str:
+def opened(plane: ServedPlane) -> str:
     """URL of a new session, as its agent gives it to the client."""
-    return str(server.post("/sessions", {"run_id": "run"})["base_url"]).removesuffix("/v1")
+    return str(plane.post("/sessions", {"run_id": "run"})["base_url"]).removesuffix("/v1")
 
 
-def tree(server: Server, url: str) -> dict[str, Any]:
-    return server.get(f"/sessions/{url.rpartition('/')[2]}")
+def tree(plane: ServedPlane, url: str) -> dict[str, Any]:
+    return plane.get(f"/sessions/{url.rpartition('/')[2]}")
 
 
-def is_one_row(server: Server, url: str) -> bool:
-    shown = tree(server, url)
+def is_one_row(plane: ServedPlane, url: str) -> bool:
+    shown = tree(plane, url)
     parents = [prompt["parent_turn"] for prompt in shown["prompts"]]
     return parents == [None, *range(len(shown["turns"]) - 1)] and not shown["branch_reasons"]
 
@@ -61,12 +61,12 @@ def text_of(chunks: list[Any]) -> str:
     return "".join(part.text or "" for content in contents_of(chunks) for part in content.parts)
 
 
-def test_text_streams_as_it_is_sampled(server: Server, renderer: Renderer) -> None:
+def test_text_streams_as_it_is_sampled(served_plane: ServedPlane, renderer: Renderer) -> None:
     """In several pieces; how many tokens one carries is a matter of the machine's load (decision 021)."""
-    server.register(max_tokens=400, context_length=1024)
+    served_plane.register(max_tokens=400, context_length=1024)
     text = "hello naïve 数学 " * 12 + "end"
-    server.connect(answering(renderer, text))
-    chunks = ask(server.url, "stream")
+    served_plane.connect(answering(renderer, text))
+    chunks = ask(served_plane.url, "stream")
     assert len(chunks) > 4 and text_of(chunks) == text
     assert chunks[-1].candidates[0].finish_reason == types.FinishReason.STOP
     assert chunks[-1].usage_metadata.candidates_token_count == len(say(renderer, text))
@@ -74,13 +74,13 @@ def test_text_streams_as_it_is_sampled(server: Server, renderer: Renderer) -> No
 
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_tool_calls_and_their_results_make_one_token_sequence(
-    server: Server, renderer: Renderer, with_ids: bool
+    served_plane: ServedPlane, renderer: Renderer, with_ids: bool
 ) -> None:
     """`with_ids`: whether the client sends ids of calls and results; some do not. Of a stream it sends back
     several contents in a row."""
-    server.register(max_tokens=128)
-    server.connect(answering(renderer, TWO_CALLS, "2 and 4"))
-    url = opened(server)
+    served_plane.register(max_tokens=128)
+    served_plane.connect(answering(renderer, TWO_CALLS, "2 and 4"))
+    url = opened(served_plane)
     first = ask(url, "stream", HI, tools=[CALC_TOOL])
     calls = calls_of(first)
     assert [call.args for call in calls] == [{"expression": "1+1"}, {"expression": "2+2"}]
@@ -94,10 +94,10 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
     result = types.Content(role="tool", parts=[types.Part(function_response=one) for one in results])
     second = ask(url, contents=[HI, *echo, result], tools=[CALC_TOOL])
     assert text_of(second) == "2 and 4"
-    recorded = server.asked[0].prompt_ids + say(renderer, TWO_CALLS)
-    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
-    assert is_one_row(server, url)
-    said = [message["content"] for message in tree(server, url)["prompts"][1]["messages"]]
+    recorded = served_plane.asked[0].prompt_ids + say(renderer, TWO_CALLS)
+    assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
+    assert is_one_row(served_plane, url)
+    said = [message["content"] for message in tree(served_plane, url)["prompts"][1]["messages"]]
     assert said == ["0", "1"]
 
 
@@ -107,122 +107,132 @@ def calc(expression: str) -> int:
 
 
 def test_a_chat_that_calls_functions_by_itself_is_one_token_sequence(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register(max_tokens=128)
-    server.connect(answering(renderer, TWO_CALLS, "", "2 and 4", "You are welcome."))
-    url = opened(server)
+    served_plane.register(max_tokens=128)
+    served_plane.connect(answering(renderer, TWO_CALLS, "", "2 and 4", "You are welcome."))
+    url = opened(served_plane)
     with client(url) as agent:
         chat = agent.chats.create(model="policy", config={"tools": [calc], "system_instruction": "be brief"})
         for message in ("1+1 and 2+2?", "well?", "thanks"):
             said = [*chat.send_message_stream(message)]
     assert text_of(said) == "You are welcome."
-    assert len(server.asked) == 4 and is_one_row(server, url)
-    shown = tree(server, url)["prompts"]
+    assert len(served_plane.asked) == 4 and is_one_row(served_plane, url)
+    shown = tree(served_plane, url)["prompts"]
     assert [message["content"] for message in shown[0]["messages"]] == ["be brief", "1+1 and 2+2?"]
     assert [message["content"] for message in shown[1]["messages"]] == ["2", "4"]
 
 
-def test_of_the_allowed_functions_the_model_is_shown_those_alone(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
+def test_of_the_allowed_functions_the_model_is_shown_those_alone(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
     tools = [{"function_declarations": [CALC | {"name": name} for name in ("add", "sub", "mul")]}]
     for mode in ("VALIDATED", "AUTO"):
         config = {"function_calling_config": {"mode": mode, "allowed_function_names": ["add", "mul"]}}
-        ask(server.url, tools=tools, tool_config=config)
-        shown = renderer.decode(list(server.asked[-1].prompt_ids))
+        ask(served_plane.url, tools=tools, tool_config=config)
+        shown = renderer.decode(list(served_plane.asked[-1].prompt_ids))
         assert [f'"{name}"' in shown for name in ("add", "sub", "mul")] == [True, False, True]
 
 
 def test_types_of_a_google_schema_are_told_as_those_of_a_json_schema(
-    server: Server, renderer: Renderer
+    served_plane: ServedPlane, renderer: Renderer
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
-    ask(server.url, tools=[CALC_TOOL])
-    shown = renderer.decode(list(server.asked[0].prompt_ids))
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
+    ask(served_plane.url, tools=[CALC_TOOL])
+    shown = renderer.decode(list(served_plane.asked[0].prompt_ids))
     assert '"object"' in shown and '"string"' in shown and "OBJECT" not in shown
 
 
-def test_tools_of_the_provider_are_left_out_and_counted(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
-    ask(server.url, tools=[{"google_search": {}}, {"url_context": {}, "code_execution": {}}])
-    ask(server.url)
-    assert server.asked[0].prompt_ids == server.asked[1].prompt_ids
-    counters = server.get("/runs/run")["counters"]
+def test_tools_of_the_provider_are_left_out_and_counted(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
+    ask(served_plane.url, tools=[{"google_search": {}}, {"url_context": {}, "code_execution": {}}])
+    ask(served_plane.url)
+    assert served_plane.asked[0].prompt_ids == served_plane.asked[1].prompt_ids
+    counters = served_plane.get("/runs/run")["counters"]
     left_out = {name: count for name, count in counters.items() if name.startswith("left_out.")}
     assert left_out == {f"left_out.{kind}": 1 for kind in ("code_execution", "google_search", "url_context")}
 
 
 @HOW
-def test_a_stop_sequence_ends_the_answer_before_it(server: Server, renderer: Renderer, how: str) -> None:
-    server.register()
-    server.connect(answering(renderer, "one two three four"))
-    answer = ask(server.url, how, stop_sequences=["zzz", "three"])
+def test_a_stop_sequence_ends_the_answer_before_it(
+    served_plane: ServedPlane, renderer: Renderer, how: str
+) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "one two three four"))
+    answer = ask(served_plane.url, how, stop_sequences=["zzz", "three"])
     assert text_of(answer) == "one two "
     assert answer[-1].candidates[0].finish_reason == types.FinishReason.STOP
 
 
 @HOW
-def test_candidates_are_turns_of_one_prompt(server: Server, renderer: Renderer, how: str) -> None:
-    server.register()
-    server.connect(answering(renderer, "one", "two"))
-    url = opened(server)
+def test_candidates_are_turns_of_one_prompt(served_plane: ServedPlane, renderer: Renderer, how: str) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "one", "two"))
+    url = opened(served_plane)
     said = {0: "", 1: ""}
     for chunk in ask(url, how, candidate_count=2):
         for candidate in chunk.candidates:
             said[candidate.index] += candidate.content.parts[0].text
     assert sorted(said.values()) == ["one", "two"]
-    shown = tree(server, url)
+    shown = tree(served_plane, url)
     assert (len(shown["prompts"]), len(shown["turns"])) == (1, 2)
 
 
-def test_an_answer_is_rewarded_by_its_response_id(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
-    url = opened(server)
+def test_an_answer_is_rewarded_by_its_response_id(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
+    url = opened(served_plane)
     [answer] = ask(url)
     path = f"/sessions/{url.rpartition('/')[2]}"
-    server.post(f"{path}/reward", {"reward": 1.0, "step_rewards": {answer.response_id: 0.5}})
-    assert server.get(path)["step_rewards"] == {answer.response_id: 0.5}
+    served_plane.post(f"{path}/reward", {"reward": 1.0, "step_rewards": {answer.response_id: 0.5}})
+    assert served_plane.get(path)["step_rewards"] == {answer.response_id: 0.5}
 
 
-def test_tokens_are_counted_without_a_turn(server: Server, renderer: Renderer) -> None:
-    server.register()
-    url = opened(server)
+def test_tokens_are_counted_without_a_turn(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    url = opened(served_plane)
     expected = len(renderer.encode(renderer.render([{"role": "user", "content": "hi"}], [])))
     with client(url) as agent:
         assert agent.models.count_tokens(model="policy", contents="hi").total_tokens == expected
     request = {"model": "models/policy", "contents": [HI]}
     path = "/v1beta/models/policy:countTokens"
-    assert server.post(path, {"generateContentRequest": request}) == {"totalTokens": expected}
-    assert tree(server, url)["prompts"] == []
+    assert served_plane.post(path, {"generateContentRequest": request}) == {"totalTokens": expected}
+    assert tree(served_plane, url)["prompts"] == []
 
 
-def test_a_session_is_named_by_the_key_in_the_header_or_the_query(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
-    url = opened(server)
+def test_a_session_is_named_by_the_key_in_the_header_or_the_query(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
+    url = opened(served_plane)
     key = f"session:{url.rpartition('/')[2]}"
-    with client(server.url, key, api_version="v1") as agent:
+    with client(served_plane.url, key, api_version="v1") as agent:
         assert agent.models.generate_content(model="policy", contents="hi").text == "yes"
     for version in ("v1", "v1beta"):
         path = f"/{version}/models/policy:generateContent?key={key}"
-        assert server.post(path, {"contents": [HI]})["candidates"][0]["content"]["parts"] == [{"text": "yes"}]
-    assert len(tree(server, url)["turns"]) == 3
+        assert served_plane.post(path, {"contents": [HI]})["candidates"][0]["content"]["parts"] == [
+            {"text": "yes"}
+        ]
+    assert len(tree(served_plane, url)["turns"]) == 3
 
 
-def test_models_are_listed_in_the_shape_of_the_asker(server: Server) -> None:
-    server.register()
-    for url in (server.url, opened(server)):
+def test_models_are_listed_in_the_shape_of_the_asker(served_plane: ServedPlane) -> None:
+    served_plane.register()
+    for url in (served_plane.url, opened(served_plane)):
         with client(url) as agent:
             assert [model.name for model in agent.models.list()] == ["models/policy"]
             assert agent.models.get(model="policy").name == "models/policy"
             with pytest.raises(errors.ClientError, match="The model 'gpt' does not exist here"):
                 agent.models.get(model="gpt")
-    assert set(server.get("/v1beta/models")) == {"models"}
-    assert server.get("/v1/models")["object"] == "list"
+    assert set(served_plane.get("/v1beta/models")) == {"models"}
+    assert served_plane.get("/v1/models")["object"] == "list"
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], int, str, str]] = [
@@ -247,9 +257,9 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str, str]] = [
 
 
 @HOW
-def test_bad_requests_raise_what_the_client_has_for_them(server: Server, how: str) -> None:
-    server.register()
-    with client(server.url) as agent:
+def test_bad_requests_raise_what_the_client_has_for_them(served_plane: ServedPlane, how: str) -> None:
+    served_plane.register()
+    with client(served_plane.url) as agent:
         for change, code, status, sentence in BAD_REQUESTS:
             asked: dict[str, Any] = {"model": "policy", "contents": "hi"} | change
             with pytest.raises(errors.ClientError, match=sentence) as refused:
@@ -263,20 +273,20 @@ def test_bad_requests_raise_what_the_client_has_for_them(server: Server, how: st
 
 @pytest.mark.parametrize("version", ["v1", "v1beta"])
 def test_what_is_no_request_is_refused_in_googles_shape_whatever_the_headers(
-    server: Server, version: str
+    served_plane: ServedPlane, version: str
 ) -> None:
-    server.register()
+    served_plane.register()
     for content, sentence in [("{", "not valid JSON"), ("[]", "must be a JSON object, got a list")]:
         for method in ("generateContent", "streamGenerateContent", "countTokens"):
-            response = server.http.post(f"/{version}/models/policy:{method}", content=content)
+            response = served_plane.http.post(f"/{version}/models/policy:{method}", content=content)
             assert (response.status_code, sentence in response.text) == (400, True)
             assert set(response.json()["error"]) == {"code", "message", "status"}
 
 
-def test_a_session_that_is_over_is_told(server: Server) -> None:
-    server.register()
+def test_a_session_that_is_over_is_told(served_plane: ServedPlane) -> None:
+    served_plane.register()
     with pytest.raises(errors.ClientError, match="Session nobody is unknown or over") as refused:
-        ask(f"{server.url}/sessions/nobody")
+        ask(f"{served_plane.url}/sessions/nobody")
     assert (refused.value.code, refused.value.status) == (404, "NOT_FOUND")
 
 

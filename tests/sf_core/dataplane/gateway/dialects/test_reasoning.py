@@ -12,8 +12,8 @@ from google import genai
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import CALC, ServedPlane, answering, say, tool_call_text
 from tests.patience import patience
-from tests.sf_core.dataplane.stand import CALC, Server, answering, say, tool_call_text
 
 HI: Any = [{"role": "user", "content": "hi"}]
 MORE: Any = {"role": "user", "content": "and?"}
@@ -21,34 +21,34 @@ THOUGHT = "<think>\nhm, so\n</think>\n\nYes."
 
 
 @pytest.fixture
-def thinking(server: Server, tmp_path: Path) -> Server:
+def thinking(served_plane: ServedPlane, tmp_path: Path) -> ServedPlane:
     """A policy whose template, as reasoning models' do, drops what was thought before the last question."""
     folder = tmp_path / "thinking"
-    shutil.copytree(server.model_dir, folder)
+    shutil.copytree(served_plane.model_dir, folder)
     template = (folder / "chat_template.jinja").read_text()
     shown = "{{ '<think>\\n' + message.reasoning_content + '</think>' if message.reasoning_content }}"
     (folder / "chat_template.jinja").write_text(
         template.replace("{{ message.content }}", shown + "{{ message.content }}")
     )
-    server.model_dir = str(folder)
-    server.register(max_tokens=128)
-    return server
+    served_plane.model_dir = str(folder)
+    served_plane.register(max_tokens=128)
+    return served_plane
 
 
-def v1(server: Server, session_id: str) -> OpenAI:
-    url = f"{server.url}/sessions/{session_id}/v1"
+def v1(plane: ServedPlane, session_id: str) -> OpenAI:
+    url = f"{plane.url}/sessions/{session_id}/v1"
     return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience())
 
 
-def extends_the_first_turn(server: Server, renderer: Renderer) -> bool:
-    recorded = server.asked[0].prompt_ids + say(renderer, THOUGHT)
-    return server.asked[1].prompt_ids[: len(recorded)] == recorded
+def extends_the_first_turn(plane: ServedPlane, renderer: Renderer) -> bool:
+    recorded = plane.asked[0].prompt_ids + say(renderer, THOUGHT)
+    return plane.asked[1].prompt_ids[: len(recorded)] == recorded
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("echoed", [False, True])
 def test_chat_has_reasoning_content(
-    thinking: Server, renderer: Renderer, streamed: bool, echoed: bool
+    thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
     session_id = thinking.post("/sessions", {"run_id": "run"})["session_id"]
@@ -75,7 +75,7 @@ def test_chat_has_reasoning_content(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("echoed", [False, True])
 def test_responses_have_a_reasoning_item(
-    thinking: Server, renderer: Renderer, streamed: bool, echoed: bool
+    thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
     session_id = thinking.post("/sessions", {"run_id": "run"})["session_id"]
@@ -98,7 +98,7 @@ def test_responses_have_a_reasoning_item(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("echoed", [False, True])
 def test_messages_have_a_thinking_block(
-    thinking: Server, renderer: Renderer, streamed: bool, echoed: bool
+    thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
     session_id = thinking.post("/sessions", {"run_id": "run"})["session_id"]
@@ -120,7 +120,7 @@ def test_messages_have_a_thinking_block(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("echoed", [False, True])
 def test_contents_have_thought_parts(
-    thinking: Server, renderer: Renderer, streamed: bool, echoed: bool
+    thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
     url = f"{thinking.url}/sessions/{thinking.post('/sessions', {'run_id': 'run'})['session_id']}"
@@ -138,7 +138,9 @@ def test_contents_have_thought_parts(
     assert extends_the_first_turn(thinking, renderer)
 
 
-def test_a_forced_call_closes_the_reasoning_the_template_opens(thinking: Server, renderer: Renderer) -> None:
+def test_a_forced_call_closes_the_reasoning_the_template_opens(
+    thinking: ServedPlane, renderer: Renderer
+) -> None:
     template = Path(thinking.model_dir) / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
     thinking.register(run_id="open", run_dir=str(thinking.run_dir / "open"), max_tokens=128)
@@ -159,7 +161,7 @@ def test_a_forced_call_closes_the_reasoning_the_template_opens(thinking: Server,
     thinking.post("/runs/open/release")
 
 
-def test_reasoning_may_come_before_a_call(thinking: Server, renderer: Renderer) -> None:
+def test_reasoning_may_come_before_a_call(thinking: ServedPlane, renderer: Renderer) -> None:
     thinking.connect(answering(renderer, "<think>\nhm\n</think>\n\n" + tool_call_text(expression="1+1")))
     session_id = thinking.post("/sessions", {"run_id": "run"})["session_id"]
     with v1(thinking, session_id) as agent:

@@ -18,32 +18,32 @@ from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.gateway.dialects.testing import read_events
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces
+from tests.bench.dataplane.planes import CALC, ServedPlane, answering, say, tool_call_text
 from tests.patience import patience
-from tests.sf_core.dataplane.stand import CALC, Server, answering, say, tool_call_text
 
 TOOL: Any = {"type": "function", "strict": False, **CALC["function"]}
 
 
-def client(server: Server, session_id: str | None = None) -> OpenAI:
-    base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
+def client(plane: ServedPlane, session_id: str | None = None) -> OpenAI:
+    base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
     return OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=patience())
 
 
-def ask(server: Server, session_id: str | None = None, given: Any = "hi", **options: Any) -> Any:
-    with client(server, session_id) as agent:
+def ask(plane: ServedPlane, session_id: str | None = None, given: Any = "hi", **options: Any) -> Any:
+    with client(plane, session_id) as agent:
         return agent.responses.create(model="policy", input=given, **options)
 
 
-def test_the_event_stream_is_the_one_clients_expect(server: Server, renderer: Renderer) -> None:
-    server.register(max_tokens=64)
-    server.connect(answering(renderer, "Sure. " + tool_call_text(expression="1+1")))
+def test_the_event_stream_is_the_one_clients_expect(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register(max_tokens=64)
+    served_plane.connect(answering(renderer, "Sure. " + tool_call_text(expression="1+1")))
     events: list[Any] = []
-    server.engines["r0"].steps_left = 3
-    with client(server) as agent:
+    served_plane.engines["r0"].steps_left = 3
+    with client(served_plane) as agent:
         for event in agent.responses.create(model="policy", input="hi", tools=[TOOL], stream=True):
             events.append(event)
             if event.type == "response.output_text.delta":
-                server.engines["r0"].steps_left = None
+                served_plane.engines["r0"].steps_left = None
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [kind for kind in kinds if kind == "output_text.delta"]
     assert len(deltas) > 1
@@ -68,14 +68,14 @@ def test_the_event_stream_is_the_one_clients_expect(server: Server, renderer: Re
 
 @pytest.mark.parametrize("named", ["response", "items", "copies"])
 def test_tool_calls_and_their_results_make_one_token_sequence(
-    server: Server, renderer: Renderer, named: str
+    served_plane: ServedPlane, renderer: Renderer, named: str
 ) -> None:
-    server.register(max_tokens=128)
+    served_plane.register(max_tokens=128)
     text = "Sure. " + tool_call_text(expression="1+1") + tool_call_text(expression="2+2")
-    server.connect(answering(renderer, text, "2 and 4"))
-    [claim] = server.claim()
+    served_plane.connect(answering(renderer, text, "2 and 4"))
+    [claim] = served_plane.claim()
     options = {"tools": [TOOL], "instructions": "be brief"}
-    first = ask(server, claim["session_id"], **options)
+    first = ask(served_plane, claim["session_id"], **options)
     message, *calls = first.output
     assert (message.content[0].text, [call.type for call in calls]) == ("Sure. ", ["function_call"] * 2)
     assert [json.loads(call.arguments)["expression"] for call in calls] == ["1+1", "2+2"]
@@ -92,47 +92,49 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
         thought = {"type": "reasoning", "id": "rs_1", "summary": []}
         echo = [item.model_dump(exclude_none=True) for item in first.output]
         given = [{"role": "user", "content": "hi"}, thought, *echo, *results]
-    second = ask(server, claim["session_id"], given, **options)
+    second = ask(served_plane, claim["session_id"], given, **options)
     assert second.output_text == "2 and 4"
-    recorded = server.asked[0].prompt_ids + say(renderer, text)
-    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
+    recorded = served_plane.asked[0].prompt_ids + say(renderer, text)
+    assert served_plane.asked[1].prompt_ids[: len(recorded)] == recorded
 
 
-def test_instructions_do_not_carry_over(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
-    [claim] = server.claim()
-    first = ask(server, claim["session_id"], instructions="be brief")
-    ask(server, claim["session_id"], given="more", previous_response_id=first.id)
+def test_instructions_do_not_carry_over(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
+    [claim] = served_plane.claim()
+    first = ask(served_plane, claim["session_id"], instructions="be brief")
+    ask(served_plane, claim["session_id"], given="more", previous_response_id=first.id)
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "more"},
     ]
-    assert server.asked[1].prompt_ids == renderer.encode(renderer.render(messages, [])).tolist()
+    assert served_plane.asked[1].prompt_ids == renderer.encode(renderer.render(messages, [])).tolist()
 
 
-def test_an_answer_cut_by_its_budget_is_incomplete(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "the quick brown fox jumps"))
-    whole = ask(server, max_output_tokens=3)
+def test_an_answer_cut_by_its_budget_is_incomplete(served_plane: ServedPlane, renderer: Renderer) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "the quick brown fox jumps"))
+    whole = ask(served_plane, max_output_tokens=3)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert [item.status for item in whole.output] == ["incomplete"]
-    with client(server) as agent:
+    with client(served_plane) as agent:
         *_, last = agent.responses.create(model="policy", input="hi", max_output_tokens=3, stream=True)
     assert (last.type, last.response.output_text) == ("response.incomplete", whole.output_text)
 
 
-def test_tools_that_a_provider_would_run_are_left_out_and_counted(server: Server, renderer: Renderer) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
-    [claim] = server.claim()
+def test_tools_that_a_provider_would_run_are_left_out_and_counted(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
+    [claim] = served_plane.claim()
     tools = [{"type": "web_search"}, TOOL, {"type": "namespace", "name": "mcp", "tools": [TOOL]}]
     given = [{"type": "additional_tools", "tools": []}, {"role": "user", "content": "hi"}]
-    ask(server, claim["session_id"], given=given, tools=tools)
-    ask(server, claim["session_id"], given="hi", tools=[TOOL])
-    assert server.asked[0].prompt_ids == server.asked[1].prompt_ids
-    counters = server.get("/runs/run")["counters"]
+    ask(served_plane, claim["session_id"], given=given, tools=tools)
+    ask(served_plane, claim["session_id"], given="hi", tools=[TOOL])
+    assert served_plane.asked[0].prompt_ids == served_plane.asked[1].prompt_ids
+    counters = served_plane.get("/runs/run")["counters"]
     assert {name: number for name, number in counters.items() if name.startswith("left_out")} == {
         f"left_out.{kind}": 1 for kind in ("web_search", "namespace", "additional_tools")
     }
@@ -143,16 +145,16 @@ OTHER: Any = {**TOOL, "name": "other"}
 
 @pytest.mark.parametrize(("mode", "answer"), [("auto", "yes"), ("required", ' "calc", "arguments": {}}')])
 def test_of_allowed_tools_the_model_is_shown_no_others(
-    server: Server, renderer: Renderer, mode: str, answer: str
+    served_plane: ServedPlane, renderer: Renderer, mode: str, answer: str
 ) -> None:
-    server.register(max_tokens=64)
-    server.connect(answering(renderer, answer))
-    [claim] = server.claim()
+    served_plane.register(max_tokens=64)
+    served_plane.connect(answering(renderer, answer))
+    [claim] = served_plane.claim()
     allowed = {"mode": mode, "tools": [{"type": "function", "name": "calc"}]}
     choice: Any = {"type": "allowed_tools", **allowed}
-    ask(server, claim["session_id"], tools=[OTHER, TOOL], tool_choice=choice)
-    ask(server, claim["session_id"], tools=[TOOL], tool_choice=mode)
-    with client(server, claim["session_id"]) as agent:
+    ask(served_plane, claim["session_id"], tools=[OTHER, TOOL], tool_choice=choice)
+    ask(served_plane, claim["session_id"], tools=[TOOL], tool_choice=mode)
+    with client(served_plane, claim["session_id"]) as agent:
         functions: list[Any] = [
             {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
             for tool in (OTHER, TOOL)
@@ -164,7 +166,7 @@ def test_of_allowed_tools_the_model_is_shown_no_others(
             tools=functions,
             tool_choice={"type": "allowed_tools", "allowed_tools": in_chat},  # type: ignore[typeddict-item]
         )
-    prompts = [asked.prompt_ids for asked in server.asked]
+    prompts = [asked.prompt_ids for asked in served_plane.asked]
     assert prompts[0] == prompts[1] == prompts[2]
 
 
@@ -192,22 +194,24 @@ def test_of_allowed_tools_the_model_is_shown_no_others(
     ],
 )
 def test_bad_requests_get_a_sentence(
-    server: Server, change: dict[str, Any], status: int, sentence: str
+    served_plane: ServedPlane, change: dict[str, Any], status: int, sentence: str
 ) -> None:
-    server.register()
+    served_plane.register()
     body = {"model": "policy", "input": "x"} | change
-    response = httpx.post(f"{server.url}/v1/responses", json=body)
+    response = httpx.post(f"{served_plane.url}/v1/responses", json=body)
     assert (response.status_code, sentence in response.json()["error"]["message"]) == (status, True)
 
 
-def test_a_session_that_ends_ends_the_stream_with_an_error(server: Server, renderer: Renderer) -> None:
-    server.register(max_tokens=2000)
-    server.connect(lambda prompt, seed: renderer.encode("the " * 1500).tolist())
-    [claim] = server.claim()
-    with client(server, claim["session_id"]) as agent:
+def test_a_session_that_ends_ends_the_stream_with_an_error(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register(max_tokens=2000)
+    served_plane.connect(lambda prompt, seed: renderer.encode("the " * 1500).tolist())
+    [claim] = served_plane.claim()
+    with client(served_plane, claim["session_id"]) as agent:
         events = iter(agent.responses.create(model="policy", input="hi", stream=True))
         next(events)
-        server.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "enough"})
+        served_plane.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "enough"})
         with pytest.raises(openai.APIError, match="the session is over"):
             list(events)
 

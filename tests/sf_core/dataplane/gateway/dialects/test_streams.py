@@ -25,10 +25,10 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.types import Chunk, FinishReason
+from tests.bench.dataplane.planes import CALC, tool_call_text
+from tests.bench.dataplane.specs import SPEC
 from tests.patience import patience
 from tests.properties import examples
-from tests.sf_core.dataplane.specs import SPEC
-from tests.sf_core.dataplane.stand import CALC, tool_call_text
 
 Event = dict[str, Any]
 Said = dict[str, Any]
@@ -147,7 +147,7 @@ READERS: dict[str, Callable[[list[Event]], Said]] = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> ServedRun:
+def served_run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> ServedRun:
     folder: Path = tmp_path_factory.mktemp("streams")
     changes = {"run_dir": str(folder), "model_dir": model_dir, "context_length": 4096}
     state = RunState(RunSpec.model_validate(SPEC | changes), Memory())
@@ -222,7 +222,7 @@ TEXTS = [
     data=st.data(),
 )
 def test_however_tokens_arrive_a_stream_says_the_same(
-    run: ServedRun,
+    served_run: ServedRun,
     renderer: Renderer,
     path: str,
     has_stop: bool,
@@ -245,8 +245,8 @@ def test_however_tokens_arrive_a_stream_says_the_same(
     event_s = data.draw(st.sampled_from([0.0, 1e9]), "event_s")
 
     def stream(pace: StreamPace, chunks: list[tuple[Chunk, int]]) -> Said:
-        run.turns.pace = pace
-        return asyncio.run(say(run, path, more, chunks))
+        served_run.turns.pace = pace
+        return asyncio.run(say(served_run, path, more, chunks))
 
     one_by_one = cut(ids, list(range(1, len(ids))), reason, set())
     expected = stream(StreamPace(0.0), [(chunk, 6) for chunk in one_by_one])

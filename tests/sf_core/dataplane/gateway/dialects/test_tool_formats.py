@@ -12,8 +12,8 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import CALC, ServedPlane, answering, say
 from tests.patience import patience
-from tests.sf_core.dataplane.stand import CALC, Server, answering, say
 
 HI: Any = [{"role": "user", "content": "hi"}]
 CALC_CHOICE: Any = {"type": "function", "function": {"name": "calc"}}
@@ -30,19 +30,19 @@ MARKS = [
 
 
 def serve_family(
-    server: Server, folder: Path, tool_format: str = "", *, special: bool = False, more: str = ""
+    plane: ServedPlane, folder: Path, tool_format: str = "", *, special: bool = False, more: str = ""
 ) -> Renderer:
     """Serve a policy whose folder names this format, with `more` in its template. `special`: the marks are
     special tokens."""
-    shutil.copytree(server.model_dir, folder)
+    shutil.copytree(plane.model_dir, folder)
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tool_format": tool_format}))
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + more)
     if special:
         make_special(folder / "tokenizer.json")
-    server.model_dir = str(folder)
-    server.register(max_tokens=256)
+    plane.model_dir = str(folder)
+    plane.register(max_tokens=256)
     return Renderer(str(folder))
 
 
@@ -92,13 +92,13 @@ FAMILIES = [
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(("tool_format", "call", "forced_rest"), FAMILIES)
 def test_calls_free_and_forced_are_calls_and_extend_the_tokens(
-    server: Server, tmp_path: Path, tool_format: str, call: str, forced_rest: str, special: bool
+    served_plane: ServedPlane, tmp_path: Path, tool_format: str, call: str, forced_rest: str, special: bool
 ) -> None:
-    renderer = serve_family(server, tmp_path / "model", tool_format, special=special)
-    server.connect(answering(renderer, call, forced_rest, "two"))
-    session_id = server.post("/sessions", {"run_id": "run"})["session_id"]
+    renderer = serve_family(served_plane, tmp_path / "model", tool_format, special=special)
+    served_plane.connect(answering(renderer, call, forced_rest, "two"))
+    session_id = served_plane.post("/sessions", {"run_id": "run"})["session_id"]
     messages = list(HI)
-    url = f"{server.url}/sessions/{session_id}/v1"
+    url = f"{served_plane.url}/sessions/{session_id}/v1"
     with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience()) as agent:
         options: Any
         for options in ({}, {"tool_choice": CALC_CHOICE}):
@@ -112,22 +112,24 @@ def test_calls_free_and_forced_are_calls_and_extend_the_tokens(
             messages.append(answer.choices[0].message.model_dump(exclude_none=True))
             messages.append({"role": "tool", "tool_call_id": made.id, "content": "2"})
         agent.chat.completions.create(model="policy", messages=messages, tools=[CALC])
-    for before, after, text in zip(server.asked, server.asked[1:], (call, forced_rest), strict=False):
+    for before, after, text in zip(
+        served_plane.asked, served_plane.asked[1:], (call, forced_rest), strict=False
+    ):
         recorded = before.prompt_ids + say(renderer, text)
         assert after.prompt_ids[: len(recorded)] == recorded
-    assert server.get("/runs/run")["counters"].get("unparsed_calls", 0) == 0
+    assert served_plane.get("/runs/run")["counters"].get("unparsed_calls", 0) == 0
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_of_special_tokens_only_marks_are_read_and_none_is_shown(
-    server: Server, tmp_path: Path, streamed: bool
+    served_plane: ServedPlane, tmp_path: Path, streamed: bool
 ) -> None:
-    renderer = serve_family(server, tmp_path / "model", special=True, more="{{ '</think>' if false }}")
+    renderer = serve_family(served_plane, tmp_path / "model", special=True, more="{{ '</think>' if false }}")
     call = '<tool_call>\n{"name": "calc", "arguments": {"expression": "1+1"}}\n</tool_call>'
     broken = "<tool_call>calc<|x|></tool_call>"
     said = ["<think>\nh<|x|>m\n</think>\n\nYes<|x|>." + call + broken, "<think>hm</think>" + call]
-    server.connect(answering(renderer, *said))
-    url = f"{server.url}/sessions/{server.post('/sessions', {'run_id': 'run'})['session_id']}/v1"
+    served_plane.connect(answering(renderer, *said))
+    url = f"{served_plane.url}/sessions/{served_plane.post('/sessions', {'run_id': 'run'})['session_id']}/v1"
 
     def ask(**options: Any) -> tuple[str, str, list[str]]:
         with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience()) as agent:
@@ -140,22 +142,22 @@ def test_of_special_tokens_only_marks_are_read_and_none_is_shown(
         )
 
     assert ask(tools=[CALC]) == ("hm", "Yes.<tool_call>calc</tool_call>", ['{"expression":"1+1"}'])
-    assert server.get("/runs/run")["counters"]["unparsed_calls"] == 1
+    assert served_plane.get("/runs/run")["counters"]["unparsed_calls"] == 1
     # nobody asked for calls
     assert ask() == ("hm", '{"name": "calc", "arguments": {"expression": "1+1"}}\n', [])
 
 
-def test_tools_are_refused_where_calls_have_no_known_form(server: Server, tmp_path: Path) -> None:
+def test_tools_are_refused_where_calls_have_no_known_form(served_plane: ServedPlane, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(server.model_dir, folder)
+    shutil.copytree(served_plane.model_dir, folder)
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("<tool_call>", "<invoke>"))
-    server.model_dir = str(folder)
-    server.register(max_tokens=32)
+    served_plane.model_dir = str(folder)
+    served_plane.register(max_tokens=32)
     renderer = Renderer(str(folder))
     assert renderer.tool_format == ""
-    server.connect(answering(renderer, "no <tool_call>"))
-    url = f"{server.url}/sessions/{server.post('/sessions', {'run_id': 'run'})['session_id']}/v1"
+    served_plane.connect(answering(renderer, "no <tool_call>"))
+    url = f"{served_plane.url}/sessions/{served_plane.post('/sessions', {'run_id': 'run'})['session_id']}/v1"
     request: Any = {"model": "policy", "messages": HI, "tools": [CALC]}
     for choice in ("auto", "required"):
         refused = httpx.post(f"{url}/chat/completions", json=request | {"tool_choice": choice})

@@ -10,8 +10,8 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.bench.dataplane.planes import ServedPlane, answering
 from tests.sf_core.dataplane.gateway.dialects.test_undone import ask
-from tests.sf_core.dataplane.stand import Server, answering
 
 TEXT = {"type": "text", "text": "seen"}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA=="}
@@ -69,31 +69,33 @@ CASES = [
 ]
 
 
-def left_out(server: Server) -> dict[str, int]:
-    counters = server.get("/runs/run")["counters"]
+def left_out(plane: ServedPlane) -> dict[str, int]:
+    counters = plane.get("/runs/run")["counters"]
     return {name: number for name, number in counters.items() if name.startswith("left_out.")}
 
 
 @pytest.mark.parametrize(("path", "body", "kinds"), CASES)
 def test_a_sentence_stands_in_their_place(
-    server: Server, renderer: Renderer, path: str, body: dict[str, Any], kinds: list[str]
+    served_plane: ServedPlane, renderer: Renderer, path: str, body: dict[str, Any], kinds: list[str]
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
-    status, answer = ask(server, path, body)
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
+    status, answer = ask(served_plane, path, body)
     assert status == 200, answer
     shown = "\n".join(["seen", *(f"[{kind.replace('_', ' ')} left out]" for kind in kinds)])
-    [asked] = server.asked
-    assert shown in renderer.decode_with_special(list(asked.prompt_ids))
-    assert left_out(server) == {f"left_out.{kind}": kinds.count(kind) for kind in kinds}
+    [asked] = served_plane.asked
+    assert shown in renderer.shown(list(asked.prompt_ids))
+    assert left_out(served_plane) == {f"left_out.{kind}": kinds.count(kind) for kind in kinds}
 
 
 @pytest.mark.parametrize(("path", "body", "kinds"), CASES)
-def test_a_run_may_refuse_them(server: Server, path: str, body: dict[str, Any], kinds: list[str]) -> None:
-    server.register(unseen_parts="refuse")
-    status, answer = ask(server, path, body)
+def test_a_run_may_refuse_them(
+    served_plane: ServedPlane, path: str, body: dict[str, Any], kinds: list[str]
+) -> None:
+    served_plane.register(unseen_parts="refuse")
+    status, answer = ask(served_plane, path, body)
     assert status == 400 and "rollout.unseen_parts" in answer["error"]["message"]
-    assert left_out(server) == {}
+    assert left_out(served_plane) == {}
     assert RunConfig.model_validate({"rollout": {"unseen_parts": "refuse"}}).rollout.unseen_parts == "refuse"
 
 
@@ -109,9 +111,11 @@ def test_a_run_may_refuse_them(server: Server, path: str, body: dict[str, Any], 
         (GOOGLE, {"contents": [{"role": "user", "parts": [media("image/png")]}]}),
     ],
 )
-def test_in_a_users_message_they_are_refused(server: Server, path: str, body: dict[str, Any]) -> None:
-    server.register()
-    assert ask(server, path, body)[0] == 400
+def test_in_a_users_message_they_are_refused(
+    served_plane: ServedPlane, path: str, body: dict[str, Any]
+) -> None:
+    served_plane.register()
+    assert ask(served_plane, path, body)[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -125,11 +129,11 @@ def test_in_a_users_message_they_are_refused(server: Server, path: str, body: di
     ],
 )
 def test_a_character_that_a_client_cut_is_mended_and_counted(
-    server: Server, renderer: Renderer, path: str, body: dict[str, Any]
+    served_plane: ServedPlane, renderer: Renderer, path: str, body: dict[str, Any]
 ) -> None:
-    server.register()
-    server.connect(answering(renderer, "yes"))
+    served_plane.register()
+    served_plane.connect(answering(renderer, "yes"))
     sent = json.dumps({"model": "policy", **body})
-    assert httpx.post(server.url + path, content=sent).status_code == 200
-    assert "\ufffd" in renderer.decode_with_special(list(server.asked[0].prompt_ids))
-    assert left_out(server) == {"left_out.characters": 1}
+    assert httpx.post(served_plane.url + path, content=sent).status_code == 200
+    assert "\ufffd" in renderer.shown(list(served_plane.asked[0].prompt_ids))
+    assert left_out(served_plane) == {"left_out.characters": 1}

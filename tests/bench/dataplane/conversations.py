@@ -39,6 +39,7 @@ from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
 
+TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = ("qwen3", "llama3", "chatml")
 _SPECIAL = {
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -90,7 +91,7 @@ def family(name: str) -> Renderer:
     backend.add_tokens([AddedToken(text) for text in _ADDED.get(name, [])])
     folder = Path(mkdtemp(prefix=f"{name}-"))
     backend.save(str(folder / "tokenizer.json"))
-    template = Path(__file__).parent / "templates" / f"{name}.jinja"
+    template = TEMPLATES / f"{name}.jinja"
     (folder / "chat_template.jinja").write_text(template.read_text())
     config = {"bos_token": _SPECIAL[name][0], "eos_token": _SPECIAL[name][-1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -193,6 +194,30 @@ def generation_of(prompt: Prompt, sampling: Sampling | None = None, grammar: str
     sampling = sampling or Sampling()
     request = GenerationRequest("r", prompt.full_ids(), 0, 2**20, (), sampling, grammar=grammar)
     return Generation(request, floor=0)
+
+
+def sample(
+    session: Session,
+    renderer: Renderer,
+    messages: list[Message],
+    ids: list[int],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    version: int = 0,
+    call: ToolCall | None = None,
+) -> Turn:
+    """Record a turn as the gateway would, answered with these ids."""
+    prompt = session.open_prompt(messages, tools or [], renderer)
+    number = session.begin_sample(prompt, 0)
+    generation = generation_of(prompt)
+    stopped = bool(ids) and ids[-1] in renderer.stop_token_ids
+    reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+    logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
+    generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
+    turn_id = f"{prompt.index}.{number}"
+    message = assistant_message(renderer.decode(ids), [call] if call else [], turn_id)
+    session.commit(generation, prompt, number, message, 0)
+    return session.turns[-1]
 
 
 def state_of(session: Session) -> dict[str, Any]:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from sf_core.config import RunConfig
-from sf_core.models.builtin import make_policy
-from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trainer import ModelTrainer
-from storage import parquet
 from storage.files import write_atomic
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
@@ -81,26 +75,6 @@ def mean_reward(rows: list[Trajectory]) -> float:
     return float(np.mean(list({row.session_id: row.reward or 0.0 for row in reversed(rows)}.values())))
 
 
-def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None:
-    """Commit an iteration per batch, as the stages do, but without rollouts."""
-    make_policy(run.start_dir, config.policy, config.seed)
-    dtype = config.policy.dtype_name
-    make_model = partial(TorchModel, run.start_dir, dtype=dtype)
-    trainer = ModelTrainer(make_model, config.train, seed=config.seed, dtype=dtype)
-    for iteration, batch in enumerate(batches):
-        uri = f"{run.partition('batches', iteration)}/batch-1.parquet"
-        commit(run, iteration, "filter", outputs=[run.relative(parquet.write_table(uri, batch))])
-        metrics = trainer.step(batch)
-        weights = trainer.save_weights(run.weights_dir(trainer.version), run.weights_dir(iteration))
-        if trainer.version % config.train.interval == 0:
-            trainer.save_checkpoint(run.checkpoint_dir(trainer.version))
-        settings = config.train.model_dump(mode="json")
-        data = {"version": trainer.version, "device": trainer.device, "settings": settings, **metrics}
-        commit(run, iteration, "train", outputs=weights, data=data)
-        commit(run, iteration, "publish", data={"version": trainer.version})
-    trainer.await_checkpoint()
-
-
 def pretend(run: RunDirectory, iterations: int, *, first: int = 0, finished: bool = True) -> None:
     """Make a run whose manifests and file names are real, but not its files."""
     for iteration in range(first, iterations):
@@ -113,13 +87,6 @@ def pretend(run: RunDirectory, iterations: int, *, first: int = 0, finished: boo
     write_atomic(f"{run.journal_dir}/{run.run_id}.journal", b"j" * 10)
     if finished:
         run.write_summary({"iterations": iterations})
-
-
-def trained_run(folder: Path, settings: dict[str, Any], batches: list[pa.Table]) -> RunDirectory:
-    """Train a run in the folder on the batches."""
-    run = RunDirectory(str(folder / "trained"))
-    train(run, configure(run, train=settings), batches)
-    return run
 
 
 def copy_run(run: RunDirectory, folder: Path) -> RunDirectory:

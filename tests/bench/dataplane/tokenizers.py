@@ -1,16 +1,11 @@
-"""A real tokenizer with merges and a server on a free port."""
+"""A real tokenizer with merges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-from sf_core.dataplane.chat.renderer import Renderer
-from tests.sf_core.dataplane.stand import Server, attended, running_app
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -43,9 +38,8 @@ CORPUS = [
 ] * 20
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A byte-level BPE tokenizer with merges and a ChatML template with tools."""
+def make_model_dir(folder: Path) -> None:
+    """Write a byte-level BPE tokenizer with merges and a ChatML template with tools."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -54,19 +48,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
-    folder = tmp_path_factory.mktemp("model")
     PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE
     ).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def renderer(model_dir: str) -> Renderer:
-    return Renderer(model_dir)
-
-
-@pytest.fixture
-def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
-    with running_app(grace_s=0.1) as url, attended(url, tmp_path, model_dir) as server:
-        yield server

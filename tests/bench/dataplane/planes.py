@@ -31,8 +31,8 @@ from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, GenerationRequest
+from tests.bench.dataplane.specs import SPEC, changed
 from tests.patience import join, patience, wait_until
-from tests.sf_core.dataplane.specs import SPEC, changed
 
 
 class _Quick:
@@ -84,7 +84,7 @@ class RecordingEngine(ScriptedEngine):
 
 
 @dataclass
-class Server:
+class ServedPlane:
     """A data plane in a thread, its HTTP client, and engines in threads."""
 
     url: str
@@ -161,15 +161,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def attended(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
-    """Server of the data plane at this URL; at the end its run is released and its engines end."""
+def attended(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlane]:
+    """ServedPlane of the data plane at this URL; at the end its run is released and its engines end."""
     with httpx.Client(base_url=url, timeout=patience()) as http:
-        server = Server(url, http, folder, model_dir)
-        yield server
+        plane = ServedPlane(url, http, folder, model_dir)
+        yield plane
         if http.get("/runs/run").status_code == 200:
             http.post("/runs/run/resume")
             http.post("/runs/run/release")
-        for thread in server.threads:
+        for thread in plane.threads:
             join(thread)
 
 
@@ -243,11 +243,11 @@ CALC = {
 }
 
 
-def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bool) -> list[str]:
+def converse(plane: ServedPlane, claim: dict[str, Any], num_turns: int, streamed: bool) -> list[str]:
     """Answers to an agent that knows nothing of restarts, but repeats a broken stream, which no SDK does."""
     messages: Any = []
     answers = []
-    base_url = f"{server.url}/sessions/{claim['session_id']}/v1"
+    base_url = f"{plane.url}/sessions/{claim['session_id']}/v1"
     with OpenAI(base_url=base_url, api_key="none", max_retries=20, timeout=patience()) as agent:
         for turn in range(num_turns):
             messages.append({"role": "user", "content": f"{turn}?"})
@@ -279,6 +279,6 @@ def ask_stream(agent: OpenAI, messages: Any) -> str:
             continue
 
 
-def finish(server: Server, claim: dict[str, Any]) -> None:
+def finish(plane: ServedPlane, claim: dict[str, Any]) -> None:
     report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "test"}
-    server.post(f"/sessions/{claim['session_id']}/finish", report)
+    plane.post(f"/sessions/{claim['session_id']}/finish", report)

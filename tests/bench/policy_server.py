@@ -10,13 +10,13 @@ from pathlib import Path
 
 from sf_core.models.builtin import make_policy
 from storage.run_directory import RunDirectory
+from tests.bench.runs import commit, configure
 from tests.patience import patience, wait_until
-from tests.sf_core.runs import commit, configure
 
 KEY = "a-key-of-mine"
 
 
-def published_run(folder: Path, **policy: int | None) -> RunDirectory:
+def publish_run(folder: Path, **policy: int | None) -> RunDirectory:
     """A run that has published versions 1 to 3, of which 1 is not kept."""
     run = RunDirectory(str(folder / "taught"))
     small = {"hidden_size": 32, "num_layers": 1, "warmstart": None}

@@ -1,4 +1,4 @@
-"""Checks that a command, by default `sf`, refuses its input; it is run in this process."""
+"""Commands, by default `sf`, run in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from sf_core.cli.main import app
-from tests.bad_input.refusals import check_sentence, snapshot
+from tests.bench.refusals import check_sentence, snapshot
+
+
+def sf(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, " ".join(result.output.split())
 
 
 def check_refused(folder: Path, arguments: list[str], *names: str, command: Typer = app) -> str:

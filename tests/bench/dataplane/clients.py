@@ -21,8 +21,8 @@ from sf_core.dataplane.gateway.dialects.completions import Completions
 from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.gateway.dialects.testing import HI, DialectTests, Fields, Heard
+from tests.bench.dataplane.planes import CALC
 from tests.patience import patience
-from tests.sf_core.dataplane.stand import CALC
 
 FUNCTION: dict[str, Any] = CALC["function"]
 WITH_USAGE = {"include_usage": True}

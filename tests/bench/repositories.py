@@ -1,15 +1,15 @@
+"""Two small libraries, of which repositories with faults are generated."""
+
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-from examples.repositories.generate import generate
 from examples.repositories.libraries import Library
 from sf_core.environments.repositories.environment import Repositories
-from tests.sf_core.agents.sandbox.inside import need_sandbox
 
 LISTS = '''\
 def chunks(items, size):
@@ -104,9 +104,7 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[Library]:
-    place = tmp_path_factory.mktemp("installed")
+def make_libraries(place: Path) -> list[Library]:
     for name, text in FILES.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
@@ -117,24 +115,12 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[Library]:
     ]
 
 
-@pytest.fixture(scope="session")
-def generated(libraries: list[Library], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with dataset.jsonl and repositories. It takes a while, and two folders of tests share it:
-    the one that asks first makes it for both."""
-    need_sandbox()
-    folder = tmp_path_factory.getbasetemp() / "generated"
-    if not (folder / "dataset.jsonl").exists():
-        asyncio.run(generate(folder, libraries, per_library=2))
-    return folder
+MakeRepositories = Callable[..., Repositories]
 
 
-@pytest.fixture
-def environment(generated: Path) -> Callable[..., Repositories]:
-    def made(**settings: object) -> Repositories:
-        places = {
-            "dataset": str(generated / "dataset.jsonl"),
-            "repositories": str(generated / "repositories"),
-        }
-        return Repositories.model_validate(places | {"held_out": 0.5} | settings)
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
 
-    return made
+
+def score(environment: Repositories, row: dict[str, Any], answer: Any) -> float:
+    return asyncio.run(environment.score(row["instance_id"], answer))

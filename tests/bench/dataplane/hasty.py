@@ -1,4 +1,4 @@
-"""`python -m tests.sf_core.dataplane.hasty`: a data plane that lets runs go as soon as they are over."""
+"""`python -m tests.bench.dataplane.hasty`: a data plane that lets runs go as soon as they are over."""
 
 from sf_core.cli.main import main
 from sf_core.dataplane.control import plane

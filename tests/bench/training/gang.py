@@ -24,7 +24,7 @@ _SPAWN = multiprocessing.get_context("forkserver")
 # what ranks import, so that each does not, in CPU time; frozen last
 _SPAWN.set_forkserver_preload(
     [
-        "tests.sf_core.training.gang",
+        "tests.bench.training.gang",
         "tests.sf_core.training.model_contract",
         "sf_core.training.torch.torch_model",
         "sf_core.training.torch.trainer",
