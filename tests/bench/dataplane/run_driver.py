@@ -173,7 +173,7 @@ def surviving(run: ServedRun) -> dict[str, Any]:
         "groups": {index: members(group) for index, group in ledger.groups.items()},
         "evaluation": [(v, members(group)) for v, group in ledger.evaluations.items() if v == newest],
         "rejected": ledger.rejected,
-        "done": ledger.done_before(ledger.next_batch),
+        "done": ledger.list_done_before(ledger.next_batch),
         # the journal of an attempt that chooses nothing does not tell the versions of groups
         "ended": [one._replace(version=0) for one in ended if one.results and one.pick],
         "next_batch": ledger.next_batch,
@@ -182,7 +182,7 @@ def surviving(run: ServedRun) -> dict[str, Any]:
         "results": {at: results[at] for at in results if at.split == "train" or at.group == newest},
         "opened": {name: result.reward for name, result in state.results.opened.items()},
         "released": state.released,
-        "paused": (state.paused, run.router.paused, run.router.paused_engines),
+        "paused": (state.paused, run.router.paused),
         "revoked": state.revoked_leases,
     }
 

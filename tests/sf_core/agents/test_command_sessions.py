@@ -90,7 +90,9 @@ def test_the_documented_script_is_an_agent(
     def reward(task: Task, answer: str) -> float:
         return float(answer == "42\n")
 
-    run_until_ready(plane_process, make_runner(plane_process.url, agent=agent_of(command), reward=reward))
+    run_until_ready(
+        plane_process, make_runner(plane_process.url, agent=CommandAgent(command).run, reward=reward)
+    )
     [row] = rows_of(plane_process)
     assert row.reward == 1.0
     assert row.output is not None and re.fullmatch(r"tokens: \d+", row.output.replace("42\n", "").strip())

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 from sf_core.agents import runner as runner_module
 from sf_core.agents.phases import as_reward, as_rewards
-from sf_core.agents.runner import _sentence
+from sf_core.agents.runner import _describe_error
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane as plane_module
 from sf_core.dataplane.runs import claiming

@@ -149,8 +149,8 @@ def test_a_complaint_names_what_is_broken_and_what_is_kept_is_not_repeated() -> 
     environment = Instructions(kinds=("no_comma", "question"), constraints=(2, 2), answers=2)
     task = environment.tasks("train", 0)
     subject = task.metadata["subject"]
-    told = environment._broken(task, {"text": f"Do you, too, like {subject}?", "is_whole": True})
+    told = environment._explain_broken(task, {"text": f"Do you, too, like {subject}?", "is_whole": True})
     assert told == "That is not right. Do not use any commas."
-    off_topic = environment._broken(task, {"text": "Do you like nothing at all?", "is_whole": True})
+    off_topic = environment._explain_broken(task, {"text": "Do you like nothing at all?", "is_whole": True})
     assert off_topic.startswith(f"That is not right. Write a sentence about {subject}.")
-    assert environment._broken(task, {"text": f"Do you all like {subject}?", "is_whole": True}) == ""
+    assert environment._explain_broken(task, {"text": f"Do you all like {subject}?", "is_whole": True}) == ""

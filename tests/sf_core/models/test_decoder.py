@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from sf_core.models.decoder import Decoder, DecoderSpec, causal_attention, decoder_spec, fuse, rotations
+from sf_core.models.decoder import Decoder, DecoderSpec, causal_attention, decoder_spec, fuse
 from tests.bench.engines.model_folders import ModelFolders
 
 

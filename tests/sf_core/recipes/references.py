@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sf_core.recipes.advantages import Advantage, Gae, GroupAdvantage, LeaveOneOut, Whitened
+from sf_core.recipes.advantages import Advantage, Gae, Grpo, LeaveOneOut, Whitened
 from sf_core.recipes.losses import Kl, LossConfig, Tokens, mean_over
 from tests.sf_core.recipes.batches import samples
 
@@ -61,8 +61,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 """`train.loss` of what each is called there."""
 
 ADVANTAGES: dict[str, Advantage] = {
-    "verl grpo": GroupAdvantage(),
-    "verl dr_grpo": GroupAdvantage(scale="none"),
+    "verl grpo": Grpo(),
+    "verl dr_grpo": Grpo(scale="none"),
     "verl rloo": LeaveOneOut(),
     "verl reinforce_plus_plus": Whitened(),
     "verl reinforce_plus_plus_baseline": Whitened(baseline=True),

@@ -12,7 +12,7 @@ from sf_core.recipes.advantages import (
     Advantage,
     CustomAdvantage,
     Gae,
-    GroupAdvantage,
+    Grpo,
     LeaveOneOut,
     Pair,
     Relative,
@@ -39,10 +39,10 @@ def by_group(values: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     "advantage",
     [
-        GroupAdvantage(),
-        GroupAdvantage(ddof=0),
-        GroupAdvantage(scale="none"),
-        GroupAdvantage(scale="batch"),
+        Grpo(),
+        Grpo(ddof=0),
+        Grpo(scale="none"),
+        Grpo(scale="batch"),
         LeaveOneOut(),
     ],
 )
@@ -59,7 +59,7 @@ def test_scaled_advantages_have_deviation_one_or_less_where_rewards_hardly_diffe
     ddof: int, drawn: list[tuple[float, int]]
 ) -> None:
     rewards, groups = (np.array(column, np.float64) for column in zip(*drawn, strict=True))
-    found = advantages(GroupAdvantage(ddof=ddof), rewards, groups)  # type: ignore[arg-type]
+    found = advantages(Grpo(ddof=ddof), rewards, groups)  # type: ignore[arg-type]
     for given_to, group in zip(by_group(rewards, groups), by_group(found, groups), strict=True):
         if group.size > ddof:
             deviation = given_to.std(ddof=ddof)
@@ -77,26 +77,24 @@ def test_with_the_deviation_of_n_it_is_what_earlier_versions_computed_bit_for_bi
     centred = np.where(are_equal(np.minimum(rewards, mean), np.maximum(rewards, mean)), 0.0, rewards - mean)
     deviation = np.sqrt(np.bincount(group, weights=centred**2) / sizes)
     former = (centred / (deviation[group] + EPSILON)).astype(np.float32)
-    np.testing.assert_array_equal(advantages(GroupAdvantage(ddof=0), rewards, groups), former)
+    np.testing.assert_array_equal(advantages(Grpo(ddof=0), rewards, groups), former)
 
 
 def test_by_hand() -> None:
     rewards, groups = [1.0, 0.0, 0.0, 2.0, 6.0, 4.0], [0, 0, 0, 1, 1, 1]
     third, spread = math.sqrt(1 / 3), 2.0
     by_kind: dict[Advantage, list[float]] = {
-        GroupAdvantage(): [2 / 3 / third, -1 / 3 / third, -1 / 3 / third, -2 / spread, 2 / spread, 0],
-        GroupAdvantage(scale="none"): [2 / 3, -1 / 3, -1 / 3, -2, 2, 0],
+        Grpo(): [2 / 3 / third, -1 / 3 / third, -1 / 3 / third, -2 / spread, 2 / spread, 0],
+        Grpo(scale="none"): [2 / 3, -1 / 3, -1 / 3, -2, 2, 0],
         LeaveOneOut(): [1, -0.5, -0.5, -3, 3, 0],
         Relative(): [2, -1, -1, -0.5, 0.5, 0],
     }
     deviation = np.std(rewards, ddof=1)
-    by_kind[GroupAdvantage(scale="batch")] = [x / deviation for x in by_kind[GroupAdvantage(scale="none")]]
+    by_kind[Grpo(scale="batch")] = [x / deviation for x in by_kind[Grpo(scale="none")]]
     tokens = np.repeat(rewards, 2)
     by_kind[Whitened()] = [(r - tokens.mean()) / tokens.std(ddof=1) for r in rewards]
-    centred = np.repeat(by_kind[GroupAdvantage(scale="none")], 2)
-    by_kind[Whitened(baseline=True)] = [
-        x / centred.std(ddof=1) for x in by_kind[GroupAdvantage(scale="none")]
-    ]
+    centred = np.repeat(by_kind[Grpo(scale="none")], 2)
+    by_kind[Whitened(baseline=True)] = [x / centred.std(ddof=1) for x in by_kind[Grpo(scale="none")]]
     for advantage, expected in by_kind.items():
         np.testing.assert_allclose(advantages(advantage, rewards, groups), expected, atol=1e-5)
 
@@ -106,19 +104,19 @@ def test_a_constant_added_to_all_rewards_changes_nothing(
     drawn: list[tuple[float, int]], constant: float
 ) -> None:
     rewards, groups = (np.array(column) for column in zip(*drawn, strict=True))
-    for advantage in (GroupAdvantage(scale="none"), LeaveOneOut()):
+    for advantage in (Grpo(scale="none"), LeaveOneOut()):
         plain, shifted = (advantages(advantage, r, groups) for r in (rewards, rewards + constant))
         np.testing.assert_allclose(plain, shifted, atol=1e-4)
 
 
 def test_equal_rewards_give_exact_zeros_in_spite_of_rounding() -> None:
-    for advantage in (GroupAdvantage(), GroupAdvantage(scale="none"), LeaveOneOut(), Relative()):
+    for advantage in (Grpo(), Grpo(scale="none"), LeaveOneOut(), Relative()):
         assert not advantages(advantage, [0.1] * 7, [0] * 7).any()
         assert not advantages(advantage, [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], [0, 0]).any()
 
 
 def test_a_reward_that_is_the_mean_of_its_group_gives_exactly_zero() -> None:
-    assert (advantages(GroupAdvantage(), [0.1, 0.2, 0.3], [0] * 3) == 0).tolist() == [False, True, False]
+    assert (advantages(Grpo(), [0.1, 0.2, 0.3], [0] * 3) == 0).tolist() == [False, True, False]
 
 
 def test_a_group_that_earned_nothing_is_relative_to_nothing() -> None:
@@ -128,7 +126,7 @@ def test_a_group_that_earned_nothing_is_relative_to_nothing() -> None:
 @pytest.mark.parametrize(
     "advantage",
     [
-        GroupAdvantage(),
+        Grpo(),
         LeaveOneOut(),
         Relative(),
         Whitened(),
@@ -147,7 +145,7 @@ def test_a_single_session_and_a_batch_of_none_are_no_error(advantage: Advantage)
 def test_branches_of_a_session_neither_move_the_mean_of_their_group_nor_widen_it() -> None:
     three = {"masks": [np.array([False, True, True])] * 6, "versions": [np.zeros(3, np.int32)] * 6}
     drawn = samples([3.0, 1.0, 5.0, 5.0], [7, 7, 2, 2], sessions=np.array([0, 0, 0, 1, 2, 3]), **three)
-    assert of_sessions(GroupAdvantage(scale="none")(drawn)).tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
+    assert of_sessions(Grpo(scale="none")(drawn)).tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
 
 
 def test_a_role_is_compared_with_itself_over_all_groups() -> None:
@@ -227,9 +225,7 @@ def test_what_branches_share_earns_the_mean_of_all_that_hold_it(data: st.DataObj
 @given(sessions)
 def test_without_branches_a_tree_is_a_group(drawn: list[tuple[float, int]]) -> None:
     rewards, groups = (np.array(column, np.float64) for column in zip(*drawn, strict=True))
-    np.testing.assert_array_equal(
-        advantages(Tree(), rewards, groups), advantages(GroupAdvantage(), rewards, groups)
-    )
+    np.testing.assert_array_equal(advantages(Tree(), rewards, groups), advantages(Grpo(), rewards, groups))
 
 
 @given(

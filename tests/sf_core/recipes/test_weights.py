@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from sf_core.recipes.advantages import GroupAdvantage
+from sf_core.recipes.advantages import Grpo
 from sf_core.recipes.samples import Samples, Values
 from sf_core.recipes.weights import (
     CustomWeight,
@@ -24,7 +24,7 @@ CUT = np.array([True, False, False, False])
 
 def both(weight: Weight, drawn: Samples) -> tuple[list[list[float]], list[list[float]]]:
     """Advantages and weights of all tokens."""
-    advantages, weights = weigh(drawn, GroupAdvantage(scale="none"), [weight])
+    advantages, weights = weigh(drawn, Grpo(scale="none"), [weight])
     return [row.tolist() for row in advantages], [row.tolist() for row in weights]
 
 
@@ -110,6 +110,6 @@ def test_weights_are_multiplied_and_advantages_shaped_one_after_the_other() -> N
     plain = [[0, 0.5, 0.5], [0, -0.5, -0.5]] * 2
     for effect, of_first, kept in (("advantage", [1, 0, 1], [0, 0, 0]), ("weight", [1, 0, 0], plain[0])):
         overlong = Overlong.model_validate({"effect": effect})
-        advantages, weights = weigh(drawn, GroupAdvantage(scale="none"), [overlong, Fresh(max_lag=1)])
+        advantages, weights = weigh(drawn, Grpo(scale="none"), [overlong, Fresh(max_lag=1)])
         assert [row.tolist() for row in weights] == [of_first, *[[1, 0, 1]] * 3]
         assert [row.tolist() for row in advantages] == [kept, *plain[1:]]

@@ -189,7 +189,7 @@ def test_an_agent_is_tried_against_an_endpoint_elsewhere(
         return JSONResponse({"choices": [{"message": message, "finish_reason": "stop", "index": 0}]})
 
     app = Starlette(routes=[Route("/api/v1/chat/completions", answer, methods=["POST"])])
-    with listening(app) as url:
+    with serve_app(app) as url:
         code, output = sf(
             "try", trial_yaml, "--index", "4", "--endpoint", f"{url}/api/v1", "--model", "large"
         )

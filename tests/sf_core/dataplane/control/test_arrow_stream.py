@@ -18,7 +18,8 @@ from storage.manifests import Manifest
 from storage.outcomes import write_outcomes
 from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
-from storage.trajectories import SCHEMA, read_trajectories, to_rows, write_trajectories
+from storage.schema import SCHEMA
+from storage.trajectories import read_trajectories, to_rows, write_trajectories
 from tests.bench.dataplane.planes import ServedPlane
 from tests.patience import join
 

@@ -64,7 +64,7 @@ def cases(at: tuple[str, str], shape: Shape) -> list[Case]:
 
 def told(case: Case, theirs: Ids | None) -> str:
     """What a failure shows."""
-    shown = renderer(case.kind, case.tokenizer).shown
+    shown = renderer(case.kind, case.tokenizer).decode_with_special
     texts = [None if ids is None else shown(ids) for ids in (of_gateway(case), theirs)]
     return f"{case.kind}, {case.tokenizer}: {case.request.body}\nours:   {texts[0]!r}\ntheirs: {texts[1]!r}"
 

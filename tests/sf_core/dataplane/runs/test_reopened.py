@@ -90,10 +90,9 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(
     session = run.sessions[claim["session_id"]]
     assert session_tree(run.spec, session) == tree
     assert [prompt["num_tokens"] for prompt in tree["prompts"]].count(3000) == 1
-    facts = {"task_id": "t", "environment": "test", "reward": 1.0, "reward_parts": {}}
-    exported = export_session(
-        session, policy="policy", group_id="run.g0", stop_ids=renderer.stop_token_ids, **facts
-    )
+    report = FinishBody(status="finished", reward=1.0, task_id="t", environment="test")
+    stop_ids = renderer.stop_token_ids
+    exported = export_session(session, report, policy="policy", group_id="run.g0", stop_ids=stop_ids)
     finish(served_plane, claim)
     counters = served_plane.get("/runs/run")["counters"]
     assert {f"branches.{name}": n for name, n in session.branch_reasons.items()} == {

@@ -84,7 +84,7 @@ def test_a_sentence_stands_in_their_place(
     assert status == 200, answer
     shown = "\n".join(["seen", *(f"[{kind.replace('_', ' ')} left out]" for kind in kinds)])
     [asked] = served_plane.asked
-    assert shown in renderer.shown(list(asked.prompt_ids))
+    assert shown in renderer.decode_with_special(list(asked.prompt_ids))
     assert left_out(served_plane) == {f"left_out.{kind}": kinds.count(kind) for kind in kinds}
 
 
@@ -135,5 +135,5 @@ def test_a_character_that_a_client_cut_is_mended_and_counted(
     served_plane.connect(answering(renderer, "yes"))
     sent = json.dumps({"model": "policy", **body})
     assert httpx.post(served_plane.url + path, content=sent).status_code == 200
-    assert "\ufffd" in renderer.shown(list(served_plane.asked[0].prompt_ids))
+    assert "\ufffd" in renderer.decode_with_special(list(served_plane.asked[0].prompt_ids))
     assert left_out(served_plane) == {"left_out.characters": 1}
