@@ -111,7 +111,7 @@ class Page:
         interrupted = error is not None and not isinstance(error, Exception)
         self._is_over.set()
         if self._newest is not None and not interrupted:
-            self._soon(self._renew, self._newest, True)
+            self._soon(partial(self._renew, is_last=True), self._newest)
         if not interrupted:
             self._soon(self._show_waits, [])
         self._thread.shutdown(wait=not interrupted, cancel_futures=interrupted)
