@@ -109,7 +109,7 @@ class Page:
         self._is_over.set()
         if not interrupted:
             if self._newest is not None:
-                self._soon(self._renew, self._newest, True)
+                self._soon(partial(self._renew, is_last=True), self._newest)
             self._soon(self._show_waits, [])
         self._thread.shutdown(wait=not interrupted, cancel_futures=interrupted)
 

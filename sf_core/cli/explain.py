@@ -9,7 +9,15 @@ from rich.text import Text
 from sf_core.config import RunConfig
 from sf_core.reports.tables import make_table
 from sf_core.scheduling.cluster import find_workers, scheduler_of, tell_holders, workers_here
-from sf_core.scheduling.plan import COMPUTING, Plan, Worker, list_able, make_plan, order_key, priority_of
+from sf_core.scheduling.plan import (
+    COMPUTING,
+    Plan,
+    Worker,
+    list_able_to_train,
+    make_plan,
+    priority_of,
+    trainer_order_key,
+)
 from sf_core.stages.settling.first_tasks import foresee
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.settling.start_folder import folder_to_start_from
@@ -30,7 +38,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
         facts.append(("outside", _outside(plan, config)))
     facts += explain_sizes(config, sizes).items()
     facts += (("look at this", sentence) for sentence in foresee(config))
-    able = list_able(workers, config)
+    able = list_able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):
         hint = "device_kind or sf worker --probe would say whether they should train"
@@ -98,12 +106,12 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
 
 
 def _why_trainer(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
-    able = list_able(workers, config)
+    able = list_able_to_train(workers, config)
     chosen, left = able[: len(plan.trainers)], able[len(plan.trainers) :]
     if not left:
         return "no other could"
     reasons = ("tags of cluster.prefer", "higher train_priority", "does not carry rollout", "first by name")
-    last, next_best = order_key(chosen[-1], config), order_key(left[0], config)
+    last, next_best = trainer_order_key(chosen[-1], config), trainer_order_key(left[0], config)
     return next(reason for reason, a, b in zip(reasons, last, next_best, strict=True) if a != b)
 
 

@@ -167,7 +167,7 @@ def choose_trainers(
     """The members of the gang, rank 0 first; `trained` as in `make_plan`. Raises ValueError, one sentence, if
     they are too few."""
     ranks, needs = config.train.workers, _trainer_tags(config)
-    able = list_able(workers, config)
+    able = list_able_to_train(workers, config)
     key, fewest = "train.workers", ranks
     if trained is not None:
         busy = [w for w in able if w.name not in trained and duty_of(w, ()) not in (None, "rollout")]
@@ -200,17 +200,17 @@ def choose_trainers(
     return able[: config.train.largest_gang(len(able))]
 
 
-def list_able(workers: list[Worker], config: RunConfig) -> list[Worker]:
+def list_able_to_train(workers: list[Worker], config: RunConfig) -> list[Worker]:
     """Workers with the tags that the pipeline needs of a trainer, in the order in which they are chosen."""
     needs = _trainer_tags(config)
-    return sorted((w for w in workers if needs <= w.tags), key=lambda w: order_key(w, config))
+    return sorted((w for w in workers if needs <= w.tags), key=lambda w: trainer_order_key(w, config))
 
 
 def _trainer_tags(config: RunConfig) -> set[str]:
     return {"rollout", "train"} if PIPELINES[config.pipeline].lent else {"train"}
 
 
-def order_key(worker: Worker, config: RunConfig) -> tuple[int, float, bool, str]:
+def trainer_order_key(worker: Worker, config: RunConfig) -> tuple[int, float, bool, str]:
     """Sort key of trainers, the best first: with the tags that the user prefers, then compute-rich
     (train_priority; unknown devices last), then without the tag `rollout`, because the others are worth more
     as engines, then by name."""

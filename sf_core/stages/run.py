@@ -1,4 +1,4 @@
-"""A run as flows and tasks see it: RunRef is passed between them, and Run opens the run that it names.
+"""A run as flows and tasks see it: RunRef is passed between them, and OpenRun opens the run that it names.
 
 Owns how a flow attempt resumes: which stages are pending, and what the data plane is told of the run.
 """

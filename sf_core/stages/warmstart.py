@@ -88,7 +88,7 @@ def iterations_left(ref: RunRef) -> list[int]:
     return [number for number in numbers if run.directory.read_manifest(number, "train") is None]
 
 
-def _show(run: OpenRun, iteration: int) -> StageResult:
+def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
     """Write the batch of an iteration of the warm start, in place of rollout and filter: demonstrations, a
     group for each step of the optimiser."""
     size, renderer = run.config.train.minibatches, open_renderer(run.directory.start_dir)
@@ -113,7 +113,7 @@ def _show(run: OpenRun, iteration: int) -> StageResult:
     return StageResult(outputs=[batch], data={"rows": len(rows)})
 
 
-demonstrate = commits_once(_show, "filter")
+demonstrate = commits_once(_write_demonstrations, "filter")
 
 
 def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iteration: int) -> Trajectory:

@@ -95,11 +95,26 @@ class Sandbox:
         timeout_s: float,
         env: Mapping[str, str] | None = None,
         written: CommandOutput | None = None,
-        how: Literal["run", "interpret"] = "run",
     ) -> Ended:
         """Run a command in the work folder; none of its processes is left. Commands run one after the other.
-        `written` hears standard output and standard error apart. `how` is the porter's word for it. Raises
-        SandboxError if it cannot be started, or the sandbox has ended; a call that is cancelled ends it."""
+        `written` hears standard output and standard error apart. Raises SandboxError if it cannot be started,
+        or the sandbox has ended; a call that is cancelled ends it."""
+        return await self._run("run", words, stdin, timeout_s, env, written)
+
+    async def run_python(self, source: str, *, stdin: str | bytes = "", timeout_s: float) -> Ended:
+        """Like `run`, for a source of Python that needs the standard library alone. The Python that is inside
+        already runs it, which saves most of the time that a new one takes to begin."""
+        return await self._run("interpret", [source], stdin, timeout_s)
+
+    async def _run(
+        self,
+        how: Literal["run", "interpret"],
+        words: Sequence[str],
+        stdin: str | bytes,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        written: CommandOutput | None = None,
+    ) -> Ended:
         async with self._turn:
             command = _Command(self._process, self._limits, written)
             try:
@@ -111,11 +126,6 @@ class Sandbox:
             finally:
                 command.close()
             return Ended(status, ended_by, command.written.all.text())
-
-    async def run_python(self, source: str, *, stdin: str | bytes = "", timeout_s: float) -> Ended:
-        """Like `run`, for a source of Python that needs the standard library alone. The Python that is inside
-        already runs it, which saves most of the time that a new one takes to begin."""
-        return await self.run([source], stdin=stdin, timeout_s=timeout_s, how="interpret")
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Write files into the work folder, by their names there. What is in their way, as links are, is put

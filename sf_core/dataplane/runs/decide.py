@@ -45,10 +45,10 @@ def admit(ledger: Ledger, limit: int, is_full: bool = False) -> Iterator[Admitte
     Each is to be begun before the next one is decided. While memory `is_full`, a group is begun only if the
     next batch needs it and none is in flight."""
     missing = limit - sum(1 for _ in islice(_open_sessions(ledger), limit))
-    for _ in range(_num_admissible(ledger, is_full) - len(_of_kind(ledger))):
+    for _ in range(_num_admissible(ledger, is_full) - len(_list_groups(ledger))):
         if missing <= 0:
             return
-        admitted = _pick(ledger, ledger.next_group, len(_of_kind(ledger)))
+        admitted = _pick(ledger, ledger.next_group, len(_list_groups(ledger)))
         missing -= admitted.pick.size
         yield admitted
 
@@ -66,7 +66,7 @@ def claim_held_out(ledger: Ledger, limit: int) -> list[Claim]:
 
 def declare(ledger: Ledger, size: int) -> list[Claim]:
     """The sessions of a new group from outside; none if no batch within the lag bound has a place."""
-    if len(_of_kind(ledger, outside=True)) >= _num_admissible(ledger, outside=True):
+    if len(_list_groups(ledger, outside=True)) >= _num_admissible(ledger, outside=True):
         return []
     index, attempt = ledger.next_group, ledger.first_attempt
     return [Claim(SessionSlot("train", index, member), attempt, 0, True) for member in range(size)]
@@ -170,7 +170,7 @@ def num_sessions_left(ledger: Ledger) -> int:
 def num_open_sessions(ledger: Ledger, is_full: bool = False) -> int:
     """Number of sessions that claims could get now; fewer if the curriculum makes groups smaller."""
     groups = [*ledger.evaluations.values(), *ledger.groups.values()]
-    to_admit = max(0, _num_admissible(ledger, is_full) - len(_of_kind(ledger)))
+    to_admit = max(0, _num_admissible(ledger, is_full) - len(_list_groups(ledger)))
     size = ledger.rules.group_size + ledger.rules.spare_sessions
     return sum(group.num_open for group in groups) + size * to_admit
 
@@ -196,7 +196,7 @@ def _places(ledger: Ledger, outside: bool) -> int:
     return from_outside if outside else ledger.rules.groups_per_batch - from_outside
 
 
-def _of_kind(ledger: Ledger, outside: bool = False) -> list[Group]:
+def _list_groups(ledger: Ledger, outside: bool = False) -> list[Group]:
     """Groups of one kind that are accepted or in flight."""
     return [group for group in ledger.groups.values() if group.is_outside is outside]
 
@@ -208,7 +208,7 @@ def _num_admissible(ledger: Ledger, is_full: bool = False, outside: bool = False
     num_groups = places * (batches - ledger.next_batch)
     if is_full:
         # one at a time up to a whole batch: its results can only be stored together
-        num_accepted = sum(group.is_complete for group in _of_kind(ledger, outside))
+        num_accepted = sum(group.is_complete for group in _list_groups(ledger, outside))
         num_groups = min(num_groups, num_accepted + 1, places)
     return num_groups
 
@@ -220,7 +220,7 @@ def _say_missing(ledger: Ledger, accepted: list[Group], outside: bool) -> str:
     if num_accepted >= needed:
         return ""
     kind = "groups from outside" if outside else "groups"
-    in_flight = len(_of_kind(ledger, outside)) - num_accepted
+    in_flight = len(_list_groups(ledger, outside)) - num_accepted
     return f"{needed - num_accepted} of {needed} {kind}; {in_flight} are in flight"
 
 
@@ -243,7 +243,7 @@ def _take_earliest(ledger: Ledger) -> list[int]:
 
     chosen: list[Group] = []
     for outside in (False, True):
-        accepted = sorted((g for g in _of_kind(ledger, outside) if g.is_complete), key=deadline)
+        accepted = sorted((g for g in _list_groups(ledger, outside) if g.is_complete), key=deadline)
         chosen += accepted[: _places(ledger, outside)]
     return [group.index for group in sorted(chosen, key=lambda group: (deadline(group), group.index))]
 
@@ -254,7 +254,9 @@ def _find_late(ledger: Ledger, chosen: list[int], batch: int) -> list[int]:
     taken = set(chosen)
     late: list[int] = []
     for outside in (False, True):
-        rest = [g for g in _of_kind(ledger, outside) if g.index not in taken and g.min_version is not None]
+        rest = [
+            g for g in _list_groups(ledger, outside) if g.index not in taken and g.min_version is not None
+        ]
         rest.sort(key=lambda group: (_deadline(ledger, group), not group.is_complete))
         fitting = 0
         for group in rest:

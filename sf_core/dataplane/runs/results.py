@@ -1,7 +1,7 @@
 """Results of a run's finished sessions: those in memory until their rows are in the run directory, what each
 counts as in its group, and what status reports of the latest ones.
 
-sealing.py and external.py write them.
+Events change them (state.py), sealing.py writes them.
 """
 
 from __future__ import annotations

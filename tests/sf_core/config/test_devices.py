@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import DEVICES, Device, attainable_flops, find_device, train_priority
-from sf_core.scheduling.plan import Worker, list_able, make_plan
+from sf_core.scheduling.plan import Worker, list_able_to_train, make_plan
 
 figures = st.floats(1e9, 1e16)
 devices = st.builds(Device, st.just("measured"), figures, figures, st.sampled_from([2, 4]))
@@ -16,7 +16,7 @@ clusters = st.lists(st.none() | devices, min_size=1, max_size=6).map(
 
 
 def names(workers: list[Worker]) -> list[str]:
-    return [worker.name for worker in list_able(workers, RunConfig())]
+    return [worker.name for worker in list_able_to_train(workers, RunConfig())]
 
 
 def test_decoding_is_bound_by_bandwidth_and_training_by_compute() -> None:

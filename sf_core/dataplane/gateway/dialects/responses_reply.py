@@ -202,8 +202,8 @@ class ResponsesReply:
         if kind == "message":
             part["logprobs"] += self._take_logprobs()
             logprobs = {"logprobs": part["logprobs"]}
-        kind = f"response.{part['type']}.done"
-        data = self._item_event(kind, content_index=0, text=part["text"], **logprobs)
+        done = f"response.{part['type']}.done"
+        data = self._item_event(done, content_index=0, text=part["text"], **logprobs)
         data += self._item_event("response.content_part.done", content_index=0, part=part)
         return data + self._show_item("done", item)
 
@@ -212,8 +212,8 @@ class ResponsesReply:
         self._items.append(item)
         data = self._show_item("added", item | {"arguments": "", "status": "in_progress"})
         data += self._item_event("response.function_call_arguments.delta", delta=call.arguments)
-        kind = "response.function_call_arguments.done"
-        data += self._item_event(kind, name=call.name, arguments=call.arguments)
+        done = "response.function_call_arguments.done"
+        data += self._item_event(done, name=call.name, arguments=call.arguments)
         return data + self._show_item("done", item)
 
 
