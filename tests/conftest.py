@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ settings.load_profile("untimed")
 
 # set in the workers of pytest-xdist; a console that is made then keeps this width
 os.environ.pop("COLUMNS", None)
+
+# what a shell starts in the background ignores Ctrl-C, and so would every process that a test starts
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 TOGETHER = {
@@ -43,7 +48,7 @@ GROUPS = {f"tests/{name}.py": group for group, names in TOGETHER.items() for nam
 
 
 E2E = Path(__file__).parent / "e2e"
-STACKS = {"browser", "cluster", "podman", "vllm"}
+STACKS = {"browser", "cluster", "podman", "vllm", "vllm_prompts"}
 """Fixtures whose tests are system tests; `maker` has podman by a parameter."""
 
 
