@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage import files
+from storage.errors import storage_errors
 from storage.files import FileRef
 
 SCHEMA_VERSION = 4
@@ -98,7 +99,7 @@ def numpy_rows(column: pa.ChunkedArray, fill: Any = None) -> list[np.ndarray]:
 @contextmanager
 def _open(uri: str, *, pre_buffer: bool) -> Iterator[pq.ParquetFile]:
     try:
-        with files.open_read(uri) as file, _complete(uri):
+        with _open_file(uri) as file, _complete(uri):
             reader = pq.ParquetFile(
                 file, pre_buffer=pre_buffer, buffer_size=_READ_BYTES, page_checksum_verification=True
             )
@@ -106,6 +107,18 @@ def _open(uri: str, *, pre_buffer: bool) -> Iterator[pq.ParquetFile]:
             yield reader
     except FileNotFoundError:
         raise ValueError(f"{uri}: no such file") from None
+
+
+@contextmanager
+def _open_file(uri: str) -> Iterator[Any]:
+    """The file as Arrow is to read it: a local one without Python. A thread of Arrow that waits for Python's
+    lock while the interpreter ends would abort the process (apache/arrow#34314)."""
+    if files.is_local(uri):
+        with storage_errors(uri), pa.OSFile(files.absolute(uri)) as file:
+            yield file
+    else:
+        with files.open_read(uri) as file:
+            yield file
 
 
 @contextmanager
