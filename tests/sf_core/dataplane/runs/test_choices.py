@@ -135,13 +135,15 @@ def test_stages_go_by_the_batch_that_a_group_would_fill() -> None:
 
 def test_groups_that_were_dropped_in_a_row_are_counted_by_reason() -> None:
     m = manager(gate=Varied(), session_attempts=1)
-    first, second, third, _, fifth, sixth, *_ = m.claim(8)
+    first, second, third, _, fifth, sixth, *rest = m.claim(8)
     finish_all(m, [first, second])
     m.end_failed(third, "timeout")
     assert m.dropped_in_a_row == {"equal_rewards": 1, "timeout": 1}
     m.end(fifth, got(1.0), 0)
     m.end(sixth, got(0.0), 0)
     assert m.dropped_in_a_row == {}
+    finish_all(m, rest)
+    assert m.dropped_in_a_row == {"equal_rewards": 1}, "those before one that counts are forgotten"
 
 
 def test_groups_from_outside_that_are_dropped_do_not_end_a_run() -> None:
@@ -167,6 +169,7 @@ def test_picks_and_the_place_in_the_order_are_restored() -> None:
     picks = [group.pick for group in m.groups.values() if group.pick]
     again = restored(picks, curriculum=POOL)
     assert (again.tasks.positions, again.tasks.in_flight) == (m.tasks.positions, m.tasks.in_flight)
+    assert m.tasks.positions[""] == max(pick.position for pick in picks) > 0
     m.claim(2)
     again.claim(100)
     assert [g.pick for g in again.groups.values()][:4] == [g.pick for g in m.groups.values()]
