@@ -19,7 +19,7 @@ from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
 SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
-"""Of the fixture `trained_run`, which is at version 3 and has a checkpoint of version 2."""
+"""Training settings of the fixture `trained_run`, a run at version 3 with a checkpoint of version 2."""
 
 
 def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None:

@@ -38,6 +38,7 @@ from sf_core.dataplane.sessions.turn_events import (
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
+from tests.bench.dataplane.specs import make_tool
 
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = ("qwen3", "llama3", "chatml")
@@ -65,14 +66,7 @@ _CORPUS = [
     "naïve café übergrößenträger 数学は楽しい",
 ] * 20
 
-FIND = {
-    "type": "function",
-    "function": {
-        "name": "find",
-        "description": "Finds.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
-    },
-}
+FIND = make_tool("find", "Finds.", x="integer")
 
 
 @cache

@@ -31,7 +31,7 @@ from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, GenerationRequest
-from tests.bench.dataplane.specs import SPEC, changed
+from tests.bench.dataplane.specs import SPEC, changed, make_tool
 from tests.patience import join, patience, wait_until
 
 
@@ -233,14 +233,7 @@ def tool_call_text(**arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'calc', 'arguments': arguments})}\n</tool_call>"
 
 
-CALC = {
-    "type": "function",
-    "function": {
-        "name": "calc",
-        "description": "Evaluates.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    },
-}
+CALC = make_tool("calc", "Evaluates.", expression="string")
 
 
 def converse(plane: ServedPlane, claim: dict[str, Any], num_turns: int, streamed: bool) -> list[str]:

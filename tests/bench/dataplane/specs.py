@@ -1,4 +1,4 @@
-"""Registrations of runs, as the bodies that `POST /runs` takes."""
+"""What requests hold: registrations of runs, as bodies of `POST /runs`, and definitions of tools."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ def changed(spec: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """The registration with other facts; settings of `rollout` are given by their own names."""
     rollout = {name: changes.pop(name) for name in RolloutConfig.model_fields.keys() & changes.keys()}
     return spec | {"rollout": spec["rollout"] | rollout} | changes
+
+
+def make_tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
+    """A tool as requests define it, with the type of each parameter."""
+    properties = {parameter: {"type": kind} for parameter, kind in parameters.items()}
+    function = {
+        "name": name,
+        "description": description,
+        "parameters": {"type": "object", "properties": properties},
+    }
+    return {"type": "function", "function": function}

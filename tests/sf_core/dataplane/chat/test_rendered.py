@@ -19,17 +19,11 @@ from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories, to_rows
 from tests.bench.commands import sf
 from tests.bench.dataplane.conversations import FIND, Record, call_text, family, odd_ids, user
+from tests.bench.dataplane.specs import make_tool
 from tests.bench.runs import configure, sample
 
 SYSTEM = {"role": "system", "content": "Be brief. \N{GREEK SMALL LETTER PI}"}
-OTHER = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks.",
-        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
-    },
-}
+OTHER = make_tool("look", "Looks.", where="string")
 
 
 class Talk:
