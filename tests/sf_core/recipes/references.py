@@ -112,8 +112,8 @@ def _advantages(formula: Advantage) -> np.ndarray:
     given = inputs()
     found = formula(
         samples(
-            given["rewards"],
-            given["groups"],
+            given["rewards"].tolist(),
+            given["groups"].tolist(),
             masks=list(given["mask"]),
             scores={"values": [*given["values"]]},
         )
@@ -124,7 +124,7 @@ def _advantages(formula: Advantage) -> np.ndarray:
 def _kl(estimator: str) -> tuple[np.ndarray, np.ndarray]:
     given = inputs()
     new = torch.from_numpy(given["new"]).requires_grad_()
-    kl = Kl(coefficient=1.0, estimator=estimator)  # type: ignore[arg-type]
+    kl = Kl(coefficient=1.0, estimator=estimator)
     value = kl(new, torch.from_numpy(given["reference"]))
     (gradient,) = torch.autograd.grad(value.sum(), new)
     return value.detach().numpy(), gradient.numpy()
