@@ -20,6 +20,7 @@ from storage.attempts import Attempt
 from storage.files import FileRef
 from storage.json_files import parse_json
 from storage.manifests import Manifest, parse_manifest
+from storage.tensors.weights import has_weights
 
 STAGES = ("rollout", "filter", "train", "publish")
 
@@ -43,6 +44,11 @@ class RunDirectory:
         return self.path("start")
 
     @property
+    def start_adapter_dir(self) -> str:
+        """Folder of the adapter that the run starts from, if it trains one."""
+        return self.path("start", "adapter")
+
+    @property
     def warmstart_dir(self) -> str:
         """Run directory of the supervised start of a model, whose last version is this run's version 0."""
         return self.path("warmstart")
@@ -60,8 +66,11 @@ class RunDirectory:
         return self.path("weights", f"v{version:05d}")
 
     def version_dir(self, version: int) -> str:
-        """Folder of the weights of a version; those of version 0 are in the start folder."""
-        return self.weights_dir(version) if version else self.start_dir
+        """Folder of the weights of a version; those of version 0 are in the start folder. If a run trains an
+        adapter, it is the adapter's."""
+        if version:
+            return self.weights_dir(version)
+        return self.start_adapter_dir if has_weights(self.start_adapter_dir) else self.start_dir
 
     def checkpoint_dir(self, version: int) -> str:
         return self.path("checkpoints", f"{version:05d}")

@@ -56,6 +56,9 @@ class PolicyConfig(Settings):
     model: FilePath | None = None
     """Folder of a Hugging Face causal LM to start from, or the name of one that `sf model` has made. Empty: a
     small built-in Qwen3 policy is created."""
+    adapter: FilePath | None = None
+    """Folder of an adapter of this model in PEFT's form, to start from, with `train.lora`. Empty: an adapter
+    that changes nothing yet."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
     """Hidden size of the built-in policy."""
     num_layers: int = Field(4, ge=1, le=64)

@@ -48,6 +48,18 @@ def interval_for(parameters: int) -> int:
     return 1 if CHECKPOINT_BYTES * parameters < SMALL_CHECKPOINT else 10
 
 
+class LoraConfig(Settings):
+    """A low-rank adapter (Hu et al. 2021), which is trained while the policy's own weights stay."""
+
+    rank: int | None = Field(None, ge=1, le=512)
+    """Rank of the two factors of each layer. Empty: that of `policy.adapter`, or 32."""
+    alpha: float | None = Field(None, gt=0)
+    """What the factors add is multiplied by alpha / rank. Empty: that of `policy.adapter`, or 64."""
+    targets: tuple[str, ...] | None = Field(None, min_length=1)
+    """Last parts of the names of the linear layers that get factors, such as q_proj. Empty: those of
+    `policy.adapter`, or all linear layers of the blocks."""
+
+
 class TrainConfig(Settings):
     """The optimiser, and how a batch teaches: GRPO (Shao et al. 2024) with DAPO's token mean and bounds,
     unless something else is named."""
@@ -91,6 +103,8 @@ class TrainConfig(Settings):
     weights: tuple[AnyWeight, ...] = ()
     """What leaves tokens out, or shapes their advantage; one after the other."""
     loss: LossConfig = LossConfig()
+    lora: LoraConfig | None = None
+    """Adapter that is trained in place of the policy's own weights. Empty: all weights are trained."""
     critic: Critic | None = None
     """Network that learns what reward to expect, for `advantage: gae`. Empty: none."""
     max_engine_difference: float = Field(0.1, gt=0)

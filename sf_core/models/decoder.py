@@ -3,12 +3,13 @@ generation, with a cache, and training, with gradients. Loads and saves nothing;
 
 RMSNorm weights are multiplied into the projection that follows; q, k and v are one projection, gate and up
 are one; rotary pairs are made neighbours by reordering weight rows, so that a rotation is a complex product.
+The factors of an adapter are fused likewise, beside the weights and never into them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,33 @@ def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a projection (Hu et al. 2021): up(down(x)), without a bias."""
+
+    down: torch.Tensor
+    """[ranks, width in]"""
+    up: torch.Tensor
+    """[width out, ranks], times alpha / rank."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, self.down), self.up)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFactors:
+    """What an adapter adds to the projections of a layer; None where it adds nothing."""
+
+    qkv: LowRank | None = None
+    out: LowRank | None = None
+    gated: LowRank | None = None
+    down: LowRank | None = None
+
+
+def _apply(factors: LowRank | None, x: torch.Tensor) -> torch.Tensor | None:
+    return None if factors is None else factors(x)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Fused parameters of a layer, differentiable in those that they were fused from."""
 
@@ -89,18 +117,29 @@ class Layer:
     out: AddProject
     gated: Project
     down: AddProject
+    norms: tuple[torch.Tensor, torch.Tensor]
+    """Weights [hidden] of the norms before attention and the MLP, which the projections have already."""
+    factors: LayerFactors = LayerFactors()
 
     def __call__(self, x: torch.Tensor, rotations: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [N, hidden] after the layer."""
-        spec, width = self.spec, x.shape[-1:]
-        heads = self.qkv(F.rms_norm(x, width, eps=spec.norm_eps)).view(x.shape[0], -1, spec.head_dim)
+        spec, factors, width = self.spec, self.factors, x.shape[-1:]
+        normed = F.rms_norm(x, width, eps=spec.norm_eps)
+        heads = self.qkv(normed, _apply(factors.qkv, normed)).view(x.shape[0], -1, spec.head_dim)
         num_qk = spec.num_heads + spec.num_kv_heads
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (spec.head_dim,), eps=spec.norm_eps) * self.qk_norm
         qk = _rotate(qk, rotations)
-        x = self.out(attend(qk[:, : spec.num_heads], qk[:, spec.num_heads :], v), x)
-        return self.down(self.gated(F.rms_norm(x, width, eps=spec.norm_eps)), x)
+        mixed = attend(qk[:, : spec.num_heads], qk[:, spec.num_heads :], v)
+        x = self.out(mixed, x, _apply(factors.out, mixed))
+        normed = F.rms_norm(x, width, eps=spec.norm_eps)
+        gated = self.gated(normed, _apply(factors.gated, normed))
+        return self.down(gated, x, _apply(factors.down, gated))
+
+    def with_factors(self, get: Get, scale: float) -> Layer:
+        """This layer with an adapter of these factors in place of the one it has. `scale`: alpha / rank."""
+        return replace(self, factors=_fuse_factors(get, self.spec, self.norms, scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +164,14 @@ class Decoder:
             x = layer(x, turned, partial(attend, i))
         return F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
 
+    def with_factors(self, params: Params, scale: float) -> Decoder:
+        """This decoder with an adapter of these factors in place of the one it has. Shares the weights."""
+        layers = [layer.with_factors(_layer_of(params, i), scale) for i, layer in enumerate(self.layers)]
+        return replace(self, layers=layers)
+
 
 def fuse(params: Params, spec: DecoderSpec, projections: Projections = PLAIN) -> Decoder:
-    def of_layer(i: int) -> Get:
-        return lambda name: params.get(f"model.layers.{i}.{name}")
-
-    layers = [fuse_layer(of_layer(i), spec, projections) for i in range(spec.num_layers)]
+    layers = [fuse_layer(_layer_of(params, i), spec, projections) for i in range(spec.num_layers)]
     norm, head = norm_and_head(params)
     embedding = params["model.embed_tokens.weight"]
     return Decoder(spec, embedding, layers, projections.linear(head * norm, None))
@@ -147,6 +188,14 @@ Get = Callable[[str], torch.Tensor | None]
 """A layer's parameter by its name in the layer; None if it has none of that name."""
 
 
+def _layer_of(params: Params, i: int) -> Get:
+    return lambda name: params.get(f"model.layers.{i}.{name}")
+
+
+DOWN, UP = "lora_A", "lora_B"
+"""Names of the factors of a linear layer, beside its weight."""
+
+
 def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) -> Layer:
     """Fuse the parameters of a layer. Gradients reach them, so a trainer fuses in each forward pass."""
 
@@ -155,9 +204,7 @@ def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) ->
         assert tensor is not None, name
         return tensor
 
-    def pair(tensor: torch.Tensor) -> torch.Tensor:
-        neighbours = torch.arange(spec.head_dim, device=tensor.device).view(2, -1).t().flatten()
-        return tensor.unflatten(0, (-1, spec.head_dim))[:, neighbours].flatten(0, 1)
+    pair = partial(_pair, spec)
 
     def qkv(kind: str) -> torch.Tensor | None:
         q, k, v = (get(f"self_attn.{name}_proj.{kind}") for name in "qkv")
@@ -169,16 +216,57 @@ def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) ->
             return None
         return torch.cat((pair(q).expand(spec.num_heads, -1), pair(k).expand(spec.num_kv_heads, -1)))
 
-    fused, mlp_norm = qkv("weight"), weight("post_attention_layernorm")
+    fused, norms = qkv("weight"), (weight("input_layernorm"), weight("post_attention_layernorm"))
     assert fused is not None
     return Layer(
         spec,
-        projections.linear(fused * weight("input_layernorm"), qkv("bias")),
+        projections.linear(fused * norms[0], qkv("bias")),
         qk_norm(),
         projections.residual(weight("self_attn.o_proj"), get("self_attn.o_proj.bias")),
-        projections.gated(weight("mlp.gate_proj") * mlp_norm, weight("mlp.up_proj") * mlp_norm),
+        projections.gated(weight("mlp.gate_proj") * norms[1], weight("mlp.up_proj") * norms[1]),
         projections.residual(weight("mlp.down_proj"), None),
+        norms,
     )
+
+
+def _fuse_factors(
+    get: Get, spec: DecoderSpec, norms: tuple[torch.Tensor, torch.Tensor], scale: float
+) -> LayerFactors:
+    """Fuse the factors of a layer, NAME.lora_A [rank, width in] and NAME.lora_B [width out, rank] of linear
+    layers. Gradients reach them."""
+
+    def low_rank(rows: Mapping[str, int], norm: torch.Tensor | None = None) -> LowRank | None:
+        """Of linear layers, by their number of rows, that read the same and are fused to one."""
+        downs, ups = ([get(f"{name}.{factor}") for name in rows] for factor in (DOWN, UP))
+        if not (present := [down for down in downs if down is not None]):
+            return None
+        blocks = [
+            present[0].new_zeros(num, 0) if up is None else _pair(spec, up) if name in _ROTATED else up
+            for (name, num), up in zip(rows.items(), ups, strict=True)
+        ]
+        down = torch.cat(present)
+        return LowRank(down if norm is None else down * norm, torch.block_diag(*blocks) * scale)
+
+    width, inner = spec.head_dim, (get(f"mlp.{name}_proj.{UP}") for name in ("gate", "up"))
+    num_inner = next((up.shape[0] for up in inner if up is not None), 0)
+    kv = spec.num_kv_heads * width
+    heads = {"self_attn.q_proj": spec.num_heads * width, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    return LayerFactors(
+        low_rank(heads, norms[0]),
+        low_rank({"self_attn.o_proj": 0}),
+        low_rank({"mlp.gate_proj": num_inner, "mlp.up_proj": num_inner}, norms[1]),
+        low_rank({"mlp.down_proj": 0}),
+    )
+
+
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+def _pair(spec: DecoderSpec, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [heads * head_dim, ...], or a vector of them, with the two of each rotary pair next to each
+    other."""
+    neighbours = torch.arange(spec.head_dim, device=rows.device).view(2, -1).t().flatten()
+    return rows.unflatten(0, (-1, spec.head_dim))[:, neighbours].flatten(0, 1)
 
 
 def rotations(spec: DecoderSpec, positions: torch.Tensor) -> torch.Tensor:

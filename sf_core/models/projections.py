@@ -1,20 +1,31 @@
 """The matrix products of a decoder, each with the cheap operation that follows it, in two versions: PLAIN
-differentiates and runs anywhere, PACKED is faster on CPU. Knows no layers."""
+differentiates and runs anywhere, PACKED is faster on CPU. Knows no layers.
+
+To each product something may be added before what follows: `plus`, the part of an adapter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
-Project = Callable[[torch.Tensor], torch.Tensor]
-"""[N, width in] -> [N, width out]."""
 
-AddProject = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""([N, width in], what to add [N, width out]) -> [N, width out]."""
+class Project(Protocol):
+    """[N, width in] -> [N, width out]."""
+
+    def __call__(self, x: torch.Tensor, plus: torch.Tensor | None = None, /) -> torch.Tensor: ...
+
+
+class AddProject(Protocol):
+    """([N, width in], the residual stream [N, width out]) -> the stream with the product added."""
+
+    def __call__(
+        self, x: torch.Tensor, onto: torch.Tensor, plus: torch.Tensor | None = None, /
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +35,19 @@ class Projections:
     linear: Callable[[torch.Tensor, torch.Tensor | None], Project]
     residual: Callable[[torch.Tensor, torch.Tensor | None], AddProject]
     gated: Callable[[torch.Tensor, torch.Tensor], Project]
-    """(weights of gate, weights of up) -> silu(gate(x)) * up(x)."""
+    """(weights of gate, weights of up) -> silu(gate(x)) * up(x); `plus` [N, 2 * width out] is for both."""
+
+
+def _add(plus: torch.Tensor | None, product: torch.Tensor) -> torch.Tensor:
+    return product if plus is None else product + plus
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Project:
-    return lambda x: F.linear(x, weight, bias)
+    return lambda x, plus=None: _add(plus, F.linear(x, weight, bias))
 
 
 def _residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProject:
-    return lambda x, onto: onto + F.linear(x, weight, bias)
+    return lambda x, onto, plus=None: onto + _add(plus, F.linear(x, weight, bias))
 
 
 def _gate(gate: torch.Tensor, up: torch.Tensor) -> Project:
@@ -40,8 +55,8 @@ def _gate(gate: torch.Tensor, up: torch.Tensor) -> Project:
 
 
 def _gate_by(both: torch.Tensor) -> Project:
-    def project(x: torch.Tensor) -> torch.Tensor:
-        gates, ups = F.linear(x, both).chunk(2, dim=-1)
+    def project(x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        gates, ups = _add(plus, F.linear(x, both)).chunk(2, dim=-1)
         return F.silu(gates) * ups
 
     return project
@@ -71,20 +86,36 @@ _pointwise = torch.ops.mkldnn._linear_pointwise
 
 def _pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Project:
     packed = _reorder(weight, None)
-    return lambda x: _pointwise(x, packed, bias, "none", [], "")
+
+    def project(x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        if plus is None:
+            return _pointwise(x, packed, bias, "none", [], "")
+        return _pointwise.binary(x, plus, packed, bias, "add")
+
+    return project
 
 
 def _pack_residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProject:
     packed = _reorder(weight, None)
-    return lambda x, onto: _pointwise.binary(x, onto, packed, bias, "add")
+
+    def project(x: torch.Tensor, onto: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        if plus is None:
+            return _pointwise.binary(x, onto, packed, bias, "add")
+        return onto + _pointwise.binary(x, plus, packed, bias, "add")
+
+    return project
 
 
 def _pack_gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
     packed_gate, packed_up = _reorder(gate, None), _reorder(up, None)
 
-    def project(x: torch.Tensor) -> torch.Tensor:
-        gates = _pointwise(x, packed_gate, None, "swish", [], "")
-        return _pointwise.binary(x, gates, packed_up, None, "mul")
+    def project(x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        if plus is None:
+            gates = _pointwise(x, packed_gate, None, "swish", [], "")
+            return _pointwise.binary(x, gates, packed_up, None, "mul")
+        to_gates, to_ups = (half.contiguous() for half in plus.chunk(2, dim=-1))
+        gates = F.silu(_pointwise.binary(x, to_gates, packed_gate, None, "add"))
+        return gates.mul_(_pointwise.binary(x, to_ups, packed_up, None, "add"))
 
     return project
 

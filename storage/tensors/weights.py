@@ -1,5 +1,5 @@
 """Published weights: model.safetensors of a policy version, or several files with an index, in a form that
-transformers and vLLM load.
+transformers and vLLM load; or an adapter, as PEFT and vLLM load it.
 
 Owns names and metadata of the files. Knows nothing of the model's shape.
 """
@@ -27,6 +27,8 @@ DIGEST = "digest"
 """Key of the metadata for `TensorBytes.digest` of the tensors."""
 
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 """Patterns of files that may run code when they are read. We read none of them."""
 
@@ -44,14 +46,18 @@ class _Index(BaseModel):
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
 
 
+_FIRST_NAMES = (FILE_NAME, INDEX_NAME, ADAPTER_NAME)
+"""Names of the file that tells which weights a folder has."""
+
+
 def has_weights(folder: str) -> bool:
     """Whether the folder holds complete weights; their content is checked only when they are loaded."""
-    return any(files.exists(files.join(folder, name)) for name in (FILE_NAME, INDEX_NAME))
+    return any(files.exists(files.join(folder, name)) for name in _FIRST_NAMES)
 
 
 def remove_weights(folder: str) -> None:
     # these first: weights that are removed in part are none
-    for name in (FILE_NAME, INDEX_NAME):
+    for name in _FIRST_NAMES:
         files.remove(files.join(folder, name))
     files.remove_folder(folder)
 
@@ -64,6 +70,18 @@ def save_weights(
     from storage.tensors.torch_bytes import TorchTensors
 
     return save_tensors(folder, _as_version(TorchTensors(tensors, dtype), version))
+
+
+def save_adapter(
+    folder: str, factors: Mapping[str, torch.Tensor], config: bytes, version: int, dtype: str | None = None
+) -> list[FileRef]:
+    """Write an adapter into the folder: its factors, in this dtype of torch or their own, and the content of
+    its `adapter_config.json`. The first file returned tells which weights these are."""
+    from storage.tensors.torch_bytes import TorchTensors
+
+    about = files.write_atomic(files.join(folder, ADAPTER_CONFIG), config)
+    packed = _as_version(pack(TorchTensors(factors, dtype)), version)
+    return [save_packed(files.join(folder, ADAPTER_NAME), packed), about]
 
 
 def pack_weights(tensors: Mapping[str, torch.Tensor], version: int, dtype: str | None = None) -> TensorBytes:
@@ -198,7 +216,8 @@ def _find_files(folder: str) -> tuple[list[str], dict[str, str]]:
     """The files with the weights of a folder, and metadata of all of them."""
     uri = files.join(folder, INDEX_NAME)
     if (text := files.read_if_there(uri)) is None:
-        return [files.join(folder, FILE_NAME)], {}
+        is_adapter = files.exists(files.join(folder, ADAPTER_NAME))
+        return [files.join(folder, ADAPTER_NAME if is_adapter else FILE_NAME)], {}
     index = parse_json(_Index, text, f"{uri}: no index of weights")
     names = sorted(set(index.weight_map.values()))
     # others write numbers too

@@ -1,0 +1,168 @@
+"""A low-rank adapter (Hu et al. 2021) in PEFT's form: what its folder says of it, and its first factors.
+
+Each of its linear layers NAME gets two factors, `base_model.model.NAME.lora_A.weight` [rank, width in] and
+`base_model.model.NAME.lora_B.weight` [width out, rank]. The layer then computes
+`W x + alpha / rank * lora_B(lora_A(x))`. This module owns these names and `adapter_config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from storage.files import join, read_bytes
+from storage.tensors.weights import ADAPTER_CONFIG
+
+DEFAULT_RANK, DEFAULT_ALPHA = 32, 64.0
+
+_PREFIX = "base_model.model."
+
+_FACTOR = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.(?P<factor>lora_[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What `adapter_config.json` says of the factors."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Last parts of the names of the linear layers that have factors, sorted."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / self.rank
+
+    def encode(self, base: str) -> bytes:
+        """The content of `adapter_config.json`. `base`: what the adapter is for, in words."""
+        said = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "target_modules": list(self.targets),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+        return json.dumps(said, indent=2).encode()
+
+
+# what changes the forward pass beyond two factors, and the value that does not
+_UNKNOWN = {
+    "use_dora": "DoRA",
+    "use_rslora": "rank-stabilised scaling (rsLoRA)",
+    "modules_to_save": "whole modules beside its factors",
+    "lora_dropout": "dropout",
+    "alpha_pattern": "an alpha for each layer",
+    "rank_pattern": "a rank for each layer",
+    "lora_bias": "biases of its factors",
+    "fan_in_fan_out": "transposed weights",
+    "layers_to_transform": "some of the layers alone",
+    "exclude_modules": "excluded modules",
+    "trainable_token_indices": "embeddings of tokens",
+    "target_parameters": "parameters that are no linear layers",
+}
+
+
+def read_adapter(folder: str) -> Adapter:
+    """What the folder says of its adapter. Raises ValueError, one sentence, if that is not readable, or more
+    than two factors for each linear layer."""
+    file = join(folder, ADAPTER_CONFIG)
+    try:
+        said: dict[str, Any] = dict(json.loads(read_bytes(file)))
+    except (ValueError, TypeError, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    if (kind := said.get("peft_type")) not in (None, "LORA"):
+        raise ValueError(f"{file} describes an adapter of kind {kind}, and only LoRA is trained")
+    if said.get("bias", "none") != "none":
+        raise ValueError(f"{file} says that biases are trained (bias: {said['bias']}); only factors are here")
+    for key, what in _UNKNOWN.items():
+        if said.get(key):
+            raise ValueError(f"{file} describes {what} ({key}), which is not trained here")
+    try:
+        rank, alpha, targets = int(said["r"]), float(said["lora_alpha"]), said["target_modules"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{file} lacks r, lora_alpha or target_modules") from None
+    if not isinstance(targets, list):
+        raise ValueError(f"{file} names its layers by the pattern {targets!r}; a list of names is read")
+    return Adapter(rank, alpha, tuple(sorted({str(target).rpartition(".")[2] for target in targets})))
+
+
+def list_linears(folder: str) -> dict[str, torch.Size]:
+    """Shapes [width out, width in] of the linear layers in the blocks of a model folder, by their names in
+    transformers. No weights are read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    kinds = model._no_split_modules or ()
+    return {
+        f"{block}.{name}": module.weight.shape
+        for block, layer in model.named_modules()
+        if type(layer).__name__ in kinds
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def name_factor(layer: str, factor: str) -> str:
+    """The name of a linear layer's factor, lora_A or lora_B, in an adapter's file.
+
+    >>> name_factor("model.layers.0.mlp.up_proj", "lora_A")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    return f"{_PREFIX}{layer}.{factor}.weight"
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The linear layer and the factor that a name in an adapter's file is of. Raises ValueError if it is no
+    factor's.
+
+    >>> split_name("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight")
+    ('model.layers.0.mlp.up_proj', 'lora_A')
+    """
+    if (found := _FACTOR.fullmatch(name)) is None:
+        raise ValueError(f"{name} is no factor of a linear layer")
+    return found["layer"], found["factor"]
+
+
+def shape_factors(adapter: Adapter, linears: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """Shapes of an adapter's factors by their names in its file, for a model with these linear layers. Raises
+    ValueError, one sentence, if a target names none of them."""
+    shapes = {}
+    missing = set(adapter.targets)
+    for layer, (out, width) in linears.items():
+        if (target := layer.rpartition(".")[2]) in adapter.targets:
+            missing.discard(target)
+            shapes[name_factor(layer, "lora_A")] = torch.Size((adapter.rank, width))
+            shapes[name_factor(layer, "lora_B")] = torch.Size((out, adapter.rank))
+    if missing:
+        known = ", ".join(sorted({layer.rpartition(".")[2] for layer in linears})) or "none"
+        raise ValueError(
+            f"target {min(missing)} is no linear layer of the model's blocks, which have {known}"
+        )
+    return shapes
+
+
+def make_factors(shapes: Mapping[str, torch.Size], seed: int) -> dict[str, torch.Tensor]:
+    """Factors that change nothing yet, in float32: lora_B is zero, and lora_A uniform within 1 / sqrt(width
+    in), as PEFT draws it."""
+    random = torch.Generator().manual_seed(seed)
+    factors = {}
+    for name in sorted(shapes):
+        factors[name] = torch.zeros(shapes[name])
+        if split_name(name)[1] == "lora_A":
+            bound = shapes[name][1] ** -0.5
+            factors[name].uniform_(-bound, bound, generator=random)
+    return factors
