@@ -89,7 +89,9 @@ def read_adapter(folder: str) -> Adapter:
         raise ValueError(f"{file} says that biases are trained (bias: {said['bias']}); only factors are here")
     for key, what in _UNKNOWN.items():
         if said.get(key):
-            raise ValueError(f"{file} describes {what} ({key}), which is not trained here")
+            raise ValueError(
+                f"{file} describes {what} ({key}), which is not trained here{_tell_way_out(said, key)}"
+            )
     try:
         rank, alpha, targets = int(said["r"]), float(said["lora_alpha"]), said["target_modules"]
     except (KeyError, TypeError, ValueError):
@@ -97,6 +99,16 @@ def read_adapter(folder: str) -> Adapter:
     if not isinstance(targets, list):
         raise ValueError(f"{file} names its layers by the pattern {targets!r}; a list of names is read")
     return Adapter(rank, alpha, tuple(sorted({str(target).rpartition(".")[2] for target in targets})))
+
+
+def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
+    """How the adapter can be trained all the same, in words."""
+    if key == "lora_dropout":
+        return "; set it to 0 there to train without dropout"
+    if key == "use_rslora":
+        alpha = float(said.get("lora_alpha", 0)) * float(said.get("r", 0)) ** 0.5
+        return f"; the same adapter has use_rslora false and lora_alpha {alpha:g}"
+    return ""
 
 
 def list_linears(folder: str) -> dict[str, torch.Size]:
