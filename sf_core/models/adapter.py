@@ -41,6 +41,11 @@ class Adapter:
         """What the product of the factors is multiplied by."""
         return self.alpha / self.rank
 
+    @property
+    def form(self) -> str:
+        """What is the same in all versions of a run, in words."""
+        return f"rank {self.rank} for {', '.join(self.targets)}"
+
     def encode(self, base: str) -> bytes:
         """The content of `adapter_config.json`. `base`: what the adapter is for, in words."""
         said = {

@@ -13,7 +13,7 @@ from os import SEEK_CUR
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sf_core.models.cache_size import cache_bytes
+from sf_core.models.cache_size import cache_bytes, head_width
 from storage.files import exists, join, read_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.tensor_bytes import Entry, Header, read_header
@@ -29,6 +29,9 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 
 _MOST_KV_BYTES = 4 * 2**30
 """vLLM's own default on the CPU. With less than all requests need it lets some wait."""
+
+_HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of heads that vLLM's CPU build computes."""
 
 _KV_BLOCK = 128
 """vLLM's CPU build gives KV in blocks of this many tokens."""
@@ -62,6 +65,17 @@ class PolicyFolder:
         """Whether the weights taken last have a head of their own."""
         return _HEAD in self._entries
 
+    def check_heads_on_cpu(self) -> None:
+        """Raises ValueError, one sentence, if vLLM's CPU build computes no heads of this policy's width: its
+        server would end at the first request."""
+        # latent attention, which has none of these, has a kernel of its own
+        width = None if "kv_lora_rank" in self.config else head_width(self.config)
+        if width is not None and width not in _HEADS_ON_CPU:
+            raise ValueError(
+                f"the policy's heads have a width of {width} (head_dim), and vLLM computes on the CPU only "
+                f"those of {', '.join(map(str, _HEADS_ON_CPU))}: choose engine.kind torch, or another policy"
+            )
+
     def kv_bytes(self, max_running: int, context_length: int) -> int:
         """Memory for the KV of so many requests."""
         rounded = -(-context_length // _KV_BLOCK) * _KV_BLOCK
@@ -70,12 +84,13 @@ class PolicyFolder:
         return _MOST_KV_BYTES if needed is None else min(needed, _MOST_KV_BYTES)
 
     def take(self, folder: str) -> None:
-        """Link to the weights of this folder. Raises ValueError, and changes nothing, if they are not of the
-        shapes of those that were taken before: vLLM would find out half-way."""
+        """Link to the weights of this folder, which must stay while a server reads them. Raises ValueError,
+        and changes nothing, if they are not of the shapes of those that were taken before: vLLM would find
+        out half-way."""
         path = join(folder, FILE_NAME)
         with open(path, "rb") as file:
             entries = read_header(path, file).entries
-            if self._entries and (fault := _find_difference(entries, self._entries)):
+            if self._entries and (fault := find_difference(entries, self._entries)):
                 raise ValueError(f"{path}: {fault}")
             config = self.config
             if self._untied and _HEAD not in entries:
@@ -104,7 +119,8 @@ class PolicyFolder:
         Path(self.path, INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def _find_difference(got: Mapping[str, Entry], expected: Mapping[str, Entry]) -> str | None:
+def find_difference(got: Mapping[str, Entry], expected: Mapping[str, Entry]) -> str | None:
+    """In which names or shapes of tensors these differ; None if in none."""
     if missing := sorted(expected.keys() - got.keys()):
         return f"{missing[0]!r} is not there ({len(missing)} tensors missing)"
     if unknown := sorted(got.keys() - expected.keys()):
