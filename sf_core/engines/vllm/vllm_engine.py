@@ -23,9 +23,10 @@ from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
 from sf_core.engines.vllm.deliveries import Adapters, Delivery, WholeModels
+from sf_core.engines.vllm.limits import check_cpu_build, check_shape
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer, ServerOrigin
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, check_cpu_build, make_arguments
+from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, make_arguments
 from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.surroundings import has_gpu, vllm_key, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
@@ -52,8 +53,7 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
         check_cpu_build(vllm_python())
     # a base is never reloaded
     policy = PolicyFolder(start_dir, untied=on_cpu and config.train.lora is None)
-    if on_cpu:
-        policy.check_heads_on_cpu()
+    check_shape(policy.config, config)
     adapters = Adapters(start_dir, policy if settings.url is None else None) if config.train.lora else None
     delivery = adapters or WholeModels(policy)
     place: ServerOrigin

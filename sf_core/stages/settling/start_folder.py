@@ -11,6 +11,7 @@ from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
+from sf_core.scheduling.cluster import scheduler_of
 from sf_core.stages.settling.stored_config import has_started
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from sf_core.training.policy_folder import check_model_folder, policy_folder, read_model_config
@@ -51,6 +52,9 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     else:
         return
     kind.check_shape(shape, config.train)
+    if scheduler_of(config) is None:
+        # then the workers are of this machine
+        engine_kind(config).check_shape(shape, config)
 
 
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
