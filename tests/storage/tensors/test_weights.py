@@ -12,7 +12,15 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors import weights
 from storage.tensors.tensor_bytes import TensorBytes, parse
-from storage.tensors.weights import DIGEST, load_weights, open_weights, save_weights
+from storage.tensors.weights import (
+    DIGEST,
+    has_weights,
+    load_weights,
+    open_weights,
+    remove_weights,
+    save_adapter,
+    save_weights,
+)
 
 
 def test_weights_come_back_bit_for_bit(run_anywhere: RunDirectory) -> None:
@@ -55,6 +63,27 @@ def test_the_file_names_its_version_and_what_it_holds(run_anywhere: RunDirectory
     assert first == again == {"format": "pt", "digest": first["digest"]}
     others = ({"a": torch.zeros(2)}, same | {"a": torch.zeros(2, 1)}, same | {"a": torch.tensor([0.0, -0.0])})
     assert len({metadata(9, **other)["digest"] for other in others} | {first["digest"]}) == 4
+
+
+def test_an_adapter_is_weights_of_its_folder(run_anywhere: RunDirectory) -> None:
+    folder, factors = run_anywhere.weights_dir(2), {"a": torch.randn(2, 3), "b": torch.randn(3, 2)}
+    weights_ref, config_ref = save_adapter(folder, factors, b'{"r": 2}', 2, "bfloat16")
+    assert weights_ref.uri == files.join(folder, "adapter_model.safetensors")
+    assert files.read_bytes(config_ref.uri) == b'{"r": 2}'
+    assert has_weights(folder)
+    loaded = load_weights(folder)
+    assert all(torch.equal(loaded[name], tensor.bfloat16()) for name, tensor in factors.items())
+    header, _ = open_weights(folder)
+    assert header.metadata["version"] == "2" and DIGEST in header.metadata
+    remove_weights(folder)
+    assert not has_weights(folder) and not files.exists(config_ref.uri)
+
+
+def test_version_0_is_the_adapter_of_a_run_that_has_one(run_anywhere: RunDirectory) -> None:
+    assert run_anywhere.version_dir(0) == run_anywhere.start_dir
+    save_adapter(run_anywhere.start_adapter_dir, {"a": torch.zeros(1, 1)}, b"{}", 0)
+    assert run_anywhere.version_dir(0) == run_anywhere.start_adapter_dir
+    assert run_anywhere.version_dir(1) == run_anywhere.weights_dir(1)
 
 
 def test_missing_and_truncated_weights_are_named(run_anywhere: RunDirectory) -> None:
