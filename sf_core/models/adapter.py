@@ -119,10 +119,16 @@ def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
 def list_linears(folder: str) -> dict[str, torch.Size]:
     """Shapes [width out, width in] of the linear layers in the blocks of a model folder, by their names in
     transformers. No weights are read."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return find_linears(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+
+
+def find_linears(config: Any) -> dict[str, torch.Size]:
+    """As `list_linears`, of a configuration of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     kinds = model._no_split_modules or ()
@@ -156,7 +162,7 @@ def split_name(name: str) -> tuple[str, str]:
     return found["layer"], found["factor"]
 
 
-def shape_factors(adapter: Adapter, linears: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+def shape_factors(adapter: Adapter, linears: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Size]:
     """Shapes of an adapter's factors by their names in its file, for a model with these linear layers. Raises
     ValueError, one sentence, if a target names none of them."""
     from torch import Size
@@ -176,7 +182,7 @@ def shape_factors(adapter: Adapter, linears: Mapping[str, torch.Size]) -> dict[s
     return shapes
 
 
-def make_factors(shapes: Mapping[str, torch.Size], seed: int) -> dict[str, torch.Tensor]:
+def make_factors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
     """Factors that change nothing yet, in float32: lora_B is zero, and lora_A uniform within 1 / sqrt(width
     in), as PEFT draws it."""
     import torch
