@@ -41,11 +41,6 @@ class Adapter:
         """What the product of the factors is multiplied by."""
         return self.alpha / self.rank
 
-    @property
-    def form(self) -> str:
-        """What is the same in all versions of a run, in words."""
-        return f"rank {self.rank} for {', '.join(self.targets)}"
-
     def encode(self, base: str) -> bytes:
         """The content of `adapter_config.json`. `base`: what the adapter is for, in words."""
         said = {
@@ -114,6 +109,22 @@ def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
         alpha = float(said.get("lora_alpha", 0)) * float(said.get("r", 0)) ** 0.5
         return f"; the same adapter has use_rslora false and lora_alpha {alpha:g}"
     return ""
+
+
+def read_version(folder: str, first: Adapter) -> Adapter:
+    """What the folder says of a later version of an adapter. Raises ValueError as `read_adapter`, and if rank
+    or layers are not those of the first version."""
+    adapter = read_adapter(folder)
+    if (adapter.rank, adapter.targets) != (first.rank, first.targets):
+        raise ValueError(
+            f"{join(folder, ADAPTER_CONFIG)} describes {_describe(adapter)}; "
+            f"the adapter that the run began with has {_describe(first)}"
+        )
+    return adapter
+
+
+def _describe(adapter: Adapter) -> str:
+    return f"rank {adapter.rank} for {', '.join(adapter.targets)}"
 
 
 def list_linears(folder: str) -> dict[str, torch.Size]:

@@ -17,12 +17,11 @@ from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.policy_folder import PolicyFolder, find_difference
 from sf_core.engines.vllm.server import MOST_ADAPTERS, make_adapter_arguments
-from sf_core.models.adapter import read_adapter
+from sf_core.models.adapter import read_adapter, read_version
 from sf_core.types import WeightsRef
-from storage.files import join, read_bytes, read_if_there
+from storage.files import join, read_bytes
 from storage.scratch import scratch_folder
-from storage.tensors.tensor_bytes import parse
-from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME, DIGEST, open_weights
+from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME, open_weights, read_adapter_file
 
 _NAMES = "policy."
 """How the names of adapters begin."""
@@ -164,21 +163,13 @@ class Adapters(Delivery):
     def _copy(self, uri: str) -> str:
         """A folder with a copy of the adapter. Raises ValueError, which names the file, if it is damaged or
         of another shape than that of version 0."""
-        about, file = join(uri, ADAPTER_CONFIG), join(uri, ADAPTER_NAME)
-        if (content := read_if_there(file)) is None:
-            raise ValueError(f"{file}: no such file")
-        tensors = parse(file, content)
-        if (got := read_adapter(uri)).form != self._about.form:
-            raise ValueError(
-                f"{about} describes {got.form}; the adapter that the run began with has {self._about.form}"
-            )
-        if fault := find_difference(tensors.header.entries, self._entries):
-            raise ValueError(f"{file}: {fault}")
-        if tensors.header.metadata.get(DIGEST, digest := tensors.digest()) != digest:
-            raise ValueError(f"{file}: its tensors differ from those that were written")
+        read_version(uri, self._about)
+        content, header = read_adapter_file(uri)
+        if fault := find_difference(header.entries, self._entries):
+            raise ValueError(f"{join(uri, ADAPTER_NAME)}: {fault}")
         folder = tempfile.mkdtemp(dir=self._copies.name)
         Path(folder, ADAPTER_NAME).write_bytes(content)
-        Path(folder, ADAPTER_CONFIG).write_bytes(read_bytes(about))
+        Path(folder, ADAPTER_CONFIG).write_bytes(read_bytes(join(uri, ADAPTER_CONFIG)))
         return folder
 
     def _find_fault(self, lora: dict[str, Any] | None) -> str | None:

@@ -111,6 +111,6 @@ REFUSED: dict[str, Callable[[Path], None]] = {
     ),
     r"adapter_config\.json describes rank 4 for q_proj; the adapter": _set(target_modules=["q_proj"]),
     r"adapter_config\.json describes DoRA \(use_dora\)": _set(use_dora=True),
-    r"weights lack 'base_model.*v_proj\.lora_B\.weight' \(1 tensors missing\)": _remove_one,
+    r"'base_model.*v_proj\.lora_B\.weight'.* \(1 tensors missing\)": _remove_one,
 }
 """What is done to the file of an adapter, by what the refusal says."""
