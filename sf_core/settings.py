@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from reprlib import Repr
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
@@ -47,6 +47,11 @@ class Settings(BaseModel):
         field_title_generator=_key,
         json_schema_extra=_as_form,
     )
+
+    def put(self, path: Sequence[str], value: Any) -> Self:
+        """These settings with another value at the end of the path; not validated."""
+        name, *rest = path
+        return self.model_copy(update={name: getattr(self, name).put(rest, value) if rest else value})
 
 
 def or_kind(default: str) -> BeforeValidator:

@@ -381,18 +381,16 @@ class RunConfig(Settings):
         )
 
     def leaves_open(self, key: str) -> bool:
-        """Whether this setting, section.name, has no value yet and is derived where the run begins."""
+        """Whether the setting of this key has no value yet and is derived where the run begins."""
         return attrgetter(key)(self) in (None, "auto")
 
     def fill(self, values: Mapping[str, Any]) -> RunConfig:
-        """These settings with those values, by section.name, where they leave them open."""
-        sections: dict[str, Any] = {}
+        """These settings with those values, by their keys, where they leave them open."""
+        filled = self
         for key, value in values.items():
-            if self.leaves_open(key):
-                section, name = key.split(".")
-                here = sections.get(section, getattr(self, section))
-                sections[section] = here.model_copy(update={name: value})
-        return self.model_copy(update=sections)
+            if filled.leaves_open(key):
+                filled = filled.put(key.split("."), value)
+        return filled
 
     @property
     def run_dir(self) -> str:

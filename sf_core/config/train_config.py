@@ -28,19 +28,24 @@ SMALL_CHECKPOINT = 1_000_000_000
 """Checkpoints of fewer bytes are stored after every iteration, unless `checkpoint_every` says otherwise."""
 
 
-def rate_for(parameters: int, power: float = 0.5) -> float:
-    """Learning rate for a policy of this size. It was tried at 135 million parameters, 2e-5; from there it
-    falls with this power of the size.
+LORA_RATES = 10
+"""Learning rate of an adapter, in those of training all weights."""
 
-    >>> rate_for(135_000_000), rate_for(8_000_000_000)
-    (2e-05, 2.6e-06)
+
+def rate_for(parameters: int, power: float = 0.5, *, is_adapter: bool = False) -> float:
+    """Learning rate for a policy of this size, or for an adapter of it. It was tried at 135 million
+    parameters, 2e-5; from there it falls with this power of the size.
+
+    >>> rate_for(135_000_000), rate_for(8_000_000_000), rate_for(8_000_000_000, is_adapter=True)
+    (2e-05, 2.6e-06, 2.6e-05)
     """
     rate = float(f"{2e-5 * (135e6 / max(1, parameters)) ** power:.2g}")
-    return min(LARGEST_RATE, max(SMALLEST_RATE, rate))
+    rate = min(LARGEST_RATE, max(SMALLEST_RATE, rate))
+    return float(f"{LORA_RATES * rate:.2g}") if is_adapter else rate
 
 
 def interval_for(parameters: int) -> int:
-    """Iterations between checkpoints of a policy of this size.
+    """Iterations between checkpoints of this many trained parameters.
 
     >>> interval_for(1_000_000), interval_for(135_000_000)
     (1, 10)
@@ -87,7 +92,7 @@ class TrainConfig(Settings):
     learning_rate: float | None = Field(None, gt=0)
     """Constant learning rate of AdamW, after `warmup_steps`. Empty: with `policy.model`
     2e-5 x sqrt(135 million / N) for N parameters, between 1e-6 and 3e-4. For the built-in policy 3e-4, and
-    less above 1.5 million parameters."""
+    less above 1.5 million parameters. With `lora` ten times that."""
     warmup_steps: int = Field(0, ge=0)
     """Optimiser steps over which the learning rate rises from 0."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -120,8 +125,8 @@ class TrainConfig(Settings):
     third more work, and memory that hardly grows with the number of layers."""
     checkpoint_every: int | None = Field(None, ge=1)
     """Number of iterations between checkpoints. A lost trainer replays the iterations since the newest one
-    from stored batches. Empty: 1 for the built-in policy. With `policy.model` 1 below 83 million parameters,
-    where a checkpoint takes less than 1 GB, else 10."""
+    from stored batches. Empty: 1 for the built-in policy. With `policy.model` 1 below 83 million parameters
+    that are trained, where a checkpoint takes less than 1 GB, else 10."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that stay; older ones are removed when another one is complete."""
     keep_weights: int | None = Field(None, ge=1)
@@ -134,7 +139,9 @@ class TrainConfig(Settings):
     @property
     def rate(self) -> float:
         """The learning rate, that of a small policy if none is given."""
-        return LARGEST_RATE if self.learning_rate is None else self.learning_rate
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return rate_for(1, is_adapter=self.lora is not None)
 
     @property
     def interval(self) -> int:

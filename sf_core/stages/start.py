@@ -21,8 +21,9 @@ from sf_core.environments.registry import environment_of
 from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import derive, values_of
+from sf_core.stages.settling.lora import TrainedAdapter, find_adapter, list_linears_of
 from sf_core.stages.settling.start_folder import start_fault
-from sf_core.stages.warmstart import copy_warmed
+from sf_core.stages.warmstart import copy_warmed, find_warmed
 from sf_core.surroundings import cache_dir
 from sf_core.training.policy_folder import (
     check_model_folder,
@@ -32,9 +33,12 @@ from sf_core.training.policy_folder import (
 )
 from storage.files import FileRef, copy_folder, describe, exists, join, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
-from storage.tensors.weights import PICKLES
+from storage.tensors.weights import PICKLES, load_weights, save_adapter
 
 log = logging.getLogger(__name__)
+
+BUILT_IN = "the built-in policy"
+"""What an adapter names as its base, if that is no folder."""
 
 
 def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> dict[str, Any]:
@@ -47,16 +51,17 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
 
     def work() -> StageResult:
         copies, source, copied_s = prepare_start(folder, run.config, warmed=warmed)
-        parameters = count_parameters(folder)
-        derived = values_of(derive(run.config, parameters, folder, prompts))
+        parameters, trained = count_parameters(folder), _find_adapter(run.config, folder, warmed=warmed)
+        derived = values_of(derive(run.config, parameters, folder, prompts, trained))
         dtype = run.config.fill(derived).policy.dtype_name
         named = {file.uri: file for file in (name_dtype(folder, dtype), *name_stops(folder))}
+        copies = [*(copy for copy in copies if copy.uri not in named), *named.values()]
         data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
         data["origin"] = ref.nonce
-        return StageResult(
-            outputs=[*(copy for copy in copies if copy.uri not in named), *named.values()],
-            data=data | ({"derived": derived} if derived else {}),
-        )
+        if trained is not None:
+            copies += start_adapter(run.directory.start_adapter_dir, run.config, trained)
+            data["adapter"] = trained.describe()
+        return StageResult(outputs=copies, data=data | ({"derived": derived} if derived else {}))
 
     if (manifest := run.directory.read_manifest(None, "start")) is not None:
         # every version uses the tokenizer and configuration of the start folder
@@ -86,6 +91,25 @@ def prepare_start(
     started = time.monotonic()
     copies = copy_warmed(source, folder) if warmed else copy_folder(source, folder, exclude=PICKLES)
     return copies, source, time.monotonic() - started
+
+
+def _find_adapter(config: RunConfig, folder: str, *, warmed: bool) -> TrainedAdapter | None:
+    """The adapter that a run from this model folder starts from; None if it trains all weights."""
+    if config.train.lora is None:
+        return None
+    if warmed:
+        made = find_warmed(RunDirectory(config.run_dir).warmstart_dir)
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"adapter": made})})
+    return find_adapter(config, list_linears_of(read_model_config(folder)))
+
+
+def start_adapter(folder: str, config: RunConfig, trained: TrainedAdapter) -> list[FileRef]:
+    """Write the adapter of version 0, which keeps the dtype of the one that is copied; returns its files."""
+    from sf_core.models.adapter import make_factors
+
+    source = trained.source
+    factors = make_factors(trained.shapes, config.seed) if source is None else load_weights(source)
+    return save_adapter(folder, factors, trained.adapter.encode(config.policy.model or BUILT_IN), 0)
 
 
 def name_dtype(folder: str, dtype: str) -> FileRef:
@@ -131,7 +155,7 @@ def warm_policy(config: RunConfig) -> Path:
 def warm_folder(config: RunConfig) -> Path:
     """Where `warm_policy` keeps its folder, which may not be there yet."""
     settings, environment = config.policy, environment_of(config.environment)
-    of_the_policy = settings.model_dump_json(exclude={"dtype"})
+    of_the_policy = settings.model_dump_json(exclude={"dtype", "adapter"})
     of_its_environment = config.environment.model_dump_json(include={"name", "settings"})
     given = f"{of_the_policy}|{settings.warm_steps}|{of_its_environment}|{config.seed}"
     recipe = f"{given}|{_recipe_version(environment)}"

@@ -53,7 +53,8 @@ def configure_warmstart(config: RunConfig, parameters: int | None) -> RunConfig:
     per_iteration = max(n for n in range(1, MOST_STEPS + 1) if steps % n == 0)
     rate = None
     if parameters is not None:
-        rate = warm_rate(warm, config.train.learning_rate or rate_for(parameters))
+        derived = rate_for(parameters, is_adapter=config.train.lora is not None)
+        rate = warm_rate(warm, config.train.learning_rate or derived)
     train: dict[str, Any] = {
         "iterations": steps // per_iteration,
         "minibatches": per_iteration,
@@ -163,11 +164,19 @@ def remove_spare(ref: RunRef, trained: int) -> None:
             remove_checkpoint(run.directory.checkpoint_dir(version))
 
 
-def copy_warmed(uri: str, folder: str) -> list[FileRef]:
-    """Copy the policy that the warm start in this run directory has made; returns the copies."""
+def find_warmed(uri: str) -> str:
+    """Folder of what the warm start in this run directory has trained."""
     warm = RunDirectory(uri)
-    last = warm.read_config(RunConfig).train.iterations
+    return warm.weights_dir(warm.read_config(RunConfig).train.iterations)
+
+
+def copy_warmed(uri: str, folder: str) -> list[FileRef]:
+    """Copy the policy that the warm start in this run directory has made, without the adapter if it trained
+    one; returns the copies."""
+    warm = RunDirectory(uri)
+    if warm.read_config(RunConfig).train.lora is not None:
+        return copy_folder(warm.start_dir, folder)
     return [
         *copy_folder(warm.start_dir, folder, exclude=WEIGHT_FILES),
-        *copy_folder(warm.weights_dir(last), folder, exclude=(DELTA,)),
+        *copy_folder(find_warmed(uri), folder, exclude=(DELTA,)),
     ]

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.config.programs import Command
-from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for
+from sf_core.config.train_config import CHECKPOINT_BYTES, LORA_RATES, interval_for, rate_for
 from sf_core.environments.registry import draw_tasks
 from sf_core.models.context import longest_context
+from sf_core.stages.settling.lora import TrainedAdapter
 from sf_core.training.policy_folder import read_model_config
 from storage.run_directory import RunDirectory
 
@@ -45,13 +46,14 @@ def derive(
     parameters: int | None = None,
     folder: str | None = None,
     prompts: Sequence[str] = (),
+    adapter: TrainedAdapter | None = None,
 ) -> dict[str, Derived]:
-    """Values of the settings that are left open, by section.name. Without `parameters` only those that follow
-    from other settings; with them, and with the folder of a model, all. Raises ValueError if an answer would
-    not fit into the model."""
+    """Values of the settings that are left open, by their keys. Without `parameters` only those that follow
+    from other settings; with them, with the folder of a model, and with the adapter if one is trained, all.
+    Raises ValueError if an answer would not fit into the model."""
     found = _by_settings(config)
     if parameters is not None:
-        found = _by_policy(config.fill(values_of(found)), parameters, folder, prompts) | found
+        found = _by_policy(config.fill(values_of(found)), parameters, folder, prompts, adapter) | found
     return {key: derived for key, derived in found.items() if config.leaves_open(key)}
 
 
@@ -107,19 +109,36 @@ def _by_settings(config: RunConfig) -> dict[str, Derived]:
 
 
 def _by_policy(
-    config: RunConfig, parameters: int, folder: str | None, prompts: Sequence[str]
+    config: RunConfig,
+    parameters: int,
+    folder: str | None,
+    prompts: Sequence[str],
+    adapter: TrainedAdapter | None,
 ) -> dict[str, Derived]:
-    size = f"{parameters:,} parameters"
+    size = trained = f"{parameters:,} parameters"
+    power, why = 0.5, f"{size}, 2e-5 x sqrt(135M / N)"
     if config.policy.model is None:
-        rate = Derived(rate_for(parameters, _POWER_OF_BUILT_IN), f"the built-in policy, {size}")
-    else:
-        rate = Derived(rate_for(parameters), f"{size}, 2e-5 x sqrt(135M / N)")
-    interval = Derived(interval_for(parameters), f"{size} of {CHECKPOINT_BYTES} bytes in a checkpoint")
-    found = {"train.learning_rate": rate, "train.checkpoint_every": interval}
+        power, why = _POWER_OF_BUILT_IN, f"the built-in policy, {size}"
+    num_trained, found = parameters, dict[str, Derived]()
+    if adapter is not None:
+        num_trained, trained = adapter.parameters, f"{adapter.parameters:,} parameters that are trained"
+        why = f"{LORA_RATES} times that of training all weights ({why})"
+        found = _by_adapter(adapter)
+    rate = rate_for(parameters, power, is_adapter=adapter is not None)
+    found["train.learning_rate"] = Derived(rate, why)
+    found["train.checkpoint_every"] = Derived(
+        interval_for(num_trained), f"{trained} of {CHECKPOINT_BYTES} bytes in a checkpoint"
+    )
     if folder is not None and config.leaves_open("engine.context_length"):
         found["engine.context_length"] = _context(config.rollout.turn_tokens, folder, prompts)
     # torch is imported for it
     return found | ({"policy.dtype": _dtype()} if config.leaves_open("policy.dtype") else {})
+
+
+def _by_adapter(trained: TrainedAdapter) -> dict[str, Derived]:
+    why = "by default" if trained.source is None else f"that of {trained.source}"
+    values = {"rank": trained.adapter.rank, "alpha": trained.adapter.alpha}
+    return {f"train.lora.{name}": Derived(value, why) for name, value in values.items()}
 
 
 def _context(tokens: int, folder: str, prompts: Sequence[str]) -> Derived:

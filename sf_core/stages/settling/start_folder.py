@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,19 @@ from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
+from sf_core.stages.settling.lora import (
+    TrainedAdapter,
+    check_lora,
+    find_adapter,
+    list_linears_of,
+    shape_adapter,
+)
 from sf_core.stages.settling.stored_config import has_started
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from sf_core.training.policy_folder import check_model_folder, policy_folder, read_model_config
 from sf_core.training.registry import trainer_kind
 from storage.run_directory import RunDirectory
+from storage.tensors.weights import has_weights
 
 
 def warms_model(config: RunConfig) -> bool:
@@ -25,10 +34,11 @@ def warms_model(config: RunConfig) -> bool:
 
 def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     """Raises ValueError if a run cannot start from its policy, nothing is there to warm-start it with, its
-    sequences are too long for it, or engine and trainer do not go together. A run that has started needs only
-    the copy in its directory, which is version 0, and not `policy.model`.
+    sequences are too long for it, or engine, trainer and adapter do not go together. A run that has started
+    needs only the copy in its directory, which is version 0, and not `policy.model`.
 
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
+    check_lora(config)
     kind = trainer_kind(config)
     length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
     if not has_started(config):
@@ -51,6 +61,8 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     else:
         return
     kind.check_shape(shape, config.train)
+    if config.train.lora is not None:
+        adapter_to_start_from(config, shape, by_a_worker)
 
 
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
@@ -64,6 +76,21 @@ def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
         return None
     check_model_folder(model)
     return model
+
+
+def adapter_to_start_from(
+    config: RunConfig, shape: Mapping[str, Any], by_a_worker: bool
+) -> TrainedAdapter | None:
+    """The run's own adapter, else that with which it begins, for a policy of this shape; None if that is only
+    on the worker. Raises ValueError if it cannot be trained."""
+    from sf_core.models.adapter import read_adapter
+
+    linears, folder = list_linears_of(shape), config.policy.adapter
+    if has_started(config) and has_weights(own := RunDirectory(config.run_dir).start_adapter_dir):
+        return shape_adapter(read_adapter(own), linears, "train.lora")
+    if folder is not None and by_a_worker and not Path(folder).is_dir():
+        return None
+    return find_adapter(config, linears)
 
 
 def start_fault(run: RunDirectory) -> str | None:

@@ -28,7 +28,17 @@ PLACE = ("run_id", "storage")
 ADDRESSES = ("cluster.scheduler", "dataplane.url")
 """Settings always taken from the caller, defaults included: the servers of the last attempt may be gone."""
 
-FIXED = ("seed", "policy", "environment", "train.critic", "evaluate.answers")
+OF_AN_ADAPTER = ("train.lora.rank", "train.lora.alpha", "train.lora.targets")
+
+FIXED = (
+    "seed",
+    "policy",
+    "environment",
+    "train.critic",
+    "train.lora",
+    *OF_AN_ADAPTER,
+    "evaluate.answers",
+)
 """Settings that cannot change once there is a batch, because the result would be another run. A critic is
 made with the trainer: only its own settings may change. An evaluation that has begun keeps its sessions."""
 
@@ -38,6 +48,7 @@ DERIVED = (
     "policy.dtype",
     "train.learning_rate",
     "train.checkpoint_every",
+    *OF_AN_ADAPTER,
 )
 """Settings that are derived if they are left open. Left open by the caller, they stay as the run has them."""
 

@@ -1,0 +1,157 @@
+"""Whether a run can train an adapter, and which one: by its settings, or by the folder that they name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sf_core.config import RunConfig
+from sf_core.config.pipelines import PIPELINES
+from sf_core.config.train_config import LoraConfig
+from sf_core.engines.registry import engine_kind
+from storage.files import exists, join
+from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME, open_weights
+
+if TYPE_CHECKING:
+    from sf_core.models.adapter import Adapter
+
+LARGEST_RANK = 512
+
+_OF_ANOTHER = "it was made for another model"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedAdapter:
+    """The adapter that a run trains, as it begins."""
+
+    adapter: Adapter
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of its factors, by their names in its file."""
+    source: str | None
+    """Folder that it is copied from; None if it is made."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    def describe(self) -> dict[str, Any]:
+        """What manifests say of it."""
+        of_its_form = {"rank": self.adapter.rank, "alpha": self.adapter.alpha}
+        return of_its_form | {"targets": [*self.adapter.targets], "parameters": self.parameters}
+
+
+def check_lora(config: RunConfig) -> None:
+    """Raises ValueError, one sentence, if other settings do not go with `train.lora`, or with its absence."""
+    train, engine = config.train, config.engine
+    if train.lora is None:
+        if config.policy.adapter is not None:
+            raise ValueError(
+                "policy.adapter is where `train.lora` begins: add that, as `lora: {}`, or leave "
+                "policy.adapter out"
+            )
+        return
+    if (backend := train.backend or engine_kind(config).trainer) != "torch":
+        raise ValueError(
+            f"train.lora: only train.backend torch trains an adapter, not {backend}; leave one of the two out"
+        )
+    if train.critic is not None:
+        raise ValueError(
+            "train.lora trains the policy's factors alone, and train.critic is a whole network beside it: "
+            "leave one of the two out"
+        )
+    if engine.kind != "vllm":
+        return
+    if engine.kv_on_update == "keep":
+        raise ValueError(
+            "engine.kv_on_update keep does not go with train.lora and engine.kind vllm, which caches KV for "
+            "each version of an adapter anew: leave engine.kv_on_update out"
+        )
+    if PIPELINES[config.pipeline].lent:
+        raise ValueError(
+            f"pipeline {config.pipeline} lends trainers to engines, and with train.lora engine.kind vllm is "
+            "not lent: take pipeline async, or engine.kind torch"
+        )
+
+
+def find_adapter(config: RunConfig, linears: Mapping[str, tuple[int, ...]]) -> TrainedAdapter:
+    """The adapter with which a run of `train.lora` begins, on a policy with these linear layers. Raises
+    ValueError, one sentence, if settings, `policy.adapter` and the policy do not go together."""
+    lora, folder = config.train.lora, config.policy.adapter
+    assert lora is not None
+    if folder is None:
+        return shape_adapter(_choose(lora, linears), linears, "train.lora")
+    return _read(lora, folder, linears)
+
+
+def list_linears_of(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the linear layers in the blocks of a model of this shape, which is named as in Hugging Face's
+    config.json."""
+    from transformers import AutoConfig
+
+    from sf_core.models.adapter import find_linears
+
+    return {name: tuple(size) for name, size in find_linears(AutoConfig.for_model(**shape)).items()}
+
+
+def _choose(lora: LoraConfig, linears: Mapping[str, tuple[int, ...]]) -> Adapter:
+    from sf_core.models.adapter import DEFAULT_ALPHA, DEFAULT_RANK, Adapter
+
+    targets = lora.targets or {layer.rpartition(".")[2] for layer in linears}
+    if not targets:
+        raise ValueError("train.lora: the blocks of policy.model have no linear layers; leave train.lora out")
+    return Adapter(lora.rank or DEFAULT_RANK, lora.alpha or DEFAULT_ALPHA, tuple(sorted({*targets})))
+
+
+def shape_adapter(
+    adapter: Adapter, linears: Mapping[str, tuple[int, ...]], setting: str, source: str | None = None
+) -> TrainedAdapter:
+    """This adapter on a policy with these linear layers. Raises ValueError, which names the setting, if a
+    target is none of them."""
+    from sf_core.models.adapter import shape_factors
+
+    try:
+        shapes = shape_factors(adapter, linears)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from None
+    return TrainedAdapter(adapter, shapes, source)
+
+
+def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]]) -> TrainedAdapter:
+    from sf_core.models.adapter import read_adapter
+
+    for name in (ADAPTER_CONFIG, ADAPTER_NAME):
+        if not exists(join(folder, name)):
+            raise ValueError(f"policy.adapter: {folder} is no folder of an adapter: it has no {name}")
+    try:
+        adapter = read_adapter(folder)
+        header, _ = open_weights(folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"policy.adapter: {error}") from None
+    if not 1 <= adapter.rank <= LARGEST_RANK:
+        raise ValueError(f"policy.adapter: {folder} has rank {adapter.rank}, not 1 to {LARGEST_RANK}")
+    for name in ("rank", "alpha", "targets"):
+        given, own = getattr(lora, name), getattr(adapter, name)
+        if given is not None and (tuple(sorted({*given})) if name == "targets" else given) != own:
+            raise ValueError(
+                f"train.lora.{name} {_text(given)} differs from {_text(own)} of policy.adapter: leave "
+                f"train.lora.{name} out"
+            )
+    found = shape_adapter(adapter, linears, "policy.adapter", folder)
+    stored = {name: entry.shape for name, entry in header.entries.items()}
+    if odd := sorted(stored.keys() ^ found.shapes.keys()):
+        which = "has" if odd[0] in stored else "lacks"
+        raise ValueError(f"policy.adapter: {folder} {which} the factor {odd[0]}: {_OF_ANOTHER}")
+    for name, shape in found.shapes.items():
+        if stored[name] != tuple(shape):
+            raise ValueError(
+                f"policy.adapter: the factor {name} in {folder} has shape {list(stored[name])}, and "
+                f"policy.model takes {list(shape)}: {_OF_ANOTHER}"
+            )
+    return found
+
+
+def _text(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else f"{value:g}"
