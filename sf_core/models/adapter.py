@@ -2,7 +2,8 @@
 
 Each of its linear layers NAME gets two factors, `base_model.model.NAME.lora_A.weight` [rank, width in] and
 `base_model.model.NAME.lora_B.weight` [width out, rank]. The layer then computes
-`W x + alpha / rank * lora_B(lora_A(x))`. This module owns these names and `adapter_config.json`.
+`W x + alpha / rank * lora_B(lora_A(x))`. This module owns these names and `adapter_config.json`. It
+imports torch only where factors or layers are made.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from storage.files import join, read_bytes
 from storage.tensors.weights import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_RANK, DEFAULT_ALPHA = 32, 64.0
 
@@ -120,6 +121,7 @@ def list_linears(folder: str) -> dict[str, torch.Size]:
 
 def find_linears(config: Any) -> dict[str, torch.Size]:
     """As `list_linears`, of a configuration of transformers."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -130,7 +132,7 @@ def find_linears(config: Any) -> dict[str, torch.Size]:
         for block, layer in model.named_modules()
         if type(layer).__name__ in kinds
         for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, torch.nn.Linear)
     }
 
 
@@ -158,13 +160,15 @@ def split_name(name: str) -> tuple[str, str]:
 def shape_factors(adapter: Adapter, linears: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Size]:
     """Shapes of an adapter's factors by their names in its file, for a model with these linear layers. Raises
     ValueError, one sentence, if a target names none of them."""
+    from torch import Size
+
     shapes = {}
     missing = set(adapter.targets)
     for layer, (out, width) in linears.items():
         if (target := layer.rpartition(".")[2]) in adapter.targets:
             missing.discard(target)
-            shapes[name_factor(layer, "lora_A")] = torch.Size((adapter.rank, width))
-            shapes[name_factor(layer, "lora_B")] = torch.Size((out, adapter.rank))
+            shapes[name_factor(layer, "lora_A")] = Size((adapter.rank, width))
+            shapes[name_factor(layer, "lora_B")] = Size((out, adapter.rank))
     if missing:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in linears})) or "none"
         raise ValueError(
@@ -176,6 +180,8 @@ def shape_factors(adapter: Adapter, linears: Mapping[str, tuple[int, ...]]) -> d
 def make_factors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
     """Factors that change nothing yet, in float32: lora_B is zero, and lora_A uniform within 1 / sqrt(width
     in), as PEFT draws it."""
+    import torch
+
     random = torch.Generator().manual_seed(seed)
     factors = {}
     for name in sorted(shapes):

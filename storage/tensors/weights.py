@@ -183,6 +183,25 @@ def load_weights(folder: str) -> dict[str, torch.Tensor]:
     return {key: tensor for uri in uris for key, tensor in read_tensors(uri).items()}
 
 
+def load_adapter(folder: str) -> dict[str, torch.Tensor]:
+    """The factors in the folder of an adapter, on the CPU. Raises ValueError, one sentence, if they are
+    missing, corrupt, or not those that were written."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    uri = files.join(folder, ADAPTER_NAME)
+    if (content := files.read_if_there(uri)) is None:
+        raise ValueError(f"{uri}: no such file")
+    tensors = parse(uri, content)
+    digest = tensors.digest()
+    if tensors.header.metadata.get(DIGEST, digest) != digest:
+        raise ValueError(f"{uri}: its tensors differ from those that were written")
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise ValueError(f"{uri}: not a complete safetensors file: {error}") from None
+
+
 def open_weights(folder: str) -> tuple[Header, Iterator[bytes]]:
     """The tensors of the folder as one file would have them: its header, and the data behind it, read piece
     by piece. Raises ValueError, one sentence, if files are missing or cut off."""

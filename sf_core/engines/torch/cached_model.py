@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from sf_core.engines.torch.adapters import Factors
 from sf_core.engines.torch.kv_cache import CacheShape, KVCache
 from sf_core.engines.torch.params import CopiedParams
 from sf_core.engines.torch.transformers_model import TransformersModel, unmap_params
@@ -34,6 +35,10 @@ class CachedModel(Protocol):
     @property
     def remake(self) -> Callable[[CopiedParams], CachedModel]:
         """Makes the same model of other parameters of these names and shapes; holds no parameters itself."""
+        ...
+
+    def take_factors(self, factors: Factors) -> None:
+        """Add an adapter of these factors to the weights, in place of the one that was added before."""
         ...
 
     def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
@@ -93,6 +98,9 @@ class DecoderModel:
         self.cache_shape = CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim)
         # on the CPU small products are faster than fused attention
         self._has_small_products = has_fast_products(params.dtype, params.device)
+
+    def take_factors(self, factors: Factors) -> None:
+        self._decoder = self._decoder.with_factors(factors.params, factors.scale)
 
     def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         num_rows, length = ids.shape

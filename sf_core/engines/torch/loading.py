@@ -1,4 +1,5 @@
-"""The models of new weights, made in a thread of its own while the engine serves on the old ones."""
+"""The models of new weights, made in a thread of its own while the engine serves on the old ones. If the
+weights are those of an adapter, the model is made once, and each version brings other factors for it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import psutil
 import torch
 
 from sf_core.engines.host_weights import HostWeights
+from sf_core.engines.torch.adapters import Adapters, Factors
 from sf_core.engines.torch.cached_model import CachedModel, open_model
 from sf_core.engines.torch.params import CopiedParams, read_params
 from sf_core.types import WeightsRef
@@ -26,8 +28,10 @@ Make = Callable[[], CachedModel]
 @dataclass(frozen=True, slots=True)
 class Arrival:
     version: int
-    make: Make
-    """Returns the model: at once if there was room to make it beside the old one."""
+    make: Make | None
+    """Returns the model: at once if there was room to make it beside the old one. None: that one stays."""
+    factors: Factors | None = None
+    """What the model is to add to its weights."""
 
 
 class _CancelledError(Exception):
@@ -38,10 +42,18 @@ class Loader:
     """Fetches weights and makes models of them. Those that were asked for last count."""
 
     def __init__(
-        self, model_dir: str, *, context_length: int, dtype: torch.dtype, device: torch.device
+        self,
+        model_dir: str,
+        adapter_dir: str | None,
+        *,
+        context_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """`adapter_dir`: folder of the adapter whose versions are the weights. None: they are the model's."""
         self._model_dir, self._context_length = model_dir, context_length
         self._dtype, self._device = dtype, device
+        self._adapters = None if adapter_dir is None else Adapters(model_dir, adapter_dir, dtype, device)
         self._host = HostWeights()
         # a new thread would not take over how many threads compute
         self._thread = ThreadPoolExecutor(
@@ -87,7 +99,11 @@ class Loader:
                 raise _CancelledError
 
         check()
-        folder = self._host.fetch(weights)
+        factors = None if self._adapters is None else self._adapters.read(weights.uri)
+        if factors is not None and like is not None:
+            return Arrival(weights.version, None, factors)
+        check()
+        folder = self._host.fetch(weights if factors is None else WeightsRef(0, self._model_dir))
         check()
         if like is None:
             model = open_model(
@@ -98,7 +114,7 @@ class Loader:
                 device=self._device,
                 check=check,
             )
-            return Arrival(weights.version, lambda: model)
+            return Arrival(weights.version, lambda: model, factors)
         shapes, remake = like
         params = read_params(folder, shapes, dtype=self._dtype, device=self._device, check=check)
         num_bytes = sum(shape.numel() for shape in shapes.values()) * self._dtype.itemsize

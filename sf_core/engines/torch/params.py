@@ -53,11 +53,12 @@ def read_params(
 ) -> CopiedParams:
     """The parameters in a local folder. Raises ValueError if their names and shapes are not these."""
     file = safe_open(os.path.join(folder, FILE_NAME), "pt")
-    _check_shapes({name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}, shapes)  # noqa: SIM118
+    check_shapes({name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}, shapes)  # noqa: SIM118
     return CopiedParams(shapes, file.get_tensor, dtype, device, check)
 
 
-def _check_shapes(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
+def check_shapes(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
+    """Raises ValueError if the weights' names and shapes are not the expected ones."""
     if missing := sorted(expected.keys() - got.keys()):
         raise ValueError(f"weights lack {missing[0]!r} ({len(missing)} tensors missing)")
     if unknown := sorted(got.keys() - expected.keys()):

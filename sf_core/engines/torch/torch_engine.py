@@ -49,6 +49,7 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Torc
     settings = config.engine
     return TorchEngine(
         start_dir,
+        None if config.train.lora is None else join(start_dir, "adapter"),
         max_running=settings.max_running,
         context_length=settings.context,
         kv_on_update=settings.kv_on_update,
@@ -67,12 +68,14 @@ class _Held:
 
 
 class TorchEngine:
-    """An engine of the architecture of a model folder. If that cannot be run, or the device has no memory for
-    the cache, the step that would have begun to serve raises ValueError."""
+    """An engine of the architecture of a model folder, whose weights, if it is given an adapter, are that
+    adapter's over those of the folder. If the architecture cannot be run, or the device has no memory for the
+    cache, the step that would have begun to serve raises ValueError."""
 
     def __init__(
         self,
         model_dir: str,
+        adapter_dir: str | None = None,
         *,
         max_running: int,
         context_length: int,
@@ -84,7 +87,9 @@ class TorchEngine:
         self._max_running, self._context_length = max_running, context_length
         self._keep_kv = kv_on_update == "keep"
         self._vocabularies = Vocabularies(lambda: read_bytes(join(model_dir, "tokenizer.json")))
-        self._loader = Loader(model_dir, context_length=context_length, dtype=dtype, device=self._device)
+        self._loader = Loader(
+            model_dir, adapter_dir, context_length=context_length, dtype=dtype, device=self._device
+        )
         self._held: _Held | None = None
         self._forget_requests()
 
@@ -204,11 +209,16 @@ class TorchEngine:
     def _replace_weights(self, arrival: Arrival) -> list[Chunk]:
         """Returns chunks of the tokens of earlier weights that were not reported yet."""
         older = self._table.report_older_than(arrival.version)
-        cache = None if self._held is None else self._held.cache
-        # The old model goes first: the new one may need its memory.
-        self._held = None
+        held, self._held = self._held, None
+        model, cache = (None, None) if held is None else (held.model, held.cache)
         try:
-            model = arrival.make()
+            if arrival.make is not None:
+                # The old model goes first: the new one may need its memory.
+                held = model = None
+                model = arrival.make()
+            assert model is not None
+            if arrival.factors is not None:
+                model.take_factors(arrival.factors)
         except Exception as error:
             self.rest()
             raise EngineLostError(
@@ -219,8 +229,9 @@ class TorchEngine:
                 model.cache_shape, self._max_running, self._context_length, self._dtype, self._device
             )
         self._held = _Held(arrival.version, model, cache)
-        # reading and packing took twice what the model takes
-        trim_memory()
+        if arrival.make is not None:
+            # reading and packing took twice what the model takes
+            trim_memory()
         self._table.note_new_weights(keep_kv=self._keep_kv)
         return older
 

@@ -7,12 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
 from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
 
+from sf_core.engines.torch.adapters import Factors
 from sf_core.engines.torch.kv_cache import CacheShape, KVCache, Placement
 from sf_core.engines.torch.params import CopiedParams
+from sf_core.models.decoder import DOWN, UP, LowRank
 
 
 class TransformersModel:
@@ -26,6 +29,8 @@ class TransformersModel:
         loaded, _ = convert_and_load_state_dict_in_model(model, dict(params), settings)
         model.tie_weights(missing_keys=loaded.missing_keys, recompute_mapping=False)
         self._model = model.requires_grad_(False)
+        self._adding: list[RemovableHandle] = []
+        """What adds the adapter's part to the outputs of linear layers."""
         self.remake = partial(TransformersModel, skeleton=skeleton)
         config = model.config
         self.vocab_size: int = config.vocab_size
@@ -53,6 +58,22 @@ class TransformersModel:
         made = cls(params, skeleton)
         made._refuse_if_wrong(context_length)
         return made
+
+    def take_factors(self, factors: Factors) -> None:
+        for adding in self._adding:
+            adding.remove()
+        layers = sorted({name.rpartition(".")[0] for name in factors.params})
+        self._adding = [
+            self._model.get_submodule(layer).register_forward_hook(
+                partial(
+                    _add,
+                    LowRank(
+                        factors.params[f"{layer}.{DOWN}"], factors.params[f"{layer}.{UP}"] * factors.scale
+                    ),
+                )
+            )
+            for layer in layers
+        ]
 
     def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         self._forward(cache, ids, cache.place(slots, starts, ids.shape[1]))
@@ -98,6 +119,12 @@ class TransformersModel:
         expected = self._model(input_ids=ids).logits[:, -1]
         if not torch.allclose(got.float(), expected.float(), atol=0.05, rtol=0.05):
             raise ValueError(f"{kind}: this architecture gives wrong results over a KV cache of slots")
+
+
+def _add(
+    adapter: LowRank, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> torch.Tensor:
+    return output + adapter(inputs[0])
 
 
 def unmap_params(
