@@ -11,6 +11,7 @@ from sf_core.config import RunConfig
 from sf_core.config.pipelines import PIPELINES
 from sf_core.config.train_config import LoraConfig
 from sf_core.engines.registry import engine_kind
+from sf_core.training.policy_folder import FULL
 from storage.files import exists, join
 from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME, open_weights
 
@@ -132,6 +133,11 @@ def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]])
         raise ValueError(f"policy.adapter: {error}") from None
     if not 1 <= adapter.rank <= LARGEST_RANK:
         raise ValueError(f"policy.adapter: {folder} has rank {adapter.rank}, not 1 to {LARGEST_RANK}")
+    if codes := sorted({entry.dtype for entry in header.entries.values()} - FULL):
+        raise ValueError(
+            f"policy.adapter: {folder} has quantised factors ({', '.join(codes)}), and training needs full "
+            "ones"
+        )
     for name in ("rank", "alpha", "targets"):
         given, own = getattr(lora, name), getattr(adapter, name)
         if given is not None and (tuple(sorted({*given})) if name == "targets" else given) != own:

@@ -50,8 +50,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
                 f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
                 "built-in policy"
             )
-        built_in = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
-        shape: dict[str, Any] = {"model_type": "qwen3", **built_in}
+        shape = name_built_in_shape(config)
     elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
         shape = read_model_config(folder)
         if runs_policy and length is not None:
@@ -67,6 +66,12 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
         engine_kind(config).check_shape(shape, config)
     if config.train.lora is not None:
         adapter_to_start_from(config, shape, by_a_worker)
+
+
+def name_built_in_shape(config: RunConfig) -> dict[str, Any]:
+    """The shape of the built-in policy, named as in Hugging Face's config.json."""
+    shape = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
+    return {"model_type": "qwen3", **shape}
 
 
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
