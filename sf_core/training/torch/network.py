@@ -32,7 +32,7 @@ from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import score
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.held_weights import HeldLayer, HeldTensors, fuse_through
-from storage.tensors.weights import load_weights
+from storage.tensors.weights import load_adapter
 
 _SHORT = 256
 """Most tokens of rows whose weights of attention may be kept."""
@@ -69,7 +69,7 @@ class Network:
         scale, self._has_adapter = None, adapter is not None
         if adapter is not None:
             self.model.requires_grad_(False)
-            known, factors = read_adapter(adapter), load_weights(adapter)
+            known, factors = read_adapter(adapter), load_adapter(adapter)
             scale = known.scale
             if spec is None:
                 _inject(self.model, known, factors)
