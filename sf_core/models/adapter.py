@@ -111,6 +111,22 @@ def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
     return ""
 
 
+def read_version(folder: str, first: Adapter) -> Adapter:
+    """What the folder says of a later version of an adapter. Raises ValueError as `read_adapter`, and if rank
+    or layers are not those of the first version."""
+    adapter = read_adapter(folder)
+    if (adapter.rank, adapter.targets) != (first.rank, first.targets):
+        raise ValueError(
+            f"{join(folder, ADAPTER_CONFIG)} describes {_describe(adapter)}; "
+            f"the adapter that the run began with has {_describe(first)}"
+        )
+    return adapter
+
+
+def _describe(adapter: Adapter) -> str:
+    return f"rank {adapter.rank} for {', '.join(adapter.targets)}"
+
+
 def list_linears(folder: str) -> dict[str, torch.Size]:
     """Shapes [width out, width in] of the linear layers in the blocks of a model folder, by their names in
     transformers. No weights are read."""

@@ -13,6 +13,7 @@ from sf_core.engines.registry import engine_kind
 from sf_core.models.adapter import read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
+from sf_core.scheduling.cluster import scheduler_of
 from sf_core.stages.settling.lora import (
     TrainedAdapter,
     check_lora,
@@ -61,6 +62,9 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     else:
         return
     kind.check_shape(shape, config.train)
+    if scheduler_of(config) is None:
+        # then the workers are of this machine
+        engine_kind(config).check_shape(shape, config)
     if config.train.lora is not None:
         adapter_to_start_from(config, shape, by_a_worker)
 
