@@ -69,7 +69,8 @@ class Network:
         scale, self._has_adapter = None, adapter is not None
         if adapter is not None:
             self.model.requires_grad_(False)
-            known, factors = read_adapter(adapter), load_adapter(adapter)
+            # read in any order, while that of parameters decides how sums round and what ranks exchange
+            known, factors = read_adapter(adapter), dict(sorted(load_adapter(adapter).items()))
             scale = known.scale
             if spec is None:
                 _inject(self.model, known, factors)
