@@ -2,7 +2,7 @@
 all weights.
 
 Each arm runs configs/quickstart.yaml, whose learning rate is 0.001; adapters of all linear layers take ten
-times that, alpha 64. The seed sets policy, tasks, factors and draws.
+times that. The seed sets policy, tasks, factors and draws.
 
     python -m benchmarks.lora_learns --seed 0 --seed 1 --seed 2
 """
