@@ -23,7 +23,7 @@ quarter of the work at a width of 384. vLLM: 0.75.
 
 Sides alternate, medians count, and a ratio is the median of those of pairs. peak_mb is of a process for each
 side, which makes two steps and publishes both. standstill_s is as in benchmarks/weights.py, with the KV of
-running requests computed anew; the engine of the full side reads what has changed.
+running requests kept, by vLLM computed anew; the engine of the full side reads what has changed.
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ MODELS = {
     ),
 }
 
+KV = {"torch": "keep", "vllm": "recompute"}
+"""What becomes of the KV of running requests. vLLM keeps none for another adapter."""
+
 LOAD = Load(vocab_size=100, prompts=4, samples=16, prompt_tokens=40, max_tokens=64, varied=True)
 STILL = AdamSettings(learning_rate=0.0, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
 
@@ -109,7 +112,7 @@ def main(
             ),
             "standstill_s": {
                 kind: {
-                    side: round(standstill(run, POLICY, "pulled_delta", "recompute", make_engine, kind), 4)
+                    side: round(standstill(run, POLICY, "pulled_delta", KV[kind], make_engine, kind), 4)
                     for side, run in runs.items()
                 }
                 for kind in kinds
@@ -131,7 +134,7 @@ def sizes(model: PreTrainedConfig, adapter: Adapter | None) -> dict[str, int]:
     places = {name: {"saved_offsets": (0,) * len(shape), "shape": shape} for name, shape in masters.items()}
     of_version = {"format": "pt", "version": "1", DIGEST: "0" * 64}
     return {
-        "version": file_bytes(of_version, shapes, torch.bfloat16),
+        "version": file_bytes(of_version, dict(sorted(shapes.items())), torch.bfloat16),
         "checkpoint": file_bytes({"format": "pt", PLACES: json.dumps(places)}, masters, torch.float32),
     }
 
@@ -139,7 +142,7 @@ def sizes(model: PreTrainedConfig, adapter: Adapter | None) -> dict[str, int]:
 def file_bytes(metadata: dict[str, str], shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> int:
     """Size of a safetensors file with tensors of these shapes."""
     header = Header(metadata, {})
-    for name in sorted(shapes):
+    for name in shapes:
         header.entries[name] = entry_of(
             torch.empty(shapes[name], dtype=dtype, device="meta"), header.data_bytes
         )
