@@ -20,7 +20,7 @@ from storage.tensors.weights import ADAPTER_CONFIG, load_weights
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_RANK, DEFAULT_ALPHA = 32, 64.0
+DEFAULT_RANK = 32
 
 _PREFIX = "base_model.model."
 

@@ -176,9 +176,7 @@ class Adapters(Delivery):
         if lora is None:
             return "takes no adapters"
         if lora["max_lora_rank"] < self.rank:
-            return (
-                f"takes adapters up to rank {lora['max_lora_rank']}, and those of this run have {self.rank}"
-            )
+            return f"takes adapters up to rank {lora['max_lora_rank']}, and the run trains rank {self.rank}"
         if lora["max_cpu_loras"] <= MOST_ADAPTERS:
             return f"keeps {lora['max_cpu_loras']} adapters in memory, and {MOST_ADAPTERS + 1} are needed"
         return None

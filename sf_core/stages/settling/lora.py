@@ -12,7 +12,6 @@ from sf_core.config.pipelines import PIPELINES
 from sf_core.config.train_config import LoraConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.models.adapter import (
-    DEFAULT_ALPHA,
     DEFAULT_RANK,
     Adapter,
     find_linears,
@@ -115,7 +114,8 @@ def _choose(lora: LoraConfig, linears: Mapping[str, tuple[int, ...]]) -> Adapter
     targets = lora.targets or {layer.rpartition(".")[2] for layer in linears}
     if not targets:
         raise ValueError("train.lora: the blocks of policy.model have no linear layers; leave train.lora out")
-    return Adapter(lora.rank or DEFAULT_RANK, lora.alpha or DEFAULT_ALPHA, tuple(sorted({*targets})))
+    rank = lora.rank or DEFAULT_RANK
+    return Adapter(rank, lora.alpha or 2.0 * rank, tuple(sorted({*targets})))
 
 
 def shape_adapter(

@@ -23,7 +23,7 @@ from sf_core.training.torch.trainer import ModelTrainer
 from storage.files import join, local_folder, read_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.checkpoints import has_checkpoint
-from storage.tensors.weights import ADAPTER_CONFIG, load_weights
+from storage.tensors.weights import ADAPTER_CONFIG, load_adapter
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class TorchBackend:
                 _refuse_missing(run, version)
             if adapter is not None:
                 assert isinstance(model, TorchModel)
-                with model.standing_in(load_weights(run.directory.version_dir(version))):
+                with model.standing_in(load_adapter(run.directory.version_dir(version))):
                     yield model
                 return
             with _policy_folder(run, version) as folder:

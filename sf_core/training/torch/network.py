@@ -32,7 +32,7 @@ from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import score
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.held_weights import HeldLayer, HeldTensors, fuse_through
-from storage.tensors.weights import load_weights
+from storage.tensors.weights import load_adapter
 
 _SHORT = 256
 """Most tokens of rows whose weights of attention may be kept."""
@@ -69,7 +69,8 @@ class Network:
         scale, self._has_adapter = None, adapter is not None
         if adapter is not None:
             self.model.requires_grad_(False)
-            known, factors = read_adapter(adapter), load_weights(adapter)
+            # read in any order, while that of parameters decides how sums round and what ranks exchange
+            known, factors = read_adapter(adapter), dict(sorted(load_adapter(adapter).items()))
             scale = known.scale
             if spec is None:
                 _inject(self.model, known, factors)

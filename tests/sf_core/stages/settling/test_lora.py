@@ -248,7 +248,7 @@ def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:
     code, output = sf("plan", str(file), "--set", "engine.kind=vllm")
     said = " ".join(output.split())
     assert code == 0, output
-    assert "adapter 2,048 parameters are trained, factors of rank 2 (alpha 64) of q_proj; made anew" in said
+    assert "adapter 2,048 parameters are trained, factors of rank 2 (alpha 4) of q_proj; made anew" in said
     assert "async by rollout.overlap, as vLLM with train.lora lends no trainer; t0: train steps only" in said
     assert "train.learning_rate 0.003: 10 times that of training all weights (the built-in policy, " in said
 
@@ -279,7 +279,7 @@ def resumed(tmp_path: Path, before: Any, after: Any) -> RunConfig:
     [
         ({"rank": 1}, {"rank": 2}, "train.lora.rank 1, not 2"),
         ({}, {"rank": 2}, "train.lora.rank 32, not 2"),
-        ({"rank": 1}, {"alpha": 3}, "train.lora.alpha 64.0, not 3.0"),
+        ({"rank": 1}, {"alpha": 3}, "train.lora.alpha 2.0, not 3.0"),
         ({"rank": 1, "targets": ["q_proj"]}, {"targets": ["k_proj"]}, "train.lora.targets ('q_proj',), not"),
         (None, {"rank": 1}, "train.lora none, not"),
     ],

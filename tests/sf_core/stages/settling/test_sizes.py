@@ -211,7 +211,7 @@ def test_an_adapter_takes_as_much_as_its_file(small_policy: str, rank: int, targ
 def test_the_words_name_what_stays_and_what_is_trained(small_policy: str) -> None:
     train = {"lora": {"rank": 1, "targets": ["q_proj"]}}
     told = explained(configured({"model": small_policy, "dtype": "float32"}, train=train))
-    assert told["adapter"] == "64 parameters are trained, factors of rank 1 (alpha 64) of q_proj; made anew"
+    assert told["adapter"] == "64 parameters are trained, factors of rank 1 (alpha 2) of q_proj; made anew"
     assert "of weights that stay, and factors, their gradient and moments" in told["memory"]
     assert "of an adapter, which all stay; a checkpoint, each iteration" in told["storage"]
     tight = [Worker("t0", TRAIN, memory=1)]

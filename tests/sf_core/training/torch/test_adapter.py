@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.config.run_config import DtypeName
 from sf_core.training.packing import pack, read_rows
+from sf_core.training.torch import network
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.torch_model import TorchModel
@@ -138,15 +139,29 @@ def test_a_frozen_head_and_embedding_have_no_gradient_and_leave_that_of_the_fact
     (microbatch,) = pack(read_rows(BATCHES[0]), 1 << 20)
     found = []
     for is_frozen in (True, False):
-        network = Network(folder, adapter=adapter_of(folder))
-        trained = network.trained
-        network.model.get_output_embeddings().requires_grad_(not is_frozen)
-        network.scores(microbatch)[0].sum().backward()
-        assert (network.model.get_output_embeddings().weight.grad is None) == is_frozen
+        made = Network(folder, adapter=adapter_of(folder))
+        trained = made.trained
+        made.model.get_output_embeddings().requires_grad_(not is_frozen)
+        made.scores(microbatch)[0].sum().backward()
+        assert (made.model.get_output_embeddings().weight.grad is None) == is_frozen
         found.append({name: p.grad for name, p in trained.items() if p.grad is not None})
     assert found[0].keys() == found[1].keys() == load_weights(adapter_of(folder)).keys()
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name
+
+
+@ARCHITECTURES
+def test_the_order_of_factors_in_memory_is_not_that_in_which_they_were_read(
+    tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_with_adapter(make, str(tmp_path))
+    factors = load_weights(adapter_of(folder))
+    found = []
+    for order in (sorted(factors), sorted(factors, reverse=True)):
+        read = {name: factors[name] for name in order}
+        monkeypatch.setattr(network, "load_adapter", lambda _, read=read: read)
+        found.append(list(Network(folder, adapter=adapter_of(folder)).trained))
+    assert found[0] == found[1]
 
 
 # --- several ranks

@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from sf_core.cli.replay import replay
 from sf_core.config.devices import WorkerDevice
 from sf_core.config.run_config import DtypeName
 from sf_core.stages.run import OpenRun, RunRef
@@ -109,6 +110,12 @@ def test_a_run_goes_on_bit_for_bit_from_each_of_its_checkpoints(tmp_path: Path, 
         trainer = TorchBackend(WorkerDevice()).rebuild_trainer(opened, 3, SingleRank())
         assert all(torch.equal(tensor, stored[name]) for name, tensor in trainer.weights().items())
         remove_checkpoint(run.checkpoint_dir(version))
+
+
+def test_a_step_of_an_adapter_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    run = train_run(tmp_path, {"lora": {}, "loss": {"kl": {"coefficient": 0.1}}}, BATCHES)
+    found = replay(run.uri, 2)
+    assert found.equal and found.largest_difference == 0.0 and not found.metrics
 
 
 def test_a_reference_that_is_gone_is_named(tmp_path: Path) -> None:
