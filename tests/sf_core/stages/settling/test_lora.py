@@ -293,4 +293,4 @@ def test_a_run_goes_on_with_its_adapter_alone(tmp_path: Path, before: Any, after
 @pytest.mark.parametrize("after", [None, {}, {"rank": 1}, {"alpha": 64}, {"rank": 1, "targets": ["q_proj"]}])
 def test_what_is_left_open_stays_as_the_run_has_it(tmp_path: Path, after: Any) -> None:
     lora = resumed(tmp_path, {"rank": 1, "targets": ["q_proj"]}, after).train.lora
-    assert lora is not None and (lora.rank, lora.alpha, lora.targets) == (1, 64.0, ("q_proj",))
+    assert lora is not None and (lora.rank, lora.alpha, lora.targets) == (1, 2.0, ("q_proj",))
