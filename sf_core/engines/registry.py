@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
@@ -28,6 +30,14 @@ class EngineKind:
     """Answers can be held to a grammar."""
     trainer: str = "torch"
     """The trainer backend where `train.backend` is empty."""
+    limits: str | None = None
+    """Reference to a `check_shape`, for an engine that cannot sample by every policy on this machine."""
+
+    def check_shape(self, shape: Mapping[str, Any], config: RunConfig) -> None:
+        """Raises ValueError, one sentence, if the engine cannot sample by a policy of this shape, which is
+        named as in Hugging Face's config.json, on the devices of this machine."""
+        if self.limits is not None:
+            load_object(self.limits)(shape, config)
 
 
 ENGINES = {
@@ -40,7 +50,10 @@ ENGINES = {
     ),
     # its cache is of the memory that it is given; requests for which there is no room wait
     "vllm": EngineKind(
-        "sf_core.engines.vllm.vllm_engine:make_engine", runs_policy=True, follows_grammars=True
+        "sf_core.engines.vllm.vllm_engine:make_engine",
+        runs_policy=True,
+        follows_grammars=True,
+        limits="sf_core.engines.vllm.limits:check_shape",
     ),
     "scripted": EngineKind("sf_core.engines.scripted:make_engine"),
     "emulated": EngineKind("benchmarks.emulation.device:make_engine", trainer="emulated"),

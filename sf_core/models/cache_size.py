@@ -19,16 +19,26 @@ def cache_bytes(
 ) -> int | None:
     """Bytes that the engine reserves for this many requests of this many tokens; None if the configuration
     does not give the model's shape by the usual names."""
-    config = config.get("text_config") or config
+    head_dim, config = head_width(config), config.get("text_config") or config
     try:
         num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-        head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError):
+        return None
+    if head_dim is None:
         return None
     return (
         DTYPE_BYTES[dtype] * num_layers * layer_elements(max_running, num_kv_heads, context_length, head_dim)
     )
+
+
+def head_width(config: Mapping[str, Any]) -> int | None:
+    """Width of the attention heads; None if the configuration does not give it by the usual names."""
+    config = config.get("text_config") or config
+    try:
+        return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
 
 
 def built_in_shape(hidden_size: int, num_layers: int) -> dict[str, int]:

@@ -184,11 +184,21 @@ def load_weights(folder: str) -> dict[str, torch.Tensor]:
 
 
 def load_adapter(folder: str) -> dict[str, torch.Tensor]:
-    """The factors in the folder of an adapter, on the CPU. Raises ValueError, one sentence, if they are
-    missing, corrupt, or not those that were written."""
+    """The factors in the folder of an adapter, on the CPU. Raises ValueError as `read_adapter_file`."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
+    content, _ = read_adapter_file(folder)
+    try:
+        return load(content)
+    except SafetensorError as error:
+        uri = files.join(folder, ADAPTER_NAME)
+        raise ValueError(f"{uri}: not a complete safetensors file: {error}") from None
+
+
+def read_adapter_file(folder: str) -> tuple[bytes, Header]:
+    """The file with an adapter's factors, and what its header says. Raises ValueError, one sentence, if it is
+    missing, corrupt, or not what was written."""
     uri = files.join(folder, ADAPTER_NAME)
     if (content := files.read_if_there(uri)) is None:
         raise ValueError(f"{uri}: no such file")
@@ -196,10 +206,7 @@ def load_adapter(folder: str) -> dict[str, torch.Tensor]:
     digest = tensors.digest()
     if tensors.header.metadata.get(DIGEST, digest) != digest:
         raise ValueError(f"{uri}: its tensors differ from those that were written")
-    try:
-        return load(content)
-    except SafetensorError as error:
-        raise ValueError(f"{uri}: not a complete safetensors file: {error}") from None
+    return content, tensors.header
 
 
 def open_weights(folder: str) -> tuple[Header, Iterator[bytes]]:

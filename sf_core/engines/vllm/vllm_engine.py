@@ -1,8 +1,9 @@
 """vLLM as an engine that samples by itself, in processes of its own. Here is what runs on its event loop:
 streams, weights on their way, the server's life.
 
-Every request to vLLM is sampled by one version: an update ends all streams, reloads, and sends what is left
-of each request again. vLLM's own name of the weights must agree at the end of each.
+Every request to vLLM is sampled by one version: an update ends all streams, has the server sample by the new
+version (deliveries.py), and sends what is left of each request again. vLLM's own name of the weights must
+agree at the end of each.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.grammar import Vocabularies
-from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
+from sf_core.engines.vllm.deliveries import Adapters, Delivery, WholeModels
+from sf_core.engines.vllm.limits import check_cpu_build, check_shape
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer, ServerOrigin
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, check_cpu_build, make_arguments
+from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, make_arguments
 from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.surroundings import has_gpu, vllm_key, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
@@ -49,10 +51,14 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     on_cpu = settings.url is None and not has_gpu()
     if on_cpu:
         check_cpu_build(vllm_python())
-    policy = PolicyFolder(start_dir, untied=on_cpu)
+    # a base is never reloaded
+    policy = PolicyFolder(start_dir, untied=on_cpu and config.train.lora is None)
+    check_shape(policy.config, config)
+    adapters = Adapters(start_dir, policy if settings.url is None else None) if config.train.lora else None
+    delivery = adapters or WholeModels(policy)
     place: ServerOrigin
     if settings.url is not None:
-        place = AdoptedServer(settings.url, vllm_key(), policy, engine.context)
+        place = AdoptedServer(settings.url, vllm_key(), delivery, engine.context)
     else:
         arguments = make_arguments(
             dtype=config.policy.dtype_name,
@@ -60,11 +66,14 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
             max_running=engine.max_running,
             kv_bytes=policy.kv_bytes(engine.max_running, engine.context),
             on_cpu=on_cpu,
+            adapter_rank=adapters.rank if adapters else None,
             more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
         )
-        place = OwnServer(policy, arguments, 0 if on_cpu else settings.sleep_level)
+        sleep_level = 0 if on_cpu or adapters else settings.sleep_level
+        place = OwnServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
     vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
-    return VllmEngine(place, policy.vocab_size, engine.context, engine.kv_on_update == "keep", vocabularies)
+    keep_kv = engine.kv_on_update == "keep"
+    return VllmEngine(place, delivery, policy.vocab_size, engine.context, keep_kv, vocabularies)
 
 
 class VllmEngine:
@@ -74,6 +83,7 @@ class VllmEngine:
     def __init__(
         self,
         place: ServerOrigin,
+        delivery: Delivery,
         vocab_size: int,
         context_length: int,
         keep_kv: bool,
@@ -82,10 +92,9 @@ class VllmEngine:
         """`vocabularies` are what answers with grammars are made of; None: the server follows no grammars."""
         self.loop = asyncio.new_event_loop()
         self.tell: Callable[[Event], None] = lambda event: None
-        self._place, self._keep_kv = place, keep_kv
+        self._place, self._delivery, self._keep_kv = place, delivery, keep_kv
         self._vocab_size, self._context_length = vocab_size, context_length
         self._vocabularies = vocabularies
-        self._weights = HostWeights()
         # one thread: the copy of the weights is used by one at a time
         self._fetching = ThreadPoolExecutor(1, "fetch-weights")
         self._client: VllmClient | None = None
@@ -101,7 +110,7 @@ class VllmEngine:
         self._held: WeightsRef | None = None
         """Weights that were told of; None at rest."""
         self._loaded: WeightsRef | None = None
-        """Weights in the server's memory, also at rest."""
+        """Weights that the server samples by when it is resumed, also at rest."""
         self._tasks: set[asyncio.Task[None]] = set()
         """All that go on between commands."""
         self._mover: asyncio.Task[None] | None = None
@@ -185,20 +194,21 @@ class VllmEngine:
         self.loop.run_until_complete(self._end_tasks())
         self._fetching.shutdown(cancel_futures=True)
         self.loop.close()
-        self._weights.close()
+        self._delivery.close()
 
     async def _move(self) -> None:
         """Have the wanted weights fetched and given to the server."""
         while (weights := self._wanted) is not None and (weights != self._held or self._is_between):
             try:
                 folder = await asyncio.get_running_loop().run_in_executor(
-                    self._fetching, self._weights.fetch, weights
+                    self._fetching, self._delivery.fetch, weights
                 )
                 if weights != self._wanted:
                     continue
-                source = self._place.take(weights, folder)
+                source = self._place.locate(weights, folder)
                 if self._client is None:
                     await self._connect(weights)
+                await self._load(weights, source)
             except EngineLostError as error:
                 return self._lose(error)
             except (ValueError, OSError) as error:
@@ -218,9 +228,14 @@ class VllmEngine:
                 return
 
     async def _connect(self, weights: WeightsRef) -> None:
-        self._client, holds_them = await self._place.connect()
-        self._loaded = weights if holds_them else None
+        self._client, is_new = await self._place.connect()
+        self._loaded = weights if is_new and self._delivery.is_in_start else None
         self._start(self._watch(self._client))
+
+    async def _load(self, weights: WeightsRef, source: str) -> None:
+        async with self._alone():
+            if self._client is not None and self._loaded != weights:
+                await self._delivery.load(self._client, weights, source)
 
     async def _give(self, weights: WeightsRef, source: str) -> None:
         async with self._alone():
@@ -233,7 +248,7 @@ class VllmEngine:
                 await client.wake("weights")
             if self._loaded != weights:
                 self._loaded = None
-                await client.reload(source)
+                await self._delivery.switch(client, weights, source)
                 self._loaded = weights
             if self._asleep:
                 await client.wake("kv_cache")
@@ -248,6 +263,7 @@ class VllmEngine:
             self.tell(weights)
             if not self._paused:
                 await self._flow(client)
+            await self._delivery.unload_others(client)
 
     async def _flow(self, client: VllmClient) -> None:
         await client.resume()
@@ -260,7 +276,7 @@ class VllmEngine:
 
     def _open_stream(self, turn: VllmTurn) -> None:
         assert self._client is not None and self._held is not None
-        body = turn.body(f"{self._name}.{next(self._numbers)}")
+        body = turn.body(f"{self._name}.{next(self._numbers)}", self._delivery.model)
         turn.stream = self._start(self._sample(turn, body, self._client, self._held.version))
         self._streaming.add(turn)
 
@@ -363,3 +379,4 @@ class VllmEngine:
             self._closing = asyncio.create_task(self._client.close())
             self._client = None
         self._place.leave()
+        self._delivery.forget()

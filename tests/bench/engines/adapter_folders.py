@@ -1,5 +1,5 @@
-"""Adapters of tiny models as a LoRA run has them: the start folder with the adapter of version 0, those of later
-versions, and the models that they are, merged in float32."""
+"""Adapters of tiny models as a run has them: the start folder with the adapter of version 0, those of later
+versions, and the models that they make, merged in float32."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ from storage.tensors.weights import save_adapter
 from tests.bench.engines.model_folders import ModelFolders
 
 RANK, ALPHA = 4, 6.0
+
+
+def merge(
+    params: dict[str, torch.Tensor], factors: dict[str, torch.Tensor], scale: float
+) -> dict[str, torch.Tensor]:
+    """The parameters with the factors in them."""
+    merged = {**params}
+    for layer in {split_name(name)[0] for name in factors}:
+        down, up = (factors[name_factor(layer, factor)] for factor in ("lora_A", "lora_B"))
+        merged[f"{layer}.weight"] = params[f"{layer}.weight"] + scale * (up @ down)
+    return merged
 
 
 class AdapterFolders:
@@ -53,11 +64,9 @@ class AdapterFolders:
         folder = self._root / kind / f"merged{version}"
         if not folder.exists():
             shutil.copytree(self._models(kind), folder)
-            params, factors = load_file(folder / "model.safetensors"), self.factors(kind, version)
-            for layer in {split_name(name)[0] for name in factors}:
-                a, b = (factors[name_factor(layer, factor)] for factor in ("lora_A", "lora_B"))
-                params[f"{layer}.weight"] += ALPHA / RANK * (b @ a)
-            save_file(params, folder / "model.safetensors", {"format": "pt"})
+            params = load_file(folder / "model.safetensors")
+            merged = merge(params, self.factors(kind, version), ALPHA / RANK)
+            save_file(merged, folder / "model.safetensors", {"format": "pt"})
         return str(folder)
 
     def write(self, folder: Path, kind: str, version: int) -> None:
@@ -66,14 +75,16 @@ class AdapterFolders:
 
     def adapter(self, kind: str) -> Adapter:
         """An adapter of all linear layers."""
-        return Adapter(RANK, ALPHA, tuple(sorted({layer.rpartition(".")[2] for layer in self._linears(kind)})))
+        return Adapter(
+            RANK, ALPHA, tuple(sorted({layer.rpartition(".")[2] for layer in self._linears(kind)}))
+        )
 
     def factors(self, kind: str, version: int) -> dict[str, torch.Tensor]:
         factors = make_factors(shape_factors(self.adapter(kind), self._linears(kind)), seed=version)
         random = torch.Generator().manual_seed(version)
-        for name, factor in sorted(factors.items()):
-            if split_name(name)[1] == "lora_B":
-                factor.normal_(0, 0.1 * version**0.5, generator=random) if version else None
+        ups = [factor for name, factor in factors.items() if split_name(name)[1] == "lora_B"]
+        for factor in ups if version else ():
+            factor.normal_(0, 0.1 * version**0.5, generator=random)
         return factors
 
     @lru_cache  # noqa: B019

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from sf_core.engines.protocol import WeightsRefusedError
 from sf_core.engines.testing import awake, catch, drain, ids_of
 from sf_core.models.scoring import score
 from sf_core.types import Sampling, WeightsRef
+from storage.tensors.weights import FILE_NAME
 
 
 @lru_cache(maxsize=8)
@@ -28,6 +30,8 @@ def loaded(folder: str) -> Any:
 
 
 class FolderEngineTests(ModelEngineTests):
+    file_name = FILE_NAME
+    """The file of a folder that an engine takes weights from."""
     damaged_folder: Path
 
     @pytest.fixture(autouse=True)
@@ -60,22 +64,26 @@ class FolderEngineTests(ModelEngineTests):
     def test_weights_of_other_names_or_shapes_are_refused_and_the_old_ones_serve_on(self) -> None:
         expected = self.sample_alone()
         with self.serve() as engine:
-            good = load_file(f"{self.folder(1)}/model.safetensors")
+            file = self.file_to_damage()
+            good = load_file(file)
             name = next(name for name, tensor in good.items() if tensor.dim() == 2 and ".1." in name)
             wrong = (
                 {key: tensor for key, tensor in good.items() if key != name},
                 good | {name: good[name][:-1].contiguous()},
             )
-            self.damaged_folder.mkdir(exist_ok=True)
             for tensors in wrong:
-                save_file(tensors, self.damaged_folder / "model.safetensors")
+                save_file(tensors, file)
                 refused = WeightsRef(1, str(self.damaged_folder))
                 assert name in str(catch(lambda: awake(engine, refused), WeightsRefusedError))  # noqa: B023
             engine.submit(self.request("r"))
             assert ids_of(drain(engine)) == expected
 
     def make_damaged(self) -> WeightsRef:
-        self.damaged_folder.mkdir(exist_ok=True)
-        whole = Path(self.folder(1), "model.safetensors").read_bytes()
-        (self.damaged_folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-        return WeightsRef(1, str(self.damaged_folder))
+        file = self.file_to_damage()
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        return WeightsRef(1, str(file.parent))
+
+    def file_to_damage(self) -> Path:
+        """The file with the weights in a copy of the folder of version 1."""
+        shutil.copytree(self.weights(1).uri, self.damaged_folder, dirs_exist_ok=True)
+        return self.damaged_folder / self.file_name

@@ -251,6 +251,25 @@ def test_policies_that_the_trainers_could_not_hold_are_refused_before_the_start(
         check_start(config)
 
 
+def test_heads_of_which_vllm_on_the_cpu_knows_none_are_refused_before_the_start(
+    tmp_path: Path, policy_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shape = json.loads((policy_copy / "config.json").read_text())
+    (policy_copy / "config.json").write_text(json.dumps(shape | {"head_dim": 16}))
+
+    def config(**engine: Any) -> RunConfig:
+        return from_model(RunDirectory(str(tmp_path / "r")), policy_copy, engine=engine)
+
+    with pytest.raises(ValueError) as refused:
+        check_start(config(kind="vllm"))
+    check_sentence(str(refused.value), "a width of 16 (head_dim)", "32, 64, 80,", "use engine.kind torch")
+    check_start(config(kind="torch"))
+    check_start(config(kind="vllm", vllm={"url": "http://elsewhere:8000"}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    check_start(config(kind="vllm"))
+
+
 def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
     tmp_path: Path, policy_copy: Path
 ) -> None:

@@ -23,7 +23,8 @@ from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake
 from sf_core.surroundings import vllm_python
 from sf_core.types import WeightsRef
-from tests.bench.engines.model_folders import SIZE, write_tokenizer
+from tests.bench.engines.adapter_folders import AdapterFolders
+from tests.bench.engines.model_folders import SIZE, ModelFolders, write_tokenizer
 
 CONTEXT = 320
 
@@ -53,9 +54,19 @@ class Policies:
             return model(torch.tensor([ids])).logits[0]
 
 
-def config(**engine: object) -> RunConfig:
+class Bases(ModelFolders):
+    """The start folders of policies, for which there are adapters."""
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+
+    def __call__(self, kind: str = "", seed: int = 0) -> str:
+        return self._policies.folder(seed)
+
+
+def config(*, adapts: bool = False, **engine: object) -> RunConfig:
     settings = {"kind": "vllm", "context_length": CONTEXT, "max_running": 64}
-    return RunConfig.model_validate({"engine": settings | engine})
+    return RunConfig.model_validate({"engine": settings | engine, "train": {"lora": {} if adapts else None}})
 
 
 def refusal(
@@ -79,6 +90,12 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Policies:
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Policies:
     return Policies(tmp_path_factory.mktemp("policies"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory, tied: Policies) -> AdapterFolders:
+    """Those of the tied policy, whatever their kind is called."""
+    return AdapterFolders(tmp_path_factory.mktemp("adapters"), Bases(tied))
 
 
 @pytest.fixture(scope="session")

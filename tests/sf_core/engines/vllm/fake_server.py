@@ -1,4 +1,5 @@
-"""vLLM's routes without vLLM: its next token is a function of the ids so far and of its weights."""
+"""vLLM's routes without vLLM: its next token is a function of the ids so far and of its weights, or of the
+adapter that a request names."""
 
 from __future__ import annotations
 
@@ -48,6 +49,14 @@ class FakeVllm:
         self.num_reloads = 0
         """Number of times that it began to take weights."""
         self.reload_s = _COMMAND_S
+        self.lora_config: dict[str, int] | None = None
+        """What it tells of the adapters that it takes."""
+        self.has_adapter_routes = True
+        self.refuses_adapters = False
+        self.adapters: dict[str, str] = {}
+        """Folders of the adapters by the names that requests may give."""
+        self.most_adapters = 0
+        """The most that there were at once."""
         self._folder = self._name = ""
         self._running = asyncio.Event()
         self._aborted: dict[str, asyncio.Event] = {}
@@ -63,6 +72,9 @@ class FakeVllm:
             web.post("/collective_rpc", self._reload),
             web.post("/update_weight_version", self._take_name),
             web.post("/abort_requests", self._abort),
+            web.get("/v1/models", self._list_models),
+            web.post("/v1/load_lora_adapter", self._load_adapter),
+            web.post("/v1/unload_lora_adapter", self._unload_adapter),
         ]
 
     async def _answer(self, request: web.Request) -> web.Response:
@@ -70,8 +82,37 @@ class FakeVllm:
 
     async def _settings(self, request: web.Request) -> web.Response:
         model = {"max_model_len": CONTEXT, "logprobs_mode": "processed_logprobs"}
-        settings = {"model_config": model, "device_config": {"device": "cuda"}}
+        settings = {
+            "model_config": model,
+            "device_config": {"device": "cuda"},
+            "lora_config": self.lora_config,
+        }
         return web.json_response({"vllm_config": settings})
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        cards = [
+            {"id": "policy", "parent": None},
+            *({"id": name, "parent": "policy"} for name in self.adapters),
+        ]
+        return web.json_response({"data": cards})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not self.has_adapter_routes:
+            raise web.HTTPNotFound
+        if not body:
+            raise web.HTTPBadRequest
+        self.num_reloads += 1
+        await asyncio.sleep(self.reload_s)
+        if self.refuses_adapters or body["lora_name"] in self.adapters:
+            return web.json_response({"error": {"message": "no such adapter"}}, status=400)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        self.most_adapters = max(self.most_adapters, len(self.adapters))
+        return await self._answer(request)
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        folder = self.adapters.pop((await request.json())["lora_name"], None)
+        return web.json_response({}, status=404 if folder is None else 200)
 
     async def _pause(self, request: web.Request) -> web.Response:
         if self.has_failed:
@@ -108,6 +149,10 @@ class FakeVllm:
         if not body:
             raise web.HTTPBadRequest
         self.bodies.append(body)
+        if "model" in body and body["model"] not in self.adapters:
+            raise web.HTTPNotFound
+        # one that is unloaded samples its requests to their ends
+        adapter = self.adapters.get(body.get("model"))
         await asyncio.sleep(self.late_s)
         name, settings = f"generate-tokens-{body['request_id']}", body["sampling_params"]
         aborted = self._aborted[name] = asyncio.Event()
@@ -124,7 +169,7 @@ class FakeVllm:
                     finish = "abort"
                 elif self._running.is_set():
                     names.add(self.wrong_name or self._name)
-                    ids.append(next_token(ids, self._folder))
+                    ids.append(next_token(ids, adapter or self._folder))
                     unsent.append(ids[-1])
                     is_full = len(ids) - len(body["token_ids"]) == settings["max_tokens"]
                     stops = ids[-1] in settings["stop_token_ids"]

@@ -17,6 +17,8 @@ from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, sample_by_both, until
 from sf_core.types import Chunk, GenerationRequest, Sampling
+from tests.bench.engines.model_folders import ModelFolders
+from tests.bench.refusals import check_sentence
 from tests.patience import patience, wait_until
 from tests.sf_core.engines.vllm.conftest import Policies, config, refusal, servers, socket_of
 
@@ -297,6 +299,15 @@ def test_three_failed_starts_in_a_row_end_the_engine_with_the_last_lines_of_the_
         awake(engine, tied.ref(0))
     assert "No module named" in str(failure.value)
     engine.close()
+
+
+def test_a_policy_whose_heads_would_end_the_server_is_refused_where_its_engine_is_made(
+    vllm: None, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError) as refused:
+        make_engine(config(), model_folders("qwen3"))
+    check_sentence(str(refused.value), "a width of 16 (head_dim)")
 
 
 def test_without_vllm_the_engine_says_where_it_looked(

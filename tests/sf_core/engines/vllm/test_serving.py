@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,10 @@ from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
 from sf_core.engines.vllm.vllm_engine import VllmEngine
+from sf_core.models.adapter import Adapter, name_factor
 from sf_core.types import Chunk, FinishReason, WeightsRef
-from storage.tensors.weights import save_weights
+from storage.tensors.weights import save_adapter, save_weights
+from tests.bench.refusals import check_sentence
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
 
 
@@ -32,13 +34,23 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, about = tmp_path_factory.mktemp("adapters"), Adapter(2, 4, ("q_proj",)).encode("none")
+    for folder in ("start/adapter", *(f"a-{version}" for version in range(60))):
+        factor = torch.full((2, 2), float(folder.rpartition("-")[2]) if "-" in folder else 0.0)
+        save_adapter(f"{root}/{folder}", {name_factor("q_proj", "lora_A"): factor}, about, 0)
+    (root / "start" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    return root
+
+
 @pytest.fixture
 def fake() -> Iterator[FakeVllm]:
     with fake_vllm() as fake:
         yield fake
 
 
-class TestServing(EngineTests):
+class ServingTests(EngineTests):
     num_tokens = 200
     """So many that some are left when a test interrupts."""
 
@@ -49,9 +61,13 @@ class TestServing(EngineTests):
         yield
         self.engine.close()
 
+    start = "v-0"
+    train: Mapping[str, Any] = {}
+
     def made(self, **settings: Any) -> VllmEngine:
         engine = {"kind": "vllm", "context_length": CONTEXT, "vllm": {"url": self.fake.url}} | settings
-        made = make_engine(RunConfig.model_validate({"engine": engine}), f"{self.folders}/v-0")
+        config = RunConfig.model_validate({"engine": engine, "train": self.train})
+        made = make_engine(config, f"{self.folders}/{self.start}")
         assert isinstance(made, VllmEngine)
         return made
 
@@ -73,10 +89,11 @@ class TestServing(EngineTests):
                 assert token == next_token(ids, self.weights(chunk.version).uri)
                 ids.append(token)
 
-    @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
-    def test_an_update_asks_for_what_is_left_with_new_noise_and_with_kv_as_it_is_set(
-        self, kv_on_update: Literal["keep", "recompute"]
-    ) -> None:
+    def test_an_update_asks_for_what_is_left_with_new_noise_and_without_kv(self) -> None:
+        self.check_update("recompute")
+
+    def check_update(self, kv_on_update: Literal["keep", "recompute"]) -> None:
+        """Check what is asked for after an update."""
         self.engine = self.made(kv_on_update=kv_on_update)
         engine = DrivenEngine(self.engine)
 
@@ -124,24 +141,6 @@ class TestServing(EngineTests):
                 self.check_tokens(engine.abort())
                 engine.rest()
                 awake(engine, self.weights(0))
-
-    def test_a_refusal_while_the_weights_that_were_held_come_back_leaves_an_engine_that_serves(self) -> None:
-        with self.serve() as engine:
-            self.fake.reload_s = 0.2
-
-            async def take(weights: WeightsRef) -> None:
-                # not through the driver, which has no use for weights that it was told of
-                self.engine.take_weights(weights)
-
-            for weights in (self.weights(1), self.weights(0)):
-                begun = self.fake.num_reloads + 1
-                self.engine.loop.run_until_complete(take(weights))
-                until(engine.step, lambda: self.fake.num_reloads >= begun)  # noqa: B023
-            engine.take_weights(self.refused)
-            with pytest.raises(WeightsRefusedError):
-                until(engine.step, lambda: False)
-            engine.submit(self.request("r"))
-            self.check_tokens(drain(engine))
 
     def test_any_sequence_of_weights_and_refusals_leaves_an_engine_that_serves(self) -> None:
         rng = random.Random(1)
@@ -204,3 +203,108 @@ class TestServing(EngineTests):
             engine.submit(self.request("r"))
             with pytest.raises(EngineLostError, match="EngineCore is dead"):
                 drain(engine)
+
+
+class TestServing(ServingTests):
+    def test_an_update_asks_for_what_is_left_with_kv_if_it_is_set_so(self) -> None:
+        self.check_update("keep")
+
+    def test_a_refusal_while_the_weights_that_were_held_come_back_leaves_an_engine_that_serves(self) -> None:
+        with self.serve() as engine:
+            self.fake.reload_s = 0.2
+
+            async def take(weights: WeightsRef) -> None:
+                # not through the driver, which has no use for weights that it was told of
+                self.engine.take_weights(weights)
+
+            for weights in (self.weights(1), self.weights(0)):
+                begun = self.fake.num_reloads + 1
+                self.engine.loop.run_until_complete(take(weights))
+                until(engine.step, lambda: self.fake.num_reloads >= begun)  # noqa: B023
+            engine.take_weights(self.refused)
+            with pytest.raises(WeightsRefusedError):
+                until(engine.step, lambda: False)
+            engine.submit(self.request("r"))
+            self.check_tokens(drain(engine))
+
+
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"lora_config": None}, "takes no adapters: start it with --enable-lora"),
+    (
+        {"lora_config": {"max_lora_rank": 1, "max_cpu_loras": 3}},
+        "takes adapters up to rank 1, and the run trains rank 2: start it with --enable-lora "
+        "--max-loras=2 --max-cpu-loras=3 --max-lora-rank=8",
+    ),
+    (
+        {"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 2}},
+        "keeps 2 adapters in memory, and 3 are needed",
+    ),
+    (
+        {"has_adapter_routes": False},
+        "answers /v1/load_lora_adapter with 404: it must be vLLM, started with "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
+    ),
+]
+"""Servers that cannot be given adapters: how they differ from one that can, and what is said."""
+
+
+class TestAdapters(ServingTests):
+    num_sequences = 5
+    start, train = "start", {"lora": {}}
+
+    @pytest.fixture(autouse=True)
+    def _of(self, fake: FakeVllm, adapters: Path) -> Iterator[None]:
+        fake.lora_config = {"max_lora_rank": 8, "max_cpu_loras": 3}
+        self.fake, self.folders = fake, adapters
+        self.engine = self.made()
+        yield
+        self.engine.close()
+        assert fake.most_adapters <= 2
+        # the base samples nothing
+        assert all("model" in body for body in fake.bodies)
+
+    def weights(self, version: int) -> WeightsRef:
+        return WeightsRef(version, f"{self.folders}/a-{version}")
+
+    def test_a_request_names_the_version_that_samples_it_and_the_one_before_is_unloaded(self) -> None:
+        with self.serve() as engine:
+            engine.submit(self.request("r", stream=True))
+            chunks = engine.step() + awake(engine, self.weights(1)) + drain(engine)
+            self.check_tokens(chunks + awake(engine, self.weights(2)))
+            assert {name.split(".")[1] for name in [body["model"] for body in self.fake.bodies]} <= {"0", "1"}
+            until(engine.step, lambda: [*self.fake.adapters.values()] == [self.weights(2).uri])
+            engine.rest()
+            # an engine that comes back to the version that it had has nothing to load
+            begun = self.fake.num_reloads
+            awake(engine, self.weights(2))
+            assert self.fake.num_reloads == begun
+
+    def test_an_adapter_that_the_server_refuses_leaves_the_one_before(self) -> None:
+        with self.serve() as engine:
+            engine.submit(self.request("r"))
+            self.fake.refuses_adapters = True
+            chunks: list[Chunk] = []
+            engine.take_weights(self.weights(1))
+            with pytest.raises(WeightsRefusedError, match=r"vLLM did not take the adapter in .*a-1: no such"):
+                until(lambda: chunks.extend(engine.step()), lambda: False)
+            self.check_tokens(chunks + drain(engine))
+            assert [*self.fake.adapters.values()] == [self.weights(0).uri]
+            self.fake.refuses_adapters = False
+            awake(engine, self.weights(1))
+
+    def test_what_an_engine_before_has_left_is_unloaded_and_nothing_else(self) -> None:
+        self.fake.adapters.update({"policy.7.1": "left", "somebody's": "theirs"})
+        with self.serve():
+            assert [*self.fake.adapters.values()] == ["theirs", self.weights(0).uri]
+        # it is not ours
+        self.fake.most_adapters = 2
+
+    @pytest.mark.parametrize(("differences", "sentence"), UNFIT)
+    def test_a_server_that_cannot_be_given_adapters_is_refused(
+        self, differences: dict[str, Any], sentence: str
+    ) -> None:
+        for name, value in differences.items():
+            setattr(self.fake, name, value)
+        with pytest.raises(ValueError) as refused:
+            awake(DrivenEngine(self.engine), self.weights(0))
+        check_sentence(str(refused.value), f"engine.vllm.url: the server at {self.fake.url} ", sentence)

