@@ -59,6 +59,11 @@ class RunDirectory:
         return self.path("policy")
 
     @property
+    def policy_adapter_dir(self) -> str:
+        """Folder of the trained adapter, if the run trains one."""
+        return self.path("policy", "adapter")
+
+    @property
     def journal_dir(self) -> str:
         return self.path("journal")
 

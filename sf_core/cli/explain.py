@@ -13,6 +13,7 @@ from sf_core.scheduling.plan import (
     COMPUTING,
     Plan,
     Worker,
+    lends,
     list_able_to_train,
     make_plan,
     priority_of,
@@ -119,7 +120,9 @@ def _pipeline(plan: Plan, config: RunConfig) -> str:
     trainers, others = ", ".join(plan.trainers), ", ".join(plan.rollout)
     lending = "train steps and rollout in turn" if plan.lent else "train steps only"
     meanwhile = f"; {others}: rollout{', during train steps too' if config.overlap else ''}" if others else ""
-    named = config.pipeline or f"{_name(plan, config.overlap)} by tags and rollout.overlap"
+    reason = "rollout.overlap, as vLLM with train.lora lends no trainer"
+    reason = "tags and rollout.overlap" if lends(config) is None else reason
+    named = config.pipeline or f"{_name(plan, config.overlap)} by {reason}"
     return f"{named}; {trainers}: {lending}{meanwhile}"
 
 

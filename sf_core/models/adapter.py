@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from storage.files import join, read_bytes
-from storage.tensors.weights import ADAPTER_CONFIG
+from storage.tensors.weights import ADAPTER_CONFIG, load_weights
 
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_RANK, DEFAULT_ALPHA = 32, 64.0
+DEFAULT_RANK = 32
 
 _PREFIX = "base_model.model."
 
@@ -206,3 +206,30 @@ def make_factors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, 
             bound = shapes[name][1] ** -0.5
             factors[name].uniform_(-bound, bound, generator=random)
     return factors
+
+
+def merge_folders(base: str, adapter: str, dtype: str) -> dict[str, torch.Tensor]:
+    """The weights of a model with an adapter of it, both in folders, as `merge` makes them."""
+    import torch
+
+    weights = load_weights(base)
+    merge(weights, load_weights(adapter), read_adapter(adapter).scale, getattr(torch, dtype))
+    return weights
+
+
+def merge(
+    weights: dict[str, torch.Tensor], factors: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype
+) -> None:
+    """Put what an adapter's factors add into the weights of a model, one after the other: added in float32,
+    and rounded once. Weights and factors count as they are computed with, in this dtype.
+
+    Raises ValueError, one sentence, if the model has no weight by the name of a layer with factors."""
+    for name, up in factors.items():
+        layer, factor = split_name(name)
+        if factor == "lora_A":
+            continue
+        if (weight := weights.get(f"{layer}.weight")) is None:
+            raise ValueError(f"the model's files have no {layer}.weight, into which its factors were merged")
+        parts = (weight, up, factors[name_factor(layer, "lora_A")])
+        own, up, down = (tensor.to(dtype).float() for tensor in parts)
+        weights[f"{layer}.weight"] = (own + scale * (up @ down)).to(dtype)

@@ -101,8 +101,9 @@ class _Score(torch.autograd.Function):
         # with a gradient of the entropies each part has its own factor
         slope = ((gradient if of_entropies is None else 1.0) / scale).unsqueeze(1)
         to_outputs = torch.empty_like(outputs)
-        # summed in float32, because there are many chunks
-        to_head = None if head is None else torch.zeros_like(head, dtype=torch.float32)
+        # summed in float32, because there are many chunks; a frozen head has none
+        is_learned = head is not None and ctx.needs_input_grad[1]
+        to_head = torch.zeros_like(head, dtype=torch.float32) if is_learned else None
         for part, logits in _chunks(outputs, head, scale, ctx.split):
             certainty = None
             if of_entropies is not None:
@@ -118,10 +119,11 @@ class _Score(torch.autograd.Function):
                 surprise.mul_(gradient[part].unsqueeze(1)).add_(certainty)
             if ctx.split is not None:
                 surprise = surprise[:, ctx.split.own]
-            if head is None or to_head is None:
+            if head is None:
                 to_outputs[part] = surprise.mul_(-slope[part])
-            else:
-                to_outputs[part] = (surprise.to(head.dtype) @ head).mul_(-slope[part])
+                continue
+            to_outputs[part] = (surprise.to(head.dtype) @ head).mul_(-slope[part])
+            if to_head is not None:
                 to_head.addmm_(surprise.t(), outputs[part].float() * -slope[part])
         of_head = None if to_head is None else to_head.to(head.dtype)
         return to_outputs, of_head, None, None, None, None, None

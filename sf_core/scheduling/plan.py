@@ -102,14 +102,21 @@ def worker_of(info: Mapping[str, Any]) -> Worker:
 
 def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
     """The workers that a machine with so many GPUs starts, each with its device. A device that is chosen
-    here is never stored: a run may resume on other hardware."""
+    here is never stored: a run may resume on other hardware. Raises ValueError, one sentence, if these GPUs
+    are too few for trainers and engines."""
     workers = config.cluster.workers
+    share = [name for name, w in workers.items() if w.device is None and COMPUTING & {*w.tags}]
+    if num_gpus == 1 and share and _keeps_engines_apart(config):
+        raise ValueError(
+            "engine.kind vllm with train.lora needs a GPU beside the trainer's, and this machine has one: "
+            "leave engine.kind out, as a single GPU samples an adapter with the built-in engine"
+        )
     is_default = workers == ClusterConfig().workers
     if is_default and num_gpus == 1 and config.pipeline in (None, "colocated"):
         workers = {name: worker for name, worker in workers.items() if name != "r0"}
     named = {worker.device for worker in workers.values()}
     free = [device for n in range(num_gpus) if (device := f"cuda:{n}") not in named]
-    compute = [name for name, w in workers.items() if w.device is None and COMPUTING & {*w.tags}]
+    compute = [name for name in share if name in workers]
     chosen = dict(
         zip(sorted(compute, key=lambda name: "train" not in workers[name].tags), free, strict=False)
     )
@@ -140,9 +147,10 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     trainers = choose_trainers(workers, config, trained=trained)
     names = {worker.name for worker in trainers}
     held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
-    lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
+    lent = lends(config) is not False and all("rollout" in w.tags for w in trainers)
     if not held["rollout"] and not (lent and (trained is not None or config.pipeline != "multiplexed")):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
+        means += " (engine.kind vllm with train.lora)" if _keeps_engines_apart(config) else ""
         raise ValueError(
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
             f"workers: {_list_offers(workers)}"
@@ -153,6 +161,17 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
             f"workers: {_list_offers(workers)}"
         )
     return Plan(trainers=tuple(worker.name for worker in trainers), lent=lent, **held)
+
+
+def lends(config: RunConfig) -> bool | None:
+    """Whether the pipeline lends trainers to rollout between train steps; None: if their tags allow it."""
+    chosen = PIPELINES[config.pipeline].lent
+    return False if chosen is None and _keeps_engines_apart(config) else chosen
+
+
+def _keeps_engines_apart(config: RunConfig) -> bool:
+    """Whether trainers are never lent: a vLLM server that has slept is not known to keep an adapter."""
+    return config.engine.kind == "vllm" and config.train.lora is not None
 
 
 def list_needed_tags(without: Collection[str]) -> list[str]:
@@ -207,7 +226,7 @@ def list_able_to_train(workers: list[Worker], config: RunConfig) -> list[Worker]
 
 
 def _trainer_tags(config: RunConfig) -> set[str]:
-    return {"rollout", "train"} if PIPELINES[config.pipeline].lent else {"train"}
+    return {"rollout", "train"} if lends(config) else {"train"}
 
 
 def trainer_order_key(worker: Worker, config: RunConfig) -> tuple[int, float, bool, str]:

@@ -22,7 +22,7 @@ from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
 from storage.tensors.weight_delta import FILE_NAME as DELTA_NAME
-from storage.tensors.weights import INDEX_NAME, WEIGHT_FILES
+from storage.tensors.weights import ADAPTER_CONFIG, INDEX_NAME, PICKLES, WEIGHT_FILES
 
 
 @commits_once
@@ -130,23 +130,28 @@ class Measurement:
             commit(run, None, "start", self._copy_policy)
 
     def _copy_policy(self) -> StageResult:
-        folder, weights = self.directory.start_dir, RunView(self.run).weights_of(self.version)
-        copies = copy_folder(self.run.start_dir, folder, exclude=WEIGHT_FILES)
+        place, weights = self.directory, RunView(self.run).weights_of(self.version)
+        is_adapter = self.config.train.lora is not None
+        # an adapter is a version only with the weights that it is for
+        exclude = PICKLES if is_adapter else WEIGHT_FILES
+        copies = copy_folder(self.run.start_dir, place.start_dir, exclude=exclude)
         try:
-            copied = copy_folder(weights, folder, exclude=[DELTA_NAME])
+            target = place.start_adapter_dir if is_adapter else place.start_dir
+            copied = copy_folder(weights, target, exclude=[DELTA_NAME])
         except (FileNotFoundError, ValueError):
             # a run that goes on has just removed it
             RunView(self.run).weights_of(self.version)
             raise
-        copies += [copy for copy in copied if copy.uri.endswith((".safetensors", INDEX_NAME))]
+        copies += [copy for copy in copied if copy.uri.endswith((".safetensors", INDEX_NAME, ADAPTER_CONFIG))]
         self.directory.write_config(self.config)
         return StageResult(outputs=copies, data={"source": weights, "copied_s": 0.0, "parameters": 0})
 
     def end(self) -> None:
         """Remove the copy of the weights; the answers, and what is needed to show them, stay."""
-        for uri in list_files(self.directory.start_dir):
-            if uri.endswith(".safetensors"):
-                remove(uri)
+        for folder in (self.directory.start_dir, self.directory.start_adapter_dir):
+            for uri in list_files(folder):
+                if uri.endswith(".safetensors"):
+                    remove(uri)
 
 
 def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) -> Measurement:
@@ -160,7 +165,8 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
             )
     run, stored = RunDirectory(uri), read_stored_config(uri)
     # nothing is trained, and what training forbids does not hold
-    stored = stored.model_copy(update={"train": TrainConfig(iterations=1), "pipeline": None})
+    train = TrainConfig(iterations=1, lora=stored.train.lora)
+    stored = stored.model_copy(update={"train": train, "pipeline": None})
     config = override_config(stored, list(overrides), uri)
     version = RunView(run).progress().published if version is None else version
     # the same in a run directory that was moved
@@ -168,7 +174,10 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
         include={"seed", "environment", "rollout", "evaluate", "engine", "emulation"}
     )
     name = f"v{version:05d}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
-    policy = config.policy.model_copy(update={"model": run.version_dir(version), "warmstart": None})
+    found = {"model": run.version_dir(version), "warmstart": None}
+    if config.train.lora is not None:
+        found |= {"model": run.start_dir, "adapter": run.version_dir(version)}
+    policy = config.policy.model_copy(update=found)
     storage = config.storage.model_copy(update={"root": run.path(MEASURED)})
     config = config.model_copy(update={"policy": policy, "storage": storage, "run_id": name})
     return Measurement(run, version, config)

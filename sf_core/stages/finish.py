@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sf_core.models.adapter import merge_folders
 from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.series import record_devices
 from sf_core.reports.summary import summarise
@@ -29,12 +30,19 @@ def finish(ref: RunRef) -> dict[str, Any]:
 
 
 def export_policy(run: OpenRun) -> None:
-    """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. An emulated
-    run gets none, because it computes no weights."""
+    """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. Of an adapter
+    these are those of the policy with it, and the adapter itself lies beside them. An emulated run gets none,
+    because it computes no weights."""
     if not trainer_kind(run.config).computes_weights:
         return
     version = run.resume_point().version
-    folder = run.directory.policy_dir
+    folder, dtype = run.directory.policy_dir, run.config.policy.dtype_name
     copy_folder(run.directory.start_dir, folder, exclude=WEIGHT_FILES)
+    newest = run.weights(version).uri
+    if run.config.train.lora is None:
+        weights = load_weights(newest)
+    else:
+        copy_folder(newest, run.directory.policy_adapter_dir)
+        weights = merge_folders(run.directory.start_dir, newest, dtype)
     # version 0 has the dtype of policy.model
-    save_weights(folder, load_weights(run.weights(version).uri), version, run.config.policy.dtype_name)
+    save_weights(folder, weights, version, dtype)

@@ -18,6 +18,7 @@ from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.environments.environment import Environment
 from sf_core.environments.registry import environment_of
+from sf_core.models.adapter import make_factors
 from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import derive, values_of
@@ -33,7 +34,7 @@ from sf_core.training.policy_folder import (
 )
 from storage.files import FileRef, copy_folder, describe, exists, join, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
-from storage.tensors.weights import PICKLES, load_weights, save_adapter
+from storage.tensors.weights import PICKLES, load_weights, open_weights, save_adapter
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +101,13 @@ def _find_adapter(config: RunConfig, folder: str, *, warmed: bool) -> TrainedAda
     if warmed:
         made = find_warmed(RunDirectory(config.run_dir).warmstart_dir)
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"adapter": made})})
-    return find_adapter(config, list_linears_of(read_model_config(folder)))
+    trained = find_adapter(config, list_linears_of(read_model_config(folder)))
+    trained.check_merge(open_weights(folder)[0].entries)
+    return trained
 
 
 def start_adapter(folder: str, config: RunConfig, trained: TrainedAdapter) -> list[FileRef]:
     """Write the adapter of version 0, which keeps the dtype of the one that is copied; returns its files."""
-    from sf_core.models.adapter import make_factors
-
     source = trained.source
     factors = make_factors(trained.shapes, config.seed) if source is None else load_weights(source)
     return save_adapter(folder, factors, trained.adapter.encode(config.policy.model or BUILT_IN), 0)

@@ -41,8 +41,8 @@ def check_model_folder(model: str) -> None:
     folder = Path(model)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"policy.model: {model} holds an adapter (adapter_config.json), and whole models are trained: "
-            "save the model with its adapter merged into it (PEFT's merge_and_unload), and name that folder"
+            f"policy.model: {model} holds an adapter (adapter_config.json): name the folder of its model "
+            "here, and this one as policy.adapter, with train.lora"
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"policy.model: {model} {_tell_absence(model)}")

@@ -42,6 +42,8 @@ class TrainerProgress(BaseModel):
 
     version: int = Field(ge=0)
     optimizer_steps: int = Field(ge=0)
+    base: str = ""
+    """Digest of the frozen weights that an adapter was trained for; empty, and not stored, if it is none."""
 
 
 class _State(TrainerProgress):
@@ -71,7 +73,8 @@ def save_shard(
         note = files.join(folder, _note(other, ranks))
         shards[_shard(other, ranks)] = CheckpointFile.model_validate_json(_await(note, deadline))
     state = _State(**progress.model_dump(), shards=shards)
-    files.write_atomic(files.join(folder, STATE), state.model_dump_json(indent=2).encode())
+    content = state.model_dump_json(indent=2, exclude_defaults=True)
+    files.write_atomic(files.join(folder, STATE), content.encode())
 
 
 def _shard(rank: int, ranks: int) -> str:

@@ -10,7 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.reports.view import RunView, open_run
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
 from sf_core.stages.settling.sizes import PolicySizes
-from sf_core.stages.start import name_dtype, warm_folder
+from sf_core.stages.start import name_dtype, start_adapter, warm_folder
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from sf_core.training.registry import trainer_kind
 from sf_core.types import WeightsRef
@@ -58,9 +58,12 @@ def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
     start, about = _start_of(config, scratch)
     sizes = PolicySizes.of(config)
     config = config.fill(values_of(derive(config))) if sizes is None else sizes.config
+    weights = start
     if sizes is not None:
         name_dtype(str(start), config.policy.dtype_name)
-    return Policy(config, str(start), WeightsRef(0, str(start)), about)
+        if sizes.adapter is not None:
+            start_adapter(str(weights := start / "adapter"), config, sizes.adapter)
+    return Policy(config, str(start), WeightsRef(0, str(weights)), about)
 
 
 def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
@@ -77,7 +80,8 @@ def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
         about = "the built-in policy, untrained: its answers are noise"
     start = scratch / "start"
     start.mkdir()
-    for file in source.resolve().iterdir():
+    # a trained policy has a folder with its adapter, which is no part of it
+    for file in filter(Path.is_file, source.resolve().iterdir()):
         (start / file.name).symlink_to(file)
     return start, about
 

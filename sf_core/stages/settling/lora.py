@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.pipelines import PIPELINES
 from sf_core.config.train_config import LoraConfig
 from sf_core.engines.registry import engine_kind
+from sf_core.models.adapter import (
+    DEFAULT_RANK,
+    Adapter,
+    find_linears,
+    read_adapter,
+    shape_factors,
+    split_name,
+)
+from sf_core.training.policy_folder import FULL
 from storage.files import exists, join
 from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME, open_weights
-
-if TYPE_CHECKING:
-    from sf_core.models.adapter import Adapter
 
 LARGEST_RANK = 512
 
@@ -36,6 +42,16 @@ class TrainedAdapter:
     def parameters(self) -> int:
         """Number of parameters that are trained."""
         return sum(map(math.prod, self.shapes.values()))
+
+    def check_merge(self, stored: Collection[str]) -> None:
+        """Raises ValueError, one sentence, if it could not be merged in the end, because the model's files
+        have these names alone."""
+        for name in self.shapes:
+            if (weight := f"{split_name(name)[0]}.weight") not in stored:
+                raise ValueError(
+                    f"train.lora: the files of policy.model have no {weight}, into which its factors are "
+                    "merged in the end: leave train.lora out"
+                )
 
     def describe(self) -> dict[str, Any]:
         """What manifests say of it."""
@@ -91,18 +107,15 @@ def list_linears_of(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     config.json."""
     from transformers import AutoConfig
 
-    from sf_core.models.adapter import find_linears
-
     return {name: tuple(size) for name, size in find_linears(AutoConfig.for_model(**shape)).items()}
 
 
 def _choose(lora: LoraConfig, linears: Mapping[str, tuple[int, ...]]) -> Adapter:
-    from sf_core.models.adapter import DEFAULT_ALPHA, DEFAULT_RANK, Adapter
-
     targets = lora.targets or {layer.rpartition(".")[2] for layer in linears}
     if not targets:
         raise ValueError("train.lora: the blocks of policy.model have no linear layers; leave train.lora out")
-    return Adapter(lora.rank or DEFAULT_RANK, lora.alpha or DEFAULT_ALPHA, tuple(sorted({*targets})))
+    rank = lora.rank or DEFAULT_RANK
+    return Adapter(rank, lora.alpha or 2.0 * rank, tuple(sorted({*targets})))
 
 
 def shape_adapter(
@@ -110,8 +123,6 @@ def shape_adapter(
 ) -> TrainedAdapter:
     """This adapter on a policy with these linear layers. Raises ValueError, which names the setting, if a
     target is none of them."""
-    from sf_core.models.adapter import shape_factors
-
     try:
         shapes = shape_factors(adapter, linears)
     except ValueError as error:
@@ -120,8 +131,6 @@ def shape_adapter(
 
 
 def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]]) -> TrainedAdapter:
-    from sf_core.models.adapter import read_adapter
-
     for name in (ADAPTER_CONFIG, ADAPTER_NAME):
         if not exists(join(folder, name)):
             raise ValueError(f"policy.adapter: {folder} is no folder of an adapter: it has no {name}")
@@ -132,6 +141,11 @@ def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]])
         raise ValueError(f"policy.adapter: {error}") from None
     if not 1 <= adapter.rank <= LARGEST_RANK:
         raise ValueError(f"policy.adapter: {folder} has rank {adapter.rank}, not 1 to {LARGEST_RANK}")
+    if codes := sorted({entry.dtype for entry in header.entries.values()} - FULL):
+        raise ValueError(
+            f"policy.adapter: {folder} has quantised factors ({', '.join(codes)}), and training needs full "
+            "ones"
+        )
     for name in ("rank", "alpha", "targets"):
         given, own = getattr(lora, name), getattr(adapter, name)
         if given is not None and (tuple(sorted({*given})) if name == "targets" else given) != own:

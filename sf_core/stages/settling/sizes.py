@@ -9,15 +9,21 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES
 from sf_core.engines.registry import engine_kind
-from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
+from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, cache_bytes
 from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of, warm_rate
-from sf_core.stages.settling.start_folder import folder_to_start_from
+from sf_core.stages.settling.lora import TrainedAdapter
+from sf_core.stages.settling.start_folder import (
+    adapter_to_start_from,
+    folder_to_start_from,
+    name_built_in_shape,
+)
+from sf_core.stages.settling.stored_config import OF_AN_ADAPTER
 from sf_core.training.policy_folder import count_parameters, read_model_config
 
 _TRAINED_BYTES = 16
-"""For each parameter, in float32: weight, gradient and Adam's two moments."""
+"""For each parameter that is trained, in float32: weight, gradient and Adam's two moments."""
 
 _SURE_PART = 0.7
 """Part of the estimate of activations that is certain: of Qwen3-8B it is a third above what was counted."""
@@ -32,14 +38,18 @@ class PolicySizes:
     """How many bytes a policy takes; what libraries take for themselves comes on top."""
 
     weights: int
-    """A version as it is published and served."""
+    """What an engine serves: a version, or the policy with the version of an adapter of it."""
+    version: int
+    """A version as it is published."""
     cache: int
     """What an engine reserves for KV; 0 if it reserves nothing, or the model's shape is unknown."""
     rank: int
-    """What each rank trains: its part of the weights, the gradient and the moments."""
+    """What each rank trains, with its gradient and moments, and the weights that stay: its part of these."""
     checkpoint: int
     activations: int
     """What a rank keeps of a micro-batch for the backward pass, about; 0 if the model's shape is unknown."""
+    adapter: TrainedAdapter | None
+    """What is trained, if it is not all weights."""
     derived: dict[str, Derived]
     """Settings that are left open, as far as this machine can tell: another one may make version 0."""
     config: RunConfig
@@ -47,35 +57,54 @@ class PolicySizes:
 
     @classmethod
     def of(cls, config: RunConfig) -> PolicySizes | None:
-        """None if the policy is only on a worker, or nothing is computed. Raises ValueError if it cannot be
-        used."""
+        """None if the policy or its adapter is only on a worker, or nothing is computed. Raises ValueError if
+        they cannot be used."""
         if not engine_kind(config).runs_policy:
             return None
         policy, folder = config.policy, None
         if policy.model is None:
             parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
-            shape = dict(built_in_shape(policy.hidden_size, policy.num_layers))
+            shape = name_built_in_shape(config)
         elif (folder := folder_to_start_from(config, by_a_worker=True)) is not None:
             parameters = count_parameters(folder)
             shape = read_model_config(folder)
         else:
             return None
-        derived = derive(config, parameters, folder, first_prompts(config))
+        adapter = None
+        if config.train.lora is not None:
+            adapter = adapter_to_start_from(config, shape, by_a_worker=True)
+            if adapter is None:
+                return None
+        derived = derive(config, parameters, folder, first_prompts(config), adapter)
         config = config.fill(values_of(derived))
         policy, engine = config.policy, config.engine
         networks = 1 if config.train.critic is None else 2
         cache = None
         if engine_kind(config).reserves_cache:
             cache = cache_bytes(shape, engine.max_running, engine.context, policy.dtype_name)
+        itemsize, trained = DTYPE_BYTES[policy.dtype_name], adapter.parameters if adapter else parameters
+        rank, kept = _rank_bytes(trained, config) * networks, 0
+        if adapter is not None:
+            kept = parameters * itemsize
+            rank += -(-kept // config.train.workers)
         return cls(
-            weights=parameters * DTYPE_BYTES[policy.dtype_name],
+            weights=kept + trained * itemsize,
+            version=trained * itemsize,
             cache=cache or 0,
-            rank=_rank_bytes(parameters, config) * networks,
-            checkpoint=parameters * CHECKPOINT_BYTES * networks,
+            rank=rank,
+            checkpoint=trained * CHECKPOINT_BYTES * networks,
             activations=_activation_bytes(shape, parameters, config),
+            adapter=adapter,
             derived=derived,
             config=config,
         )
+
+    @property
+    def held(self) -> str:
+        """What a rank holds, in words."""
+        if self.adapter is None:
+            return "weights, gradient and Adam's moments"
+        return "the policy's weights, and the factors, their gradient and Adam's moments"
 
 
 def _rank_bytes(parameters: int, config: RunConfig) -> int:
@@ -126,14 +155,14 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
             )
         if "train" in worker.tags and sizes.rank > worker.memory:
             raise ValueError(
-                f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for weights, gradient and "
-                "Adam's moments: raise train.workers, or give the tag train to larger workers"
+                f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for {sizes.held}: raise "
+                "train.workers, or give the tag train to larger workers"
             )
         if "train" in worker.tags and sizes.rank + _SURE_PART * sizes.activations > worker.memory:
             recompute = "" if train.recompute else "set train.recompute to true, or "
             raise ValueError(
-                f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for weights, gradient and "
-                f"Adam's moments, and about {_gb(sizes.activations)} for activations with train.recompute "
+                f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for {sizes.held}, and about "
+                f"{_gb(sizes.activations)} for activations with train.recompute "
                 f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
                 f"({train.tokens_per_microbatch})"
             )
@@ -153,13 +182,16 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         f", and about {_gb(sizes.activations)} of activations: {_gb(sizes.rank + sizes.activations)} at most"
     )
     activations = peak if sizes.activations else ""
-    warm = _warm_start(config, train.rate)
+    held, written, warm = "weights, gradient and moments", "weights", _warm_start(config, train.rate)
+    if sizes.adapter is not None:
+        held, written = "weights that stay, and factors, their gradient and moments", "an adapter"
     return {
         **({"warm start": warm} if warm else {}),
         **_explain_derived(config, sizes.derived),
-        "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of weights, "
-        f"gradient and moments{activations}",
-        "storage": f"each iteration writes {_gb(sizes.weights)} of weights, {_explain_kept(sizes)}; "
+        **({} if sizes.adapter is None else {"adapter": _explain_adapter(sizes.adapter)}),
+        "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of {held}"
+        f"{activations}",
+        "storage": f"each iteration writes {_gb(sizes.version)} of {written}, {_explain_kept(sizes)}; "
         f"a checkpoint, {often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} "
         f"stay{for_good}",
         "disk": f"about {_gb(_disk_bytes(sizes))} of weights and checkpoints after "
@@ -173,8 +205,19 @@ def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str
     return {
         key: f"{value:g}: {reason}" if isinstance(value, float) else f"{value}: {reason}"
         for key, (value, reason) in derived.items()
-        if key not in of_all
+        # those are in what is said of the adapter
+        if key not in of_all and key not in OF_AN_ADAPTER
     }
+
+
+def _explain_adapter(trained: TrainedAdapter) -> str:
+    """What is trained in place of the weights, in words."""
+    of = trained.adapter
+    made = "made anew" if trained.source is None else f"as {trained.source} has it"
+    return (
+        f"{trained.parameters:,} parameters are trained, factors of rank {of.rank} (alpha {of.alpha:g}) of "
+        f"{', '.join(of.targets)}; {made}"
+    )
 
 
 def _warm_start(config: RunConfig, rate: float) -> str | None:
@@ -195,7 +238,7 @@ def _gb(num_bytes: int) -> str:
 
 def _explain_kept(sizes: PolicySizes) -> str:
     """Which versions stay, in words."""
-    newest = num_kept_weights(sizes.config.train, sizes.weights)
+    newest = num_kept_weights(sizes.config.train, sizes.version)
     if newest is None:
         return "which all stay"
     return f"of which the newest {newest}, every {KEPT_EVERY}th and those that are evaluated stay"
@@ -204,10 +247,10 @@ def _explain_kept(sizes: PolicySizes) -> str:
 def _disk_bytes(sizes: PolicySizes) -> int:
     """What weights and checkpoints take at the end, with the start folder and the exported policy."""
     train, last = sizes.config.train, sizes.config.train.iterations
-    keep = num_kept_weights(train, sizes.weights) or last
+    keep = num_kept_weights(train, sizes.version) or last
     # one that is being published is beside the newest
     often = (KEPT_EVERY, sizes.config.evaluate.every)
     versions = sum(v >= last - keep or any(v % n == 0 for n in often) for v in range(1, last + 1))
     for_good = last // train.keep_every if train.keep_every else 0
     checkpoints = min(train.keep_checkpoints + for_good, -(-last // train.interval))
-    return (versions + 2) * sizes.weights + checkpoints * sizes.checkpoint
+    return versions * sizes.version + 2 * sizes.weights + checkpoints * sizes.checkpoint

@@ -10,6 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.registry import engine_kind
+from sf_core.models.adapter import read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
 from sf_core.scheduling.cluster import scheduler_of
@@ -50,8 +51,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
                 f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
                 "built-in policy"
             )
-        built_in = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
-        shape: dict[str, Any] = {"model_type": "qwen3", **built_in}
+        shape = name_built_in_shape(config)
     elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
         shape = read_model_config(folder)
         if runs_policy and length is not None:
@@ -67,6 +67,12 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
         engine_kind(config).check_shape(shape, config)
     if config.train.lora is not None:
         adapter_to_start_from(config, shape, by_a_worker)
+
+
+def name_built_in_shape(config: RunConfig) -> dict[str, Any]:
+    """The shape of the built-in policy, named as in Hugging Face's config.json."""
+    shape = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
+    return {"model_type": "qwen3", **shape}
 
 
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
@@ -87,8 +93,6 @@ def adapter_to_start_from(
 ) -> TrainedAdapter | None:
     """The run's own adapter, else that with which it begins, for a policy of this shape; None if that is only
     on the worker. Raises ValueError if it cannot be trained."""
-    from sf_core.models.adapter import read_adapter
-
     linears, folder = list_linears_of(shape), config.policy.adapter
     if has_started(config) and has_weights(own := RunDirectory(config.run_dir).start_adapter_dir):
         return shape_adapter(read_adapter(own), linears, "train.lora")

@@ -10,7 +10,15 @@ from sf_core.training.torch.ranks import Ranks
 
 class MegatronBackend(TorchBackend):
     def make_model(
-        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, *, values: bool = False
+        self,
+        config: RunConfig,
+        model_dir: str,
+        ranks: Ranks,
+        device: str,
+        *,
+        values: bool = False,
+        adapter: str | None = None,
     ) -> MegatronModel:
+        assert adapter is None, "configurations with train.lora and this backend are refused"
         dtype = config.policy.dtype_name
         return MegatronModel(model_dir, ranks, config.train, device=device, dtype=dtype, values=values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ from sf_core.training.torch.rendezvous import Rendezvous
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trained_model import TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
-from storage.files import local_folder
+from storage.files import join, local_folder, read_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.checkpoints import has_checkpoint
+from storage.tensors.weights import ADAPTER_CONFIG, load_adapter
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +38,27 @@ class TorchBackend:
         """Run reference of the attempt, name of the process group, and their trainer; None during a step."""
 
     def make_model(
-        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, *, values: bool = False
+        self,
+        config: RunConfig,
+        model_dir: str,
+        ranks: Ranks,
+        device: str,
+        *,
+        values: bool = False,
+        adapter: str | None = None,
     ) -> TrainedModel:
         """The model that these ranks train from the weights of a Hugging Face folder. `values`: a critic,
-        which gives the value of each trained token in the place of its log-prob."""
-        dtype, recompute = config.policy.dtype_name, config.train.recompute
-        return TorchModel(model_dir, ranks, device=device, dtype=dtype, recompute=recompute, values=values)
+        which gives the value of each trained token in the place of its log-prob. `adapter`: the folder of
+        one that is trained while the weights stay."""
+        return TorchModel(
+            model_dir,
+            ranks,
+            device=device,
+            dtype=config.policy.dtype_name,
+            recompute=config.train.recompute,
+            values=values,
+            adapter=adapter,
+        )
 
     @contextmanager
     def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[ModelTrainer]:
@@ -77,20 +94,30 @@ class TorchBackend:
         Raises ValueError if a batch is not as it was written."""
         config, start = run.config, local_folder(run.directory.start_dir)
         make_model = partial(self.make_model, config, device=device or local_device())
+        adapter = None if config.train.lora is None else run.directory.start_adapter_dir
 
         @contextmanager
-        def reference(version: int) -> Iterator[TrainedModel]:
+        def reference(version: int, model: TrainedModel) -> Iterator[TrainedModel]:
+            if version:
+                _refuse_missing(run, version)
+            if adapter is not None:
+                assert isinstance(model, TorchModel)
+                with model.standing_in(load_adapter(run.directory.version_dir(version))):
+                    yield model
+                return
             with _policy_folder(run, version) as folder:
                 yield make_model(folder, ranks)
 
         trainer = ModelTrainer(
-            partial(make_model, start),
+            partial(make_model, start, adapter=adapter),
             config.train,
             seed=config.seed,
             ranks=ranks,
             dtype=config.policy.dtype_name,
             references=reference,
             make_critic=partial(make_model, start, values=True) if config.train.critic is not None else None,
+            adapter=b"" if adapter is None else read_bytes(join(adapter, ADAPTER_CONFIG)),
+            base="" if adapter is None else _digest_start(run),
         )
         # ranks that look for themselves may differ on one that is just being completed
         for checkpoint in ranks.gather(_complete_until(run, version))[0]:
@@ -114,12 +141,6 @@ def _policy_folder(run: TrainedRun, version: int) -> Iterator[str]:
     if version == 0:
         yield start
         return
-    if version not in run.directory.list_versions("weights"):
-        kept = ", ".join(map(str, RunView(run.directory).list_kept_versions()))
-        raise ValueError(
-            f"{run.directory.weights_dir(version)}: is not there any more, and version {version} is the "
-            f"reference of train.loss.kl in this step; these versions are kept: {kept}"
-        )
     weights = local_folder(run.directory.weights_dir(version))
     with scratch_folder() as folder:
         for path in (*Path(start).iterdir(), *Path(weights).iterdir()):
@@ -127,6 +148,26 @@ def _policy_folder(run: TrainedRun, version: int) -> Iterator[str]:
             if path.is_file() and (path.parent == Path(weights)) == is_weights:
                 Path(folder, path.name).symlink_to(path)
         yield folder
+
+
+def _refuse_missing(run: TrainedRun, version: int) -> None:
+    if version not in run.directory.list_versions("weights"):
+        kept = ", ".join(map(str, RunView(run.directory).list_kept_versions()))
+        raise ValueError(
+            f"{run.directory.weights_dir(version)}: is not there any more, and version {version} is the "
+            f"reference of train.loss.kl in this step; these versions are kept: {kept}"
+        )
+
+
+def _digest_start(run: TrainedRun) -> str:
+    """A digest of the weights in the start folder, by the checksums of their files."""
+    manifest = run.directory.read_manifest(None, "start")
+    assert manifest is not None, "the start must be committed first"
+    weights = [
+        ref for ref in manifest.outputs if ref.uri.endswith(".safetensors") and ref.uri.count("/") == 1
+    ]
+    content = "".join(f"{ref.sha256} {ref.uri}\n" for ref in sorted(weights, key=lambda ref: ref.uri))
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _complete_until(run: TrainedRun, version: int) -> list[int]:

@@ -16,6 +16,12 @@ from sf_core.models.projections import wrap_weights
 Through = Callable[[torch.Tensor], torch.Tensor]
 
 
+def fuse_through(parameters: Mapping[str, torch.Tensor], spec: DecoderSpec, through: Through) -> Layer:
+    """The layer of these parameters. `through` makes of each fused weight what the layer reads."""
+    layer = fuse_layer(parameters.get, spec, wrap_weights(through))
+    return layer if layer.qk_norm is None else replace(layer, qk_norm=through(layer.qk_norm))
+
+
 class HeldTensors:
     """Parameters as they are. One that has two names is held once."""
 
@@ -39,15 +45,11 @@ class HeldLayer:
         self._held: list[torch.Tensor] = []
         with torch.no_grad():
             cast = {name: parameter.to(dtype) for name, parameter in parameters.items()}
-            self.layer = self._fuse(cast, self._hold)
+            self.layer = fuse_through(cast, spec, self._hold)
 
     def _hold(self, fused: torch.Tensor) -> torch.Tensor:
         self._held.append(_leaf(fused, fused.dtype))
         return self._held[-1]
-
-    def _fuse(self, parameters: Mapping[str, torch.Tensor], through: Through) -> Layer:
-        layer = fuse_layer(parameters.get, self._spec, wrap_weights(through))
-        return layer if layer.qk_norm is None else replace(layer, qk_norm=through(layer.qk_norm))
 
     def give_gradients(self) -> None:
         """Fuse the parameters again, in their own dtype, for a backward pass from what was fused to them."""
@@ -58,7 +60,7 @@ class HeldLayer:
             return tensor
 
         if any(held.grad is not None for held in self._held):
-            self._fuse(self._parameters, note)
+            fuse_through(self._parameters, self._spec, note)
             torch.autograd.backward(fused, [held.grad for held in self._held])
         self._held.clear()
 

@@ -3,12 +3,12 @@
 Its modules are transformers'. The lean decoder computes in place of their own code where it knows the
 architecture. Every parameter is read within the forward pass of the block that has it, or else of the whole,
 so that it may be in pieces, or of another dtype, at any other time. A rank that has all of them may hold them
-ready instead, for many passes.
+ready instead, for many passes. With an adapter only its factors are trained, beside weights that are frozen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,33 +18,65 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from sf_core.models.decoder import Attend, DecoderSpec, decoder_spec, fuse_layer, norm_and_head, rotations
+from sf_core.models.adapter import Adapter, name_factor, read_adapter, split_name
+from sf_core.models.decoder import (
+    Attend,
+    DecoderSpec,
+    Layer,
+    decoder_spec,
+    fuse_layer,
+    norm_and_head,
+    rotations,
+)
 from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import score
 from sf_core.training.packing import Microbatch
-from sf_core.training.torch.held_weights import HeldLayer, HeldTensors
+from sf_core.training.torch.held_weights import HeldLayer, HeldTensors, fuse_through
+from storage.tensors.weights import load_adapter
 
 _SHORT = 256
 """Most tokens of rows whose weights of attention may be kept."""
 
 
 class Network:
-    """A causal LM from a Hugging Face folder, in float32."""
+    """A causal LM from a Hugging Face folder, in float32; or an adapter of one that is frozen."""
 
     def __init__(
-        self, model_dir: str, device: str = "cpu", *, recompute: bool = False, values: bool = False
+        self,
+        model_dir: str,
+        device: str = "cpu",
+        *,
+        recompute: bool = False,
+        values: bool = False,
+        adapter: str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """`recompute`: a backward pass computes each block again instead of keeping what was within it.
         `values`: a linear function of what the head is given, at first 0, takes the place of log-probs.
-        Raises ValueError, one sentence, if the head of the model is given no hidden states."""
+        `adapter`: the folder of one, whose factors alone are trained, in float32; `dtype` is that of the
+        frozen weights then. Raises ValueError, one sentence, if the head of the model is given no hidden
+        states, or if only the package peft can train an adapter of it and is missing."""
         # In evaluation mode: dropout would make these log-probs differ from the engine's.
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            model_dir,
+            dtype=torch.float32 if adapter is None else dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
         ).eval()
-        self.model.to(device)
         names = self.model._no_split_modules or ()
         self.blocks = [module for module in self.model.modules() if type(module).__name__ in names]
         spec = decoder_spec(self.model.config, max_length=1 << 30)
+        scale, self._has_adapter = None, adapter is not None
+        if adapter is not None:
+            self.model.requires_grad_(False)
+            # read in any order, while that of parameters decides how sums round and what ranks exchange
+            known, factors = read_adapter(adapter), dict(sorted(load_adapter(adapter).items()))
+            scale = known.scale
+            if spec is None:
+                _inject(self.model, known, factors)
+            else:
+                _place(self.model, factors)
+        self.model.to(device)
         if spec is None:
             is_last = head_is_last(self.model)
             if values and not is_last:
@@ -57,7 +89,7 @@ class Network:
             _become(self.model, _Lean, spec=spec)
         for block in self.blocks:
             if spec is not None:
-                _become(block, _LeanLayer, spec=spec)
+                _become(block, _LeanLayer, spec=spec, scale=scale)
             if recompute:
                 _become(block, _Recomputed)
         if values:
@@ -68,6 +100,25 @@ class Network:
     def is_lean(self) -> bool:
         """Whether the lean decoder runs it."""
         return isinstance(self.model, _Lean)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by the names that they have in checkpoints: all of them, or the
+        factors of an adapter, as its file names them."""
+        named = dict(self.model.named_parameters())
+        if not self._has_adapter:
+            return named
+        return {
+            name_factor(*name.removesuffix(_OF_PEFT).rpartition(".")[::2]): parameter
+            for name, parameter in named.items()
+            if parameter.requires_grad
+        }
+
+    def fuse_frozen(self) -> None:
+        """Fuse the frozen weights of each layer of a lean model for all passes to come, and keep them in this
+        form alone."""
+        for block in self.blocks:
+            block.fuse_frozen()
 
     @contextmanager
     def holding(self, dtype: torch.dtype) -> Iterator[None]:
@@ -154,15 +205,40 @@ class _Lean(_Scoring):
 
 class _LeanLayer(nn.Module):
     spec: DecoderSpec
+    scale: float | None
+    """What the product of factors is multiplied by; None without an adapter."""
     held: HeldLayer | None = None
+    frozen: Layer | None = None
 
     def hold(self, dtype: torch.dtype) -> None:
         self.held = HeldLayer(dict(self.named_parameters()), self.spec, dtype)
 
+    @torch.no_grad()
+    def fuse_frozen(self) -> None:
+        # as parameters they go with the model to another device, in place
+        fused = nn.ParameterList()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            fused.append(nn.Parameter(tensor, requires_grad=False))
+            return fused[-1]
+
+        self.frozen = fuse_through(dict(self.named_parameters()), self.spec, keep)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.register_parameter("weight", None)
+                module.register_parameter("bias", None)
+        self.fused = fused
+
     def forward(self, x: torch.Tensor, turns: torch.Tensor, attend: Attend) -> torch.Tensor:
         if self.held is not None:
             return self.held.layer(x, turns, attend)
-        return fuse_layer(dict(self.named_parameters()).get, self.spec)(x, turns, attend)
+        parameters = dict(self.named_parameters())
+        layer = fuse_layer(parameters.get, self.spec) if self.frozen is None else self.frozen
+        if self.scale is not None:
+            # as engines are given them: rounded to the dtype of computing
+            rounded = {n: p.to(x.dtype) for n, p in parameters.items() if p.requires_grad}
+            layer = layer.with_factors(rounded.get, self.scale)
+        return layer(x, turns, attend)
 
 
 class _Whole(_Scoring):
@@ -192,6 +268,40 @@ class _Recomputed(nn.Module):
         return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
+_OF_PEFT = ".default.weight"
+"""What peft puts after the name of a factor; `default` is its name of the adapter."""
+
+
+def _place(model: nn.Module, factors: Mapping[str, torch.Tensor]) -> None:
+    """Put factors beside the weights of their linear layers."""
+    for name, tensor in factors.items():
+        layer, factor = split_name(name)
+        model.get_submodule(layer).register_parameter(factor, _train(tensor))
+
+
+def _train(factor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(factor.to(torch.float32, copy=True))
+
+
+def _inject(model: Any, adapter: Adapter, factors: Mapping[str, torch.Tensor]) -> None:
+    """Put modules of peft with factors in the place of their linear layers."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"train.lora with a model of model_type {model.config.model_type} needs the package peft, which "
+            "this Python does not have: pip install 'seamlessflow[lora]'"
+        ) from None
+    layers = sorted({split_name(name)[0] for name in factors})
+    alpha: Any = adapter.alpha
+    inject_adapter_in_model(LoraConfig(r=adapter.rank, lora_alpha=alpha, target_modules=layers), model)
+    model.requires_grad_(False).eval()
+    for name, tensor in factors.items():
+        layer, factor = split_name(name)
+        module = model.get_submodule(f"{layer}.{factor}.default")
+        module.weight = _train(tensor)
+
+
 def _become(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
     """Put a class before that of the module. A function in place of its forward pass would refer to the
     module, which then stays in memory until the garbage collector comes."""
@@ -211,7 +321,7 @@ def head_is_last(model: Any) -> bool:
     given = torch.linspace(-50, 50, head.out_features, dtype=head.weight.dtype, device=head.weight.device)
     with head.register_forward_hook(lambda *_: given.expand(1, 1, -1).clone()):
         answered = model(torch.zeros(1, 1, dtype=torch.long, device=given.device), use_cache=False).logits
-    return torch.equal(answered.flatten(), given)
+    return torch.equal(answered.flatten().to(given.dtype), given)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:

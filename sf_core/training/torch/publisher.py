@@ -11,21 +11,24 @@ from storage.files import FileRef, is_local
 from storage.tensors.shared_memory import share
 from storage.tensors.tensor_bytes import TensorBytes
 from storage.tensors.weight_delta import open_base, save_delta
-from storage.tensors.weights import DIGEST, pack_weights, save_tensors, save_weights
+from storage.tensors.weights import DIGEST, pack_weights, save_adapter, save_tensors, save_weights
 
 
 class Publisher:
     """Keeps the version stored last in memory, to compare the next one with. Where storage is remote, engines
     on this host read it there."""
 
-    def __init__(self, dtype: DtypeName) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: DtypeName, adapter: bytes = b"") -> None:
+        """`adapter`: the content of `adapter_config.json`, if the weights are an adapter's."""
+        self.dtype, self._adapter = dtype, adapter
         self._last: tuple[int, TensorBytes] | None = None
 
     def save(
         self, folder: str, weights: Mapping[str, torch.Tensor], version: int, before: str
     ) -> list[FileRef]:
         """Store the weights in this dtype; returns their files, and that of the delta if there is one."""
+        if self._adapter:
+            return save_adapter(folder, weights, self._adapter, version, self.dtype)
         # a step changes nearly every element of float32
         if self.dtype == "float32":
             return save_weights(folder, weights, version)

@@ -24,8 +24,9 @@ from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.trained_model import TrainedModel
 from storage.batches import select_training_rows
 
-References = Callable[[int], AbstractContextManager[TrainedModel]]
-"""The policy of a version, held by the same ranks, for as long as the block runs."""
+References = Callable[[int, TrainedModel], AbstractContextManager[TrainedModel]]
+"""(version, the model that is trained) -> the policy of the version, held by the same ranks, for as long as
+the block runs. The trained model itself may stand in for it, and is what it was afterwards."""
 
 
 def scores_of(
@@ -44,7 +45,7 @@ def scores_of(
     if needs & {"start", "entropy"}:
         found["start"], found["entropy"] = _score_rows(rows, config, model, ranks)
     if "reference" in needs:
-        with references(config.loss.reference_of(version)) as reference:
+        with references(config.loss.reference_of(version), model) as reference:
             found["reference"], _ = _score_rows(rows, config, reference, ranks)
     if "values" in needs and critic is not None:
         found["values"], _ = _score_rows(rows, config, critic, ranks)

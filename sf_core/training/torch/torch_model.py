@@ -7,8 +7,8 @@ does not run it, in another dtype than float32, one rank is a group of one (docs
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,7 +24,7 @@ from storage.tensors.shards import Slice, Slices
 
 
 class TorchModel:
-    """The TrainedModel of a Hugging Face folder."""
+    """The TrainedModel of a Hugging Face folder, or of an adapter beside it."""
 
     measures = True
 
@@ -37,25 +37,33 @@ class TorchModel:
         dtype: DtypeName = "float32",
         recompute: bool = False,
         values: bool = False,
+        adapter: str | None = None,
     ) -> None:
-        """`dtype`: that of computing; weights and moments are in float32. `values`: it gives values for
-        log-probs."""
+        """`dtype`: that of computing; what is trained and its moments are in float32. `values`: it gives
+        values for log-probs. `adapter`: folder of the adapter that is trained."""
         self.num_shares, self.share = ranks.size, ranks.rank
-        self.network = Network(model_dir, device, recompute=recompute, values=values)
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self.network = Network(
+            model_dir, device, recompute=recompute, values=values, adapter=adapter, dtype=self._dtype
+        )
         self._model = self.network.model
         self.device = self._model.device
-        parameters = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        self._stored_names = {
-            name: parameters.get(id(tensor))
-            for name, tensor in self._model.state_dict(keep_vars=True).items()
-        }
-        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._stored_names: dict[str, str | None] | None = None
+        if adapter is None:
+            parameters = {id(parameter): name for name, parameter in self._model.named_parameters()}
+            self._stored_names = {
+                name: parameters.get(id(tensor))
+                for name, tensor in self._model.state_dict(keep_vars=True).items()
+            }
         if self._dtype == torch.bfloat16:
-            spread(self._model.parameters())
-        self._holds = ranks.size == 1 and self.network.is_lean
-        if not self._holds and (ranks.size > 1 or dtype != "float32"):
+            spread(self.network.trained.values())
+        is_whole = ranks.size == 1 and self.network.is_lean
+        self._holds = is_whole and adapter is None
+        if is_whole and adapter is not None:
+            self.network.fuse_frozen()
+        elif not is_whole and (ranks.size > 1 or dtype != "float32"):
             _shard(self.network, ranks, self._dtype)
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = self.network.trained
         # learning rate, betas and weight decay are set in every step
         self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
 
@@ -125,6 +133,19 @@ class TorchModel:
             steps = torch.tensor(float(optimizer_steps), device=self.device)
             self._optimizer.state[parameter] = {"step": steps, **moments}
 
+    @contextmanager
+    def standing_in(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Have other whole weights, by the names of what is trained, for as long as the block runs."""
+        own = {name: _own(parameter) for name, parameter in self._parameters.items()}
+        kept = {name: tensor.clone() for name, tensor in own.items()}
+        try:
+            for name, place in self.places.items():
+                own[name].copy_(weights[name][place.box])
+            yield
+        finally:
+            for name, tensor in kept.items():
+                own[name].copy_(tensor)
+
     def rest(self) -> None:
         self._move(torch.device("cpu"))
 
@@ -140,6 +161,8 @@ class TorchModel:
         torch.cuda.empty_cache()
 
     def as_stored(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._stored_names is None:
+            return dict(weights)
         buffers = dict(self._model.named_buffers())
         state = {
             name: buffers[name] if own is None else weights[own] for name, own in self._stored_names.items()

@@ -78,5 +78,5 @@ class TrainedModel(Protocol):
         ...
 
     def as_stored(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state dict that transformers would save, made of whole parameters."""
+        """What transformers would save, or PEFT of an adapter, made of whole parameters."""
         ...

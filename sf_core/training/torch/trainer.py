@@ -35,7 +35,7 @@ from storage.files import FileRef
 from storage.tensors.checkpoints import MASTER, PARTS, TrainerProgress, load_checkpoint, save_shard
 
 
-def _no_reference(version: int) -> AbstractContextManager[TrainedModel]:
+def _no_reference(version: int, _: TrainedModel) -> AbstractContextManager[TrainedModel]:
     raise ValueError(f"a trainer that was given no references needs version {version}")
 
 
@@ -63,9 +63,12 @@ class ModelTrainer:
         dtype: DtypeName = "float32",
         references: References = _no_reference,
         make_critic: Callable[[Ranks], TrainedModel] | None = None,
+        adapter: bytes = b"",
+        base: str = "",
     ) -> None:
         """`dtype`: that of published weights. `references`: the policies that a penalty on divergence is
-        measured by."""
+        measured by. `adapter`: the content of `adapter_config.json`, if an adapter alone is trained, and
+        `base` the digest of the frozen weights."""
         self.version = 0
         self._references = references
         self.config, self._seed = config, seed
@@ -73,7 +76,8 @@ class ModelTrainer:
         self.model = make_model(self._ranks)
         self._critic = None if make_critic is None else make_critic(self._ranks)
         self.held = PolicyAndCritic(self.model, self._critic)
-        self._publisher, self._background = Publisher(dtype), Background()
+        self._publisher, self._background = Publisher(dtype, adapter), Background()
+        self._base = base
         self._dtype = getattr(torch, dtype)
         self.device = self.model.device.type
         self._optimizer_steps = self._steps_before = 0
@@ -113,6 +117,9 @@ class ModelTrainer:
         rows, config = read_rows(batch), self.config
         if not config.needs | config.loss.needs:
             return rows, config.loss.policy
+        if self.device == "cpu" and "reference" in config.needs | config.loss.needs:
+            # a checkpoint that is being stored reads the factors that those of a reference stand in for
+            self.await_checkpoint()
         scores = scores_of(
             rows, config, self.model, self._ranks, self.version, self._references, self._critic
         )
@@ -228,7 +235,9 @@ class ModelTrainer:
         self._ranks.gather(None)
         held = self.held.slices(PARTS).items()
         slices = {name: (place, tensor.to("cpu")) for name, (place, tensor) in held}
-        progress = TrainerProgress(version=self.version, optimizer_steps=self._optimizer_steps)
+        progress = TrainerProgress(
+            version=self.version, optimizer_steps=self._optimizer_steps, base=self._base
+        )
         patience_s = self.config.gang_timeout_s
         self._background.begin(partial(save_shard, folder, slices, rank, size, progress, patience_s))
 
@@ -241,7 +250,8 @@ class ModelTrainer:
         nothing, if one of them finds none that is complete."""
         try:
             tensors, progress = load_checkpoint(folder, self.held.places)
-            fault = ""
+            of_another = progress.base != self._base
+            fault = f"{folder}: is of an adapter of other weights than the run starts from" * of_another
         except ValueError as error:
             fault = str(error)
         if faults := [found for found in self._ranks.gather(fault) if found]:

@@ -3,6 +3,8 @@
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -66,6 +68,12 @@ def mixture() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     )
+
+
+def neox(**changes: int) -> GPTNeoXForCausalLM:
+    """Model that the lean decoder does not know, whose queries, keys and values are one layer."""
+    few = {name: value for name, value in (COMMON | changes).items() if name != "num_key_value_heads"}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**few, tie_word_embeddings=False))
 
 
 POLICIES = (qwen, qwen2, llama, gpt2, phi, granite, mixture)

@@ -9,6 +9,7 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import DEVICES
 from sf_core.config.pipelines import PIPELINES
 from sf_core.scheduling.plan import Plan, Worker, duty_of, local_workers, make_plan, worker_of
+from tests.bench.refusals import check_sentence
 
 
 def workers(**tags: str) -> list[Worker]:
@@ -344,3 +345,39 @@ def test_the_default_workers_of_any_machine_can_run_any_pipeline(num_gpus: int, 
     config = RunConfig.model_validate({"pipeline": pipeline})
     workers = [Worker(name, frozenset(w.tags)) for name, w in local_workers(config, num_gpus).items()]
     assert make_plan(workers, config).trainers == ("t0",)
+
+
+ADAPTER_IN_VLLM: dict[str, Any] = {"engine": {"kind": "vllm"}, "train": {"lora": {}}}
+
+
+def test_trainers_of_an_adapter_are_not_lent_to_vllm() -> None:
+    """Though their tags would allow it."""
+    found = [Worker("r0", frozenset({"rollout"})), Worker("t0", frozenset({"rollout", "train"}))]
+    found += [Worker("a0", frozenset({"agent"})), Worker("c0", frozenset({"cpu"}))]
+    for settings, lent in (
+        (ADAPTER_IN_VLLM, False),
+        ({"engine": {"kind": "vllm"}}, True),
+        ({"train": {"lora": {}}}, True),
+    ):
+        plan = make_plan(found, RunConfig.model_validate(settings))
+        assert (plan.trainers, plan.rollout, plan.lent) == (("t0",), ("r0",), lent)
+    with pytest.raises(ValueError) as refused:
+        make_plan(found[1:], RunConfig.model_validate(ADAPTER_IN_VLLM))
+    check_sentence(
+        str(refused.value),
+        "a trainer that is not lent (engine.kind vllm with train.lora) needs a worker that carries rollout",
+    )
+
+
+def test_a_single_gpu_samples_an_adapter_with_the_built_in_engine() -> None:
+    config = RunConfig.model_validate(ADAPTER_IN_VLLM)
+    with pytest.raises(ValueError) as refused:
+        local_workers(config, 1)
+    check_sentence(
+        str(refused.value),
+        "engine.kind vllm with train.lora needs a GPU beside the trainer's, and this machine has one",
+        "leave engine.kind out, as a single GPU samples an adapter with the built-in engine",
+    )
+    for num_gpus in (0, 2):
+        assert {"r0", "t0"} <= local_workers(config, num_gpus).keys()
+    assert local_workers(RunConfig.model_validate({"train": {"lora": {}}}), 1)["t0"].device == "cuda:0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,13 @@ class Setup:
     folder: str
     settings: dict[str, Any] = field(default_factory=dict)
     """Sections of the run's configuration."""
+    adapter: str | None = None
+    """Folder of the adapter that is trained."""
 
     def model(self, ranks: Ranks, *, values: bool = False) -> TrainedModel:
         backend: TorchBackend = load_object(self.backend)(WorkerDevice())
         config = RunConfig.model_validate(self.settings)
-        return backend.make_model(config, self.folder, ranks, "cpu", values=values)
+        return backend.make_model(config, self.folder, ranks, "cpu", values=values, adapter=self.adapter)
 
     def trainer(self, ranks: Ranks) -> ModelTrainer:
         config = RunConfig.model_validate(self.settings)
@@ -165,11 +167,8 @@ def varied_rows(samplings: Sequence[tuple[float, float, int]] = SAMPLINGS) -> pa
     return pa.concat_tables(tables)
 
 
-def expected(
-    folder: str, batch: pa.Table, dtype: torch.dtype = torch.float32, entropy: float = 0.0
-) -> Learnt:
-    """The same by transformers, row by row."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+def expected(model: Any, batch: pa.Table, entropy: float = 0.0) -> Learnt:
+    """The same by a model of transformers, row by row."""
     logprobs, entropies, losses = [], [], []
     for row in sorted(read_rows(batch), key=lambda row: row.token_ids.tolist()):
         own, uncertainty = _row_scores(model, row)
@@ -178,10 +177,16 @@ def expected(
         losses.append(((entropy * uncertainty - own) * torch.tensor(row.advantages[row.loss_mask])).sum())
     torch.stack(losses).sum().backward()
     # an expert that no token came to has none
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
     norm = torch.nn.utils.get_total_norm(gradients.values())
-    stored = {name: gradient.float().numpy() for name, gradient in unmap_params(model, gradients).items()}
-    return Learnt(logprobs, entropies, stored, float(norm))
+    return Learnt(logprobs, entropies, gradients, float(norm))
+
+
+def expected_logprobs(model: Any, batch: pa.Table) -> list[float]:
+    """Of the trained tokens, in the order of `Learnt`."""
+    rows = sorted(read_rows(batch), key=lambda row: row.token_ids.tolist())
+    return [logprob for row in rows for logprob in _row_scores(model, row)[0].tolist()]
 
 
 def _row_scores(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,6 +222,8 @@ class ModelTests:
     """Numbers of ranks, each with settings of `train`."""
     gradient_tolerance = 1e-4
     """Largest difference of a gradient, in parts of that tensor's largest element."""
+    logprob_tolerance = 2e-5
+    """Largest difference of a log-prob."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -234,6 +241,18 @@ class ModelTests:
         policy = {"model": folder, "dtype": train.pop("dtype", "float32")}
         return Setup(self.backend, folder, {"policy": policy, "train": train})
 
+    def stored(self, folder: str) -> dict[str, torch.Tensor]:
+        """What is trained, as it was stored before."""
+        return load_file(f"{folder}/model.safetensors")
+
+    def expected(
+        self, folder: str, batch: pa.Table, dtype: torch.dtype = torch.float32, entropy: float = 0.0
+    ) -> Learnt:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        found = expected(model, batch, entropy)
+        stored = unmap_params(model, found.gradients)
+        return replace(found, gradients={name: tensor.float().numpy() for name, tensor in stored.items()})
+
     def on(self, size: int, work: Callable[[Ranks], Any]) -> Any:
         """What rank 0 of so many returns."""
         gang = self.members[:size]
@@ -249,28 +268,15 @@ class ModelTests:
         batch = varied_rows()
         # all at once, and in as many pieces as there may be
         for max_tokens, entropy in ((1 << 20, 0.0), (64, 0.5)):
-            wanted = expected(policy, batch, entropy=entropy)
+            wanted = self.expected(policy, batch, entropy=entropy)
             for size, train in self.layouts:
                 setup = self.setup(policy, **train)
                 found = self.on(size, partial(learn, setup, batch, max_tokens, entropy=entropy))
                 self.check(found, wanted)
 
-    def test_a_critic_has_the_gradient_of_its_values(self, policy: str) -> None:
-        batch, setup = varied_rows(), self.setup(policy)
-        if json.loads(Path(policy, "config.json").read_text())["model_type"] in HEADS_OF_THEIR_OWN:
-            with pytest.raises(ValueError, match=r"train\.critic does not know the head of model_type"):
-                setup.model(SingleRank(), values=True)
-            return
-        for size, train in self.layouts:
-            of_layout = self.setup(policy, **train)
-            weights, found = self.on(size, partial(learn_values, of_layout, batch, 64))
-            for name, gradient in expected_of_values(policy, batch, weights).items():
-                bound = self.gradient_tolerance * max(np.abs(gradient).max(), 1e-3)
-                assert np.abs(found[name] - gradient).max() <= bound, (size, train, name)
-
     def test_a_rank_without_a_row_computes_along(self, policy: str) -> None:
         batch = make_batch(grouped_rows(1, 1, vocabulary=VOCABULARY), logprob=-4.0)
-        wanted = expected(policy, batch)
+        wanted = self.expected(policy, batch)
         for size, train in self.layouts:
             self.check(self.on(size, partial(learn, self.setup(policy, **train), batch, 64)), wanted)
 
@@ -279,8 +285,8 @@ class ModelTests:
     ) -> None:
         # where a token is cut off or not, rounding makes a great difference
         batch = varied_rows([(1.0, 1.0, 0)] * 3)
-        wanted, exact = expected(policy, batch, torch.bfloat16), expected(policy, batch)
-        stored = load_file(f"{policy}/model.safetensors")
+        wanted, exact = self.expected(policy, batch, torch.bfloat16), self.expected(policy, batch)
+        stored = self.stored(policy)
         for size, train in self.layouts:
             setup = self.setup(policy, dtype="bfloat16", **train)
             found = self.on(size, partial(learn, setup, batch, 1 << 20))
@@ -294,7 +300,7 @@ class ModelTests:
                 assert (array == stored[name].bfloat16().float().numpy()).all(), name
 
     def check(self, found: Learnt, wanted: Learnt) -> None:
-        np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=2e-5)
+        np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=self.logprob_tolerance)
         np.testing.assert_allclose(found.entropies, wanted.entropies, atol=2e-5)
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
         for name, gradient in found.gradients.items():
@@ -302,7 +308,7 @@ class ModelTests:
             assert np.abs(gradient - wanted.gradients[name]).max() <= bound, name
 
     def test_weights_come_out_as_they_went_in(self, policy: str) -> None:
-        stored = load_file(f"{policy}/model.safetensors")
+        stored = self.stored(policy)
         for size, train in self.layouts:
             found = self.on(size, partial(weights, self.setup(policy, **train)))
             assert found.keys() == stored.keys()
@@ -339,3 +345,20 @@ class ModelTests:
                 )
                 for name, array in whole.items():
                     assert (found[name] == array).all(), (writer, reader, name)
+
+
+class FullModelTests(ModelTests):
+    """Of backends that train all weights, and with them a critic."""
+
+    def test_a_critic_has_the_gradient_of_its_values(self, policy: str) -> None:
+        batch, setup = varied_rows(), self.setup(policy)
+        if json.loads(Path(policy, "config.json").read_text())["model_type"] in HEADS_OF_THEIR_OWN:
+            with pytest.raises(ValueError, match=r"train\.critic does not know the head of model_type"):
+                setup.model(SingleRank(), values=True)
+            return
+        for size, train in self.layouts:
+            of_layout = self.setup(policy, **train)
+            weights, found = self.on(size, partial(learn_values, of_layout, batch, 64))
+            for name, gradient in expected_of_values(policy, batch, weights).items():
+                bound = self.gradient_tolerance * max(np.abs(gradient).max(), 1e-3)
+                assert np.abs(found[name] - gradient).max() <= bound, (size, train, name)

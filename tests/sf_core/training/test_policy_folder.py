@@ -55,9 +55,7 @@ def as_codes(dtype: torch.dtype) -> Callable[[Path], None]:
     return store
 
 
-MERGE = (
-    "holds an adapter (adapter_config.json), and whole models are trained: save the model with its adapter"
-)
+ADAPTER = " holds an adapter (adapter_config.json): name the folder of its model here, and this one"
 FULL = "; training needs full ones: name the folder of the model that they were made from"
 CAUSAL = ": name a folder of a causal language model (...ForCausalLM in its config.json)"
 
@@ -80,8 +78,8 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "FP8 that is not named": (as_codes(torch.float8_e4m3fn), f"quantised (F8_E4M3){FULL}"),
     "codes that are not named": (as_codes(torch.uint8), f"quantised (U8){FULL}"),
     "a GGUF file": (only("small.gguf"), "holds a GGUF file: `sf model "),
-    "adapter": (only("adapter_config.json"), MERGE),
-    "adapter beside a model": (also("adapter_config.json"), MERGE),
+    "adapter": (only("adapter_config.json"), ADAPTER),
+    "adapter beside a model": (also("adapter_config.json"), ADAPTER),
     "encoder": (be(architectures=["BertModel"]), f" is BertModel, which samples no text{CAUSAL}"),
     "masked": (be(architectures=["BertForMaskedLM"]), " is BertForMaskedLM, which samples no text"),
     "embedding": (be(architectures=["Qwen3Model"]), " is Qwen3Model, which samples no text"),

@@ -8,14 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
+from sf_core.stages.start import start_adapter
 from sf_core.training.packing import SAMPLING, Row, pack
+from sf_core.training.policy_folder import count_parameters
 from sf_core.training.torch.network import Network
+from storage.files import folder_bytes
+from storage.scratch import scratch_folder
+from storage.tensors.weights import open_weights
 from tests.bench.refusals import check_sentence
 
 ENGINE = {"max_running": 64, "context_length": 100}
@@ -172,3 +179,43 @@ def test_what_is_written_and_kept_is_said(small_policy: str) -> None:
     assert said["storage"].endswith("and those of every 20 iterations")
     assert "of KV cache; the trainer: " in said["memory"]
     assert explained(configured({}, engine={"kind": "emulated"})) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_an_adapter_only_the_factors_are_trained_and_stored(small_policy: str, dtype: str) -> None:
+    parameters = count_parameters(small_policy)
+    width = {"float32": 4, "bfloat16": 2}[dtype]
+    lora = {"lora": {"rank": 3, "targets": ["q_proj", "down_proj"]}, "workers": 2}
+    sizes = PolicySizes.of(configured({"model": small_policy, "dtype": dtype}, train=lora))
+    factors = 3 * (32 + 32) + 3 * (4 * 32 + 32)
+    assert sizes is not None and sizes.adapter is not None and sizes.adapter.parameters == factors
+    assert (sizes.version, sizes.weights) == (width * factors, width * (parameters + factors))
+    assert sizes.checkpoint == 12 * factors
+    assert sizes.rank == -(-16 * factors // 2) + -(-width * parameters // 2)
+
+
+@settings(max_examples=10)
+@given(rank=st.integers(1, 40), targets=st.sets(st.sampled_from(["q_proj", "v_proj", "up_proj"]), min_size=1))
+def test_an_adapter_takes_as_much_as_its_file(small_policy: str, rank: int, targets: set[str]) -> None:
+    lora = {"lora": {"rank": rank, "targets": sorted(targets)}}
+    config = configured({"model": small_policy, "dtype": "float32"}, train=lora)
+    sizes = PolicySizes.of(config)
+    assert sizes is not None and sizes.adapter is not None
+    with scratch_folder() as folder:
+        start_adapter(folder, config, sizes.adapter)
+        assert open_weights(folder)[0].data_bytes == sizes.version
+        # names and shapes come on top
+        assert sizes.version < folder_bytes(folder) < sizes.version + 4096
+
+
+def test_the_words_name_what_stays_and_what_is_trained(small_policy: str) -> None:
+    train = {"lora": {"rank": 1, "targets": ["q_proj"]}}
+    told = explained(configured({"model": small_policy, "dtype": "float32"}, train=train))
+    assert told["adapter"] == "64 parameters are trained, factors of rank 1 (alpha 2) of q_proj; made anew"
+    assert "of weights that stay, and factors, their gradient and moments" in told["memory"]
+    assert "of an adapter, which all stay; a checkpoint, each iteration" in told["storage"]
+    tight = [Worker("t0", TRAIN, memory=1)]
+    with pytest.raises(ValueError) as refused:
+        check(configured({"model": small_policy}, train=train), tight)
+    held = "for the policy's weights, and the factors, their gradient and Adam's moments: raise train.workers"
+    check_sentence(str(refused.value), held)

@@ -16,7 +16,7 @@ from sf_core.training.torch.ranks import Ranks, SingleRank
 from tests.bench.training.batches import grouped_rows, make_batch
 from tests.bench.training.gang import Member, Try
 from tests.bench.training.policies import gpt2, llama, qwen, qwen2
-from tests.sf_core.training.model_contract import ModelTests, Setup, train_on
+from tests.sf_core.training.model_contract import FullModelTests, Setup, train_on
 
 CUT_LAYERS, CUT_PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 
@@ -38,7 +38,7 @@ def saved(make: Any, tmp_path: Path) -> str:
     return str(tmp_path / "policy")
 
 
-class MegatronTests(ModelTests):
+class MegatronTests(FullModelTests):
     backend = "sf_core.training.megatron.backend:MegatronBackend"
 
     def setup(self, folder: str, **train: Any) -> Setup:

@@ -6,28 +6,35 @@ import pyarrow as pa
 import pytest
 
 from sf_core.config.devices import WorkerDevice
-from sf_core.models.builtin import make_policy
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.testing import TrainerTests
 from sf_core.training.torch.backend import TorchBackend
 from storage.run_directory import RunDirectory
 from tests.bench.runs import configure
+from tests.bench.trained_runs import start
 from tests.bench.training.batches import grouped_rows, make_batch
 
 
 class TestContract(TrainerTests):
     @pytest.fixture(
         autouse=True,
-        params=[(1, "float32"), (2, "float32"), (2, "bfloat16")],
-        ids=lambda param: f"a checkpoint every {param[0]}, {param[1]}",
+        params=[
+            (1, "float32", {}),
+            (2, "float32", {}),
+            (2, "bfloat16", {}),
+            (2, "float32", {"lora": {}}),
+            (2, "bfloat16", {"lora": {}}),
+        ],
+        ids=lambda param: f"a checkpoint every {param[0]}, {param[1]}{', an adapter' * bool(param[2])}",
     )
     def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
         self.backend = TorchBackend(WorkerDevice())
         self.directory = RunDirectory(str(tmp_path / "run"))
-        every, dtype = request.param
+        every, dtype, lora = request.param
         policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": dtype}
-        config = configure(self.directory, policy=policy, train={"checkpoint_every": every})
-        make_policy(self.directory.start_dir, config.policy, config.seed)
+        start(
+            self.directory, configure(self.directory, policy=policy, train={"checkpoint_every": every} | lora)
+        )
 
     def begin(self, attempt: int) -> OpenRun:
         return OpenRun(RunRef("run", self.directory.uri, dataplane_url="", attempt=attempt))

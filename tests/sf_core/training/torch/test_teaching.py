@@ -110,7 +110,7 @@ def gradients(
             config_of(loss, tokens_per_microbatch=max_tokens),
             seed=0,
             ranks=ranks,
-            references=lambda version: nullcontext(TorchModel(reference, ranks)),
+            references=lambda version, _: nullcontext(TorchModel(reference, ranks)),
         )
         trainer.step(drawn())
         slices = {key.partition("/")[2]: one for key, one in trainer.model.slices([EXP_AVG]).items()}
@@ -257,7 +257,7 @@ def test_a_penalty_in_the_reward_moves_advantages_and_has_no_gradient_of_its_own
         partial(TorchModel, policy_and_reference[0]),
         config_of({"policy": "plain", "kl": kl}, advantage="leave_one_out"),
         seed=0,
-        references=lambda version: nullcontext(TorchModel(policy_and_reference[1], SingleRank())),
+        references=lambda version, _: nullcontext(TorchModel(policy_and_reference[1], SingleRank())),
     )
     batch = drawn()
     metrics = trainer.step(batch)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from sf_core.training.torch.torch_model import spread
 from tests.bench.training.policies import POLICIES, granite, phi
-from tests.sf_core.training.model_contract import ModelTests
+from tests.sf_core.training.model_contract import FullModelTests
 
 
-class TestContract(ModelTests):
+class TestContract(FullModelTests):
     backend = "sf_core.training.torch.backend:TorchBackend"
     layouts = ((1, {}), (2, {}), (2, {"recompute": True}))
 

@@ -1,0 +1,296 @@
+"""Which adapters a run can train, and what is said of those that it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sf_core.config import PolicyConfig, RunConfig
+from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
+from sf_core.models.builtin import make_policy
+from sf_core.stages.run import RunRef
+from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.settling.stored_config import settle_config
+from sf_core.stages.start import start
+from storage.run_directory import RunDirectory
+from storage.tensors.weights import load_weights, save_adapter
+from tests.bench.commands import check_refused, sf
+from tests.bench.refusals import check_sentence
+from tests.bench.runs import commit
+
+LORA: dict[str, Any] = {"train": {"lora": {}}}
+VLLM: dict[str, Any] = {"kind": "vllm"}
+
+
+def save_tuned(folder: Path, model: str, rank: int = 2, dtype: str | None = None) -> Path:
+    """An adapter of the model; alpha 6, of o_proj and q_proj."""
+    adapter = Adapter(rank, 6.0, ("o_proj", "q_proj"))
+    shapes = shape_factors(adapter, list_linears(model))
+    save_adapter(str(folder), make_factors(shapes, 1), adapter.encode(model), 0, dtype)
+    return folder
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, small_policy: str) -> Path:
+    return save_tuned(tmp_path / "tuned", small_policy)
+
+
+def refused(config: dict[str, Any], *names: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        check_start(RunConfig.model_validate(config))
+    check_sentence(str(raised.value), *names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"policy": {"adapter": "/x"}},
+            "policy.adapter is where `train.lora` begins: add that, as `lora: {}`, or leave policy.adapter",
+        ),
+        (
+            {"train": {"lora": {}, "backend": "megatron"}},
+            "train.lora: only train.backend torch trains an adapter, not megatron; leave one of the two out",
+        ),
+        (LORA | {"engine": {"kind": "emulated"}}, "torch trains an adapter, not emulated; leave one of the"),
+        (
+            {"train": {"lora": {}, "critic": {}, "advantage": {"kind": "gae"}}},
+            "train.lora trains the policy's factors alone, and train.critic is a whole network beside it",
+        ),
+        (
+            LORA | {"engine": VLLM | {"kv_on_update": "keep"}},
+            "engine.kv_on_update keep does not go with train.lora and engine.kind vllm",
+        ),
+        (
+            LORA | {"engine": VLLM, "pipeline": "colocated"},
+            "pipeline colocated lends trainers to engines, and with train.lora engine.kind vllm is not lent: "
+            "take pipeline async, or engine.kind torch",
+        ),
+        (
+            LORA | {"engine": VLLM, "pipeline": "multiplexed"},
+            "pipeline multiplexed lends trainers to engines",
+        ),
+        (
+            {"train": {"lora": {"targets": ["q_proj", "lm_head"]}}},
+            "train.lora: target lm_head is no linear layer of the model's blocks, which have down_proj, "
+            "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+        ),
+        ({"train": {"lora": {"targets": ["embed_tokens"]}}}, "train.lora: target embed_tokens is no linear"),
+        (
+            {"train": {"lora": {"targets": ["query"]}}},
+            "train.lora: target query is no linear layer of the mo",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_with_an_adapter_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    refused(settings, sentence)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LORA,
+        LORA | {"engine": {"kv_on_update": "keep"}},
+        LORA | {"pipeline": "colocated"},
+        LORA | {"engine": VLLM},
+        LORA | {"engine": VLLM, "pipeline": "async"},
+        LORA | {"engine": VLLM, "pipeline": "disaggregated"},
+        {"train": {"lora": {"rank": 512, "alpha": 0.5, "targets": ["q_proj"]}}},
+    ],
+)
+def test_settings_that_go_with_an_adapter_are_taken(settings: dict[str, Any]) -> None:
+    check_start(RunConfig.model_validate(settings))
+
+
+def say(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        about = folder / "adapter_config.json"
+        about.write_text(json.dumps(json.loads(about.read_text()) | changes))
+
+    return change
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def spoiled(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_bytes(b"{")
+
+    return write
+
+
+def with_factors(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> Callable[[Path], None]:
+    def store(folder: Path) -> None:
+        save_file(change(load_weights(str(folder))), folder / "adapter_model.safetensors")
+
+    return store
+
+
+FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no configuration": (
+        without("adapter_config.json"),
+        "is no folder of an adapter: it has no adapter_config",
+    ),
+    "no factors": (
+        without("adapter_model.safetensors"),
+        "is no folder of an adapter: it has no adapter_model.s",
+    ),
+    "no JSON": (spoiled("adapter_config.json"), "cannot be read: "),
+    "cut off": (
+        spoiled("adapter_model.safetensors"),
+        "adapter_model.safetensors: not a complete safetensors file",
+    ),
+    "DoRA": (say(use_dora=True), "describes DoRA (use_dora), which is not trained here"),
+    "rsLoRA": (say(use_rslora=True), "(use_rslora)"),
+    "modules": (say(modules_to_save=["lm_head"]), "(modules_to_save)"),
+    "bias": (say(bias="lora_only"), "says that biases are trained (bias: lora_only)"),
+    "dropout": (say(lora_dropout=0.1), "(lora_dropout)"),
+    "an alpha for each": (say(alpha_pattern={"q_proj": 3}), "(alpha_pattern)"),
+    "another kind": (say(peft_type="IA3"), "describes an adapter of kind IA3, and only LoRA is trained"),
+    "head": (say(target_modules=["lm_head", "q_proj"]), "target lm_head is no linear layer"),
+    "rank 0": (say(r=0), "has rank 0, not 1 to 512"),
+    "rank 513": (say(r=513), "has rank 513, not 1 to 512"),
+    "another rank": (
+        say(r=3),
+        "has shape [2, 32], and policy.model takes [3, 32]: it was made for another mo",
+    ),
+    "codes": (
+        with_factors(lambda factors: {name: t.to(torch.int8) for name, t in factors.items()}),
+        "has quantised factors (I8), and training needs full ones",
+    ),
+    "fewer layers": (
+        with_factors(lambda factors: {name: t for name, t in factors.items() if name != FACTOR}),
+        f"lacks the factor {FACTOR}: it was made for another model",
+    ),
+    "more layers": (
+        with_factors(lambda factors: factors | {FACTOR.replace(".0.", ".7."): torch.ones(2, 32)}),
+        "has the factor base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight: it was made for anot",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_adapters_that_cannot_be_continued_are_refused(small_policy: str, tuned: Path, kind: str) -> None:
+    spoil, sentence = BAD[kind]
+    config = LORA | {"policy": {"model": small_policy, "adapter": str(tuned)}}
+    check_start(RunConfig.model_validate(config))
+    spoil(tuned)
+    refused(config, "policy.adapter: ", sentence)
+
+
+def test_an_adapter_of_a_larger_model_is_refused(tmp_path: Path, small_policy: str) -> None:
+    larger = str(tmp_path / "larger")
+    make_policy(larger, PolicyConfig(hidden_size=96, num_layers=1), seed=0)
+    folder = save_tuned(tmp_path / "tuned", larger)
+    refused(
+        LORA | {"policy": {"model": small_policy, "adapter": str(folder)}},
+        f"policy.adapter: the factor {FACTOR} in {folder} has shape [2, 96], and policy.model takes [2, 32]: "
+        "it was made for another model",
+    )
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        ({"rank": 3}, "train.lora.rank 3 differs from 2 of policy.adapter: leave train.lora.rank out"),
+        ({"alpha": 5}, "train.lora.alpha 5 differs from 6 of policy.adapter: leave train.lora.alpha out"),
+        ({"targets": ["v_proj"]}, "train.lora.targets v_proj differs from o_proj, q_proj of policy.adapter"),
+        ({"rank": 2, "alpha": 6, "targets": ["q_proj", "o_proj"]}, ""),
+    ],
+)
+def test_settings_must_be_those_of_the_adapter(
+    small_policy: str, tuned: Path, lora: dict[str, Any], sentence: str
+) -> None:
+    config = {"policy": {"model": small_policy, "adapter": str(tuned)}, "train": {"lora": lora}}
+    if sentence:
+        refused(config, sentence)
+    else:
+        check_start(RunConfig.model_validate(config))
+
+
+def test_an_adapter_that_only_a_worker_has_is_left_to_it(tmp_path: Path, small_policy: str) -> None:
+    policy = {"model": small_policy, "adapter": str(tmp_path / "nowhere")}
+    check_start(RunConfig.model_validate(LORA | {"policy": policy}), by_a_worker=True)
+    refused(LORA | {"policy": policy}, f"policy.adapter: {tmp_path / 'nowhere'} is no folder of an adapter")
+
+
+@pytest.mark.parametrize("rank", [0, 513])
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_impossible_ranks_are_refused_before_anything_starts(tmp_path: Path, command: str, rank: int) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{rank: {rank}}}}}\n")
+    bound = "greater than or equal to 1" if rank == 0 else "less than or equal to 512"
+    check_refused(tmp_path, [command, str(file)], f"train.lora.rank: input should be {bound}, got {rank}")
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_commands_refuse_before_anything_starts(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{targets: [lm_head]}}}}\n")
+    check_refused(tmp_path, [command, str(file)], f"{file}: train.lora: target lm_head is no linear layer")
+
+
+def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{rank: 2, targets: [q_proj]}}}}\n")
+    code, output = sf("plan", str(file), "--set", "engine.kind=vllm")
+    said = " ".join(output.split())
+    assert code == 0, output
+    assert "adapter 2,048 parameters are trained, factors of rank 2 (alpha 4) of q_proj; made anew" in said
+    assert "async by rollout.overlap, as vLLM with train.lora lends no trainer; t0: train steps only" in said
+    assert "train.learning_rate 0.003: 10 times that of training all weights (the built-in policy, " in said
+
+
+def resumed(tmp_path: Path, before: Any, after: Any) -> RunConfig:
+    """The settings of a run with a batch that goes on with others."""
+
+    def configured(lora: Any) -> RunConfig:
+        return RunConfig.model_validate(
+            {
+                "run_id": "r",
+                "storage": {"root": str(tmp_path)},
+                "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
+                "train": {"lora": lora},
+            }
+        )
+
+    run = RunDirectory(configured(before).run_dir)
+    run.write_config(configured(before))
+    start(RunRef("r", run.uri, dataplane_url="", attempt=1))
+    commit(run, 0, "rollout", data={})
+    check_start(configured(after))
+    return settle_config(configured(after), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key"),
+    [
+        ({"rank": 1}, {"rank": 2}, "train.lora.rank 1, not 2"),
+        ({}, {"rank": 2}, "train.lora.rank 32, not 2"),
+        ({"rank": 1}, {"alpha": 3}, "train.lora.alpha 2.0, not 3.0"),
+        ({"rank": 1, "targets": ["q_proj"]}, {"targets": ["k_proj"]}, "train.lora.targets ('q_proj',), not"),
+        (None, {"rank": 1}, "train.lora none, not"),
+    ],
+)
+def test_a_run_goes_on_with_its_adapter_alone(tmp_path: Path, before: Any, after: Any, key: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        resumed(tmp_path, before, after)
+    check_sentence(str(raised.value), f"run r was started with {key}", "choose another run_id, or leave")
+
+
+@pytest.mark.parametrize("after", [None, {}, {"rank": 1}, {"alpha": 64}, {"rank": 1, "targets": ["q_proj"]}])
+def test_what_is_left_open_stays_as_the_run_has_it(tmp_path: Path, after: Any) -> None:
+    lora = resumed(tmp_path, {"rank": 1, "targets": ["q_proj"]}, after).train.lora
+    assert lora is not None and (lora.rank, lora.alpha, lora.targets) == (1, 64.0, ("q_proj",))

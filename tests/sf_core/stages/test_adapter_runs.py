@@ -1,0 +1,295 @@
+"""The first version of an adapter, and the policy that a run which trains one leaves behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from sf_core.cli.serving.policy import policy_to_try
+from sf_core.config import RunConfig
+from sf_core.models.adapter import (
+    Adapter,
+    list_linears,
+    make_factors,
+    merge,
+    name_factor,
+    read_adapter,
+    shape_factors,
+)
+from sf_core.stages.evaluate import open_evaluation, open_measurement
+from sf_core.stages.finish import export_policy
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.settling.derived import read_with_derived
+from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.start import start
+from storage.run_directory import RunDirectory
+from storage.tensors.weights import has_weights, load_weights, open_weights, save_adapter, save_weights
+from tests.bench.refusals import check_sentence, snapshot
+from tests.bench.runs import commit, configure
+
+ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+
+
+def started(run: RunDirectory) -> dict[str, Any]:
+    return start(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
+
+
+def begin(tmp_path: Path, name: str = "run", **sections: Any) -> RunDirectory:
+    run = RunDirectory(str(tmp_path / name))
+    configure(run, storage={"root": str(tmp_path)}, **sections)
+    return run
+
+
+def save_tuned(folder: Path, model: Path, rank: int = 2, dtype: str | None = "bfloat16") -> Adapter:
+    """An adapter of the model as another program has trained it."""
+    adapter = Adapter(rank, 6.0, ("o_proj", "q_proj"))
+    shapes = shape_factors(adapter, list_linears(str(model)))
+    factors = {name: torch.randn(*shape) for name, shape in shapes.items()}
+    save_adapter(str(folder), factors, adapter.encode("somewhere/else"), 7, dtype)
+    return adapter
+
+
+def test_an_adapter_is_made_that_changes_nothing_yet(tmp_path: Path) -> None:
+    run = begin(tmp_path, train={"lora": {}}, seed=5)
+    data = started(run)
+    assert started(run) == data
+    adapter, linears = read_adapter(run.start_adapter_dir), list_linears(run.start_dir)
+    assert adapter == Adapter(32, 64.0, ALL)
+    shapes = shape_factors(adapter, linears)
+    factors = load_weights(run.version_dir(0))
+    expected = make_factors(shapes, 5)
+    assert factors.keys() == expected.keys()
+    assert all(torch.equal(factors[name], expected[name]) for name in expected)
+    assert data["adapter"] == {
+        "rank": 32,
+        "alpha": 64.0,
+        "targets": [*ALL],
+        "parameters": sum(factor.numel() for factor in factors.values()),
+    }
+    metadata = open_weights(run.start_adapter_dir)[0].metadata
+    assert metadata["version"] == "0" and metadata["digest"]
+
+
+def test_what_was_settled_is_read_with_the_configuration(tmp_path: Path) -> None:
+    run = begin(tmp_path, train={"lora": {"targets": ["q_proj"]}})
+    started(run)
+    config = read_with_derived(run)
+    assert config.train.lora is not None
+    assert (config.train.lora.rank, config.train.lora.alpha) == (32, 64.0)
+    assert config.train.learning_rate == 3e-3
+
+
+def test_runs_of_other_seeds_start_from_other_adapters(tmp_path: Path) -> None:
+    first, second, third = (
+        begin(tmp_path, f"run-{n}", train={"lora": {"rank": 1}}, seed=seed)
+        for n, seed in enumerate((0, 0, 1))
+    )
+    digests = []
+    for run in (first, second, third):
+        started(run)
+        digests.append(open_weights(run.start_adapter_dir)[0].metadata["digest"])
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_an_adapter_that_was_tuned_before_is_copied_as_it_is(tmp_path: Path, policy_copy: Path) -> None:
+    tuned = tmp_path / "tuned"
+    adapter = save_tuned(tuned, policy_copy)
+    (tuned / "optimizer.pt").write_bytes(b"not ours")
+    policy = {"model": str(policy_copy), "adapter": str(tuned)}
+    run = begin(tmp_path, policy=policy, train={"lora": {}})
+    data = started(run)
+    assert (data["adapter"]["rank"], data["adapter"]["targets"]) == (2, ["o_proj", "q_proj"])
+    assert read_adapter(run.start_adapter_dir) == adapter
+    assert sorted(path.name for path in Path(run.start_adapter_dir).iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    before, copied = load_weights(str(tuned)), load_weights(run.start_adapter_dir)
+    assert before.keys() == copied.keys() and {t.dtype for t in copied.values()} == {torch.bfloat16}
+    assert all(torch.equal(before[name], copied[name]) for name in before)
+    assert open_weights(run.start_adapter_dir)[0].metadata["version"] == "0"
+
+
+def test_peft_reads_what_the_start_stage_has_written(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    run = begin(tmp_path, train={"lora": {"rank": 3}})
+    started(run)
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(run.start_dir), run.start_adapter_dir
+    )
+    assert {name for name, _ in model.named_parameters() if "lora_A" in name}
+
+
+def test_a_changed_adapter_is_no_version_0(tmp_path: Path) -> None:
+    run = begin(tmp_path, train={"lora": {"rank": 1}})
+    started(run)
+    about = Path(run.start_adapter_dir, "adapter_config.json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"lora_alpha": 65}, indent=2))
+    with pytest.raises(
+        ValueError, match=r"start/adapter/adapter_config\.json: content differs from what sta"
+    ):
+        started(run)
+
+
+def test_a_start_folder_that_is_made_again_has_a_new_adapter(tmp_path: Path) -> None:
+    run = begin(tmp_path, train={"lora": {"rank": 1}})
+    started(run)
+    run.discard_start()
+    assert run.version_dir(0) == run.start_dir
+    run.write_config(RunConfig.model_validate_json(Path(run.path("config.json")).read_text()))
+    started(run)
+    assert run.version_dir(0) == run.start_adapter_dir
+
+
+def test_a_run_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    data = started(run)
+    assert "adapter" not in data and not any(key.startswith("train.lora") for key in data["derived"])
+    assert run.version_dir(0) == run.start_dir
+
+
+def test_an_adapter_that_could_not_be_merged_in_the_end_is_not_begun(
+    tmp_path: Path, policy_copy: Path
+) -> None:
+    weights = load_weights(str(policy_copy))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    renamed = {key.replace("q_proj", "query"): tensor for key, tensor in weights.items()}
+    save_weights(str(policy_copy), renamed, 0)
+    run = begin(tmp_path, policy={"model": str(policy_copy)}, train={"lora": {}})
+    with pytest.raises(ValueError) as refused:
+        started(run)
+    check_sentence(str(refused.value), f"train.lora: the files of policy.model have no {name}, into which")
+
+
+def trained(tmp_path: Path, model: Path, dtype: str, stored: str) -> tuple[RunDirectory, Adapter]:
+    """A run with a published version of an adapter."""
+    save_weights(str(model), load_weights(str(model)), 0, stored)
+    lora = {"rank": 3, "alpha": 5, "targets": ["q_proj", "down_proj"]}
+    policy = {"model": str(model), "dtype": dtype}
+    run = begin(tmp_path, policy=policy, train={"iterations": 1, "lora": lora})
+    started(run)
+    adapter = read_adapter(run.start_adapter_dir)
+    factors = {name: torch.randn_like(t) for name, t in load_weights(run.start_adapter_dir).items()}
+    save_adapter(run.weights_dir(1), factors, adapter.encode(str(model)), 1, dtype)
+    commit(run, 0, "rollout", data={"groups": [], "rejected": {}})
+    commit(run, 0, "publish")
+    return run, adapter
+
+
+def export(run: RunDirectory) -> None:
+    export_policy(OpenRun(RunRef("run", run.uri, dataplane_url="", attempt=1)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_the_trained_policy_is_merged_once(
+    tmp_path: Path, policy_copy: Path, dtype: str, stored: str
+) -> None:
+    run, adapter = trained(tmp_path, policy_copy, dtype, stored)
+    export(run)
+    base, factors = load_weights(run.start_dir), load_weights(run.weights_dir(1))
+    merged, kind = load_weights(run.policy_dir), getattr(torch, dtype)
+    assert merged.keys() == base.keys() and {t.dtype for t in merged.values()} == {kind}
+    for name, weight in base.items():
+        up = factors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight")
+        down = factors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight")
+        expected = weight.to(kind)
+        if up is not None and down is not None:
+            added = expected.double() + adapter.scale * up.double() @ down.double()
+            # half of the last place, and what float32 loses
+            close = torch.finfo(kind).eps * 0.502 + 1e-7
+            assert torch.allclose(merged[name].double(), added, rtol=close, atol=1e-6)
+            assert not torch.equal(merged[name], expected)
+        else:
+            assert torch.equal(merged[name], expected)
+    copied = load_weights(run.policy_adapter_dir)
+    assert all(torch.equal(copied[name], factor) for name, factor in factors.items())
+    assert read_adapter(run.policy_adapter_dir) == adapter
+
+
+def test_the_trained_policy_is_that_of_peft(tmp_path: Path, policy_copy: Path) -> None:
+    peft = pytest.importorskip("peft")
+    run, _ = trained(tmp_path, policy_copy, "float32", "float32")
+    export(run)
+    base = AutoModelForCausalLM.from_pretrained(run.start_dir)
+    merged = peft.PeftModel.from_pretrained(base, run.policy_adapter_dir).merge_and_unload()
+    ids = torch.arange(12).view(2, 6)
+    with torch.inference_mode():
+        expected = merged(input_ids=ids).logits
+        found = AutoModelForCausalLM.from_pretrained(run.policy_dir)(input_ids=ids).logits
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("again", [{}, {"lora": {"rank": 1}}])
+def test_the_trained_policy_is_a_model_like_any_other(
+    tmp_path: Path, policy_copy: Path, again: dict[str, Any]
+) -> None:
+    """What lies beside it is not taken for the adapter of the next run."""
+    run, _ = trained(tmp_path, policy_copy, "float32", "float32")
+    export(run)
+    before = snapshot(Path(run.policy_dir))
+    following = begin(tmp_path, "next", policy={"model": run.policy_dir}, train=again)
+    check_start(following.read_config(RunConfig))
+    started(following)
+    assert following.version_dir(0) == (following.start_adapter_dir if again else following.start_dir)
+    assert not again or read_adapter(following.start_adapter_dir).rank == 1
+    (tmp_path / "scratch").mkdir()
+    served = policy_to_try(
+        RunConfig.model_validate({"policy": {"model": run.policy_dir}, "train": again}), tmp_path / "scratch"
+    )
+    assert has_weights(served.weights.uri) and has_weights(served.start_dir)
+    assert snapshot(Path(run.policy_dir)) == before
+
+
+def test_a_version_of_an_adapter_is_measured_with_its_policy(tmp_path: Path, policy_copy: Path) -> None:
+    run, adapter = trained(tmp_path, policy_copy, "float32", "float32")
+    for version in (0, 1):
+        measurement = open_measurement(run.uri, version, [])
+        config, measured = measurement.config, measurement.directory
+        measurement.begin()
+        assert measured.read_config(RunConfig) == config and config.train.lora is not None
+        check_start(config)
+        folder = measured.version_dir(0)
+        assert folder == measured.start_adapter_dir and read_adapter(folder) == adapter
+        factors, published = load_weights(folder), load_weights(run.version_dir(version))
+        assert all(torch.equal(factors[name], published[name]) for name in published)
+        base = load_weights(run.start_dir)
+        assert all(torch.equal(t, base[name]) for name, t in load_weights(measured.start_dir).items())
+        assert open_evaluation(config).version == 0
+        manifest = measured.read_manifest(None, "start")
+        assert manifest is not None
+        measured.verify(manifest)
+        measurement.end()
+        assert not has_weights(measured.start_dir) and not has_weights(folder)
+
+
+@given(
+    rank=st.integers(1, 4),
+    width=st.integers(1, 5),
+    out=st.integers(1, 5),
+    scale=st.floats(0.1, 8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**16),
+)
+def test_merged_weights_are_those_of_the_model_with_the_factors_beside_it(
+    rank: int, width: int, out: int, scale: float, dtype: torch.dtype, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    base, up, down, x = (
+        torch.randn(*shape, generator=random)
+        for shape in ((out, width), (out, rank), (rank, width), (3, width))
+    )
+    weights, other = {"a.weight": base, "b.weight": base}, base.clone()
+    merge(weights, {name_factor("a", "lora_A"): down, name_factor("a", "lora_B"): up}, scale, dtype)
+    assert weights["b.weight"] is base and torch.equal(base, other)
+    base, up, down = (tensor.to(dtype).double() for tensor in (base, up, down))
+    expected = x.double() @ base.T + scale * (x.double() @ down.T) @ up.T
+    size = base.abs() + scale * up.abs() @ down.abs()
+    bound = x.abs().double() @ size.T * torch.finfo(dtype).eps
+    assert weights["a.weight"].dtype == dtype
+    assert ((x.double() @ weights["a.weight"].double().T - expected).abs() <= bound + 1e-5).all()
