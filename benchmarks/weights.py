@@ -40,6 +40,7 @@ from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.protocol import Engine, StepEngine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake
+from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
 from sf_core.models.builtin import make_policy
 from sf_core.models.decoder import DecoderSpec, decoder_spec, fuse
 from sf_core.models.projections import fastest
@@ -48,10 +49,11 @@ from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 from storage.batches import BATCH_SCHEMA
+from storage.files import read_bytes
 from storage.run_directory import RunDirectory
 from storage.tensors.tensor_bytes import TensorBytes, parse
 from storage.tensors.weight_delta import encode
-from storage.tensors.weights import load_weights, save_weights
+from storage.tensors.weights import ADAPTER_CONFIG, has_weights, load_weights, save_adapter, save_weights
 
 POLICIES = {
     "1m": PolicyConfig(dtype="bfloat16"),
@@ -80,17 +82,36 @@ def main(
     print(json.dumps(line))
 
 
-def publish_versions(run: RunDirectory, policy: PolicyConfig) -> None:
-    """Store a start folder in the dtype of the policy and the versions that a trainer makes of it."""
+def publish_versions(run: RunDirectory, policy: PolicyConfig, adapter: Adapter | None = None) -> None:
+    """Store a start folder and the versions that a trainer makes of it, or of an adapter."""
+    store_start(run, policy, adapter)
+    trainer = make_trainer(run, policy)
+    for version in range(1, STEPS + 1):
+        trainer.step(batch(version))
+        trainer.save_weights(run.weights_dir(version), run.version_dir(version - 1))
+
+
+def store_start(run: RunDirectory, policy: PolicyConfig, adapter: Adapter | None) -> None:
+    """Store a start folder in the dtype of the policy, with an adapter in it if one is given."""
     make_policy(run.start_dir, policy, seed=0)
     weights = {name: scaled(tensor) for name, tensor in load_weights(run.start_dir).items()}
     save_weights(run.start_dir, weights, 0, policy.dtype_name)
-    config = TrainConfig(learning_rate=LEARNING_RATE)
-    make_model = functools.partial(TorchModel, run.start_dir, dtype=policy.dtype_name)
-    trainer = ModelTrainer(make_model, config, seed=0, dtype=policy.dtype_name)
-    for version in range(1, STEPS + 1):
-        trainer.step(batch(version))
-        trainer.save_weights(run.weights_dir(version), folder_of(run, version - 1))
+    if adapter is not None:
+        factors = make_factors(shape_factors(adapter, list_linears(run.start_dir)), seed=0)
+        save_adapter(run.start_adapter_dir, factors, adapter.encode(run.start_dir), 0)
+
+
+def make_trainer(run: RunDirectory, policy: PolicyConfig) -> ModelTrainer:
+    """A trainer of the start folder's weights, or of its adapter if it has one."""
+    adapter = run.start_adapter_dir if has_weights(run.start_adapter_dir) else None
+    make_model = functools.partial(TorchModel, run.start_dir, dtype=policy.dtype_name, adapter=adapter)
+    return ModelTrainer(
+        make_model,
+        TrainConfig(learning_rate=LEARNING_RATE),
+        seed=0,
+        dtype=policy.dtype_name,
+        adapter=b"" if adapter is None else read_bytes(f"{adapter}/{ADAPTER_CONFIG}"),
+    )
 
 
 def scaled(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,9 +214,10 @@ def standstill(
         "context_length": CONTEXT,
         "kv_on_update": kv_on_update,
     }
-    config = RunConfig.model_validate({"policy": policy, "engine": settings})
+    lora: dict[str, Any] = {"lora": {}} if has_weights(run.start_adapter_dir) else {}
+    config = RunConfig.model_validate({"policy": policy, "engine": settings, "train": lora})
     engine = DrivenEngine(make(config, run.start_dir))
-    awake(engine, WeightsRef(0, run.start_dir))
+    awake(engine, WeightsRef(0, run.version_dir(0)))
     spec_of(run.start_dir)  # the first call takes its time
     update = {"paused_full": load_between_steps, "pulled_full": take_full, "pulled_delta": take_next}[side]
     found = []
@@ -281,11 +303,7 @@ def stored(run: RunDirectory, version: int) -> TensorBytes:
 
 
 def weights_file(run: RunDirectory, version: int) -> str:
-    return f"{folder_of(run, version)}/model.safetensors"
-
-
-def folder_of(run: RunDirectory, version: int) -> str:
-    return run.weights_dir(version) if version else run.start_dir
+    return f"{run.version_dir(version)}/model.safetensors"
 
 
 def batch(seed: int, *, rows: int = 8, tokens: int = 64) -> pa.Table:

@@ -38,16 +38,21 @@ class Projections:
     """(weights of gate, weights of up) -> silu(gate(x)) * up(x); `plus` [N, 2 * width out] is for both."""
 
 
-def _add(plus: torch.Tensor | None, product: torch.Tensor) -> torch.Tensor:
-    return product if plus is None else product + plus
+def _project(
+    x: torch.Tensor, plus: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if plus is None:
+        return F.linear(x, weight, bias)
+    # the sum is rounded once, as PACKED rounds it
+    return torch.addmm(plus if bias is None else plus + bias, x, weight.t())
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Project:
-    return lambda x, plus=None: _add(plus, F.linear(x, weight, bias))
+    return lambda x, plus=None: _project(x, plus, weight, bias)
 
 
 def _residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProject:
-    return lambda x, onto, plus=None: onto + _add(plus, F.linear(x, weight, bias))
+    return lambda x, onto, plus=None: onto + _project(x, plus, weight, bias)
 
 
 def _gate(gate: torch.Tensor, up: torch.Tensor) -> Project:
@@ -56,7 +61,7 @@ def _gate(gate: torch.Tensor, up: torch.Tensor) -> Project:
 
 def _gate_by(both: torch.Tensor) -> Project:
     def project(x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
-        gates, ups = _add(plus, F.linear(x, both)).chunk(2, dim=-1)
+        gates, ups = _project(x, plus, both).chunk(2, dim=-1)
         return F.silu(gates) * ups
 
     return project
