@@ -59,7 +59,8 @@ class LoraConfig(Settings):
     rank: int | None = Field(None, ge=1, le=512)
     """Rank of the two factors of each layer. Empty: that of `policy.adapter`, or 32."""
     alpha: float | None = Field(None, gt=0)
-    """What the factors add is multiplied by alpha / rank. Empty: that of `policy.adapter`, or twice the rank."""
+    """What the factors add is multiplied by alpha / rank. Empty: that of `policy.adapter`, or twice the
+    rank."""
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     """Last parts of the names of the linear layers that get factors, such as q_proj. Empty: those of
     `policy.adapter`, or all linear layers of the blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
+from tests.bench.training.adapters import draw_adapter
 from tests.bench.training.batches import grouped_rows, make_batch
 
 BATCHES = [
@@ -24,9 +26,13 @@ BATCHES = [
 
 
 def make_trainer(
-    folder: str, device: str, dtype: Literal["float32", "bfloat16"], **settings: Any
+    folder: str,
+    device: str,
+    dtype: Literal["float32", "bfloat16"],
+    adapter: str | None = None,
+    **settings: Any,
 ) -> ModelTrainer:
-    make_model = partial(TorchModel, folder, device=device, dtype=dtype)
+    make_model = partial(TorchModel, folder, device=device, dtype=dtype, adapter=adapter)
     return ModelTrainer(make_model, TrainConfig.model_validate(settings), seed=0, dtype=dtype)
 
 
@@ -43,11 +49,15 @@ def test_a_step_measures_what_the_cpu_measures(
         assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
 
 
+@pytest.mark.parametrize("trains_adapter", [False, True], ids=["all weights", "an adapter"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trainer_that_rests_gives_its_memory_back_and_goes_on_bit_for_bit(
-    gpu_policy: str, dtype: Literal["float32", "bfloat16"]
+    gpu_policy: str, tmp_path: Path, dtype: Literal["float32", "bfloat16"], trains_adapter: bool
 ) -> None:
-    straight, resting = (make_trainer(gpu_policy, "cuda", dtype) for _ in range(2))
+    adapter = str(tmp_path) if trains_adapter else None
+    if adapter is not None:
+        draw_adapter(adapter, gpu_policy)
+    straight, resting = (make_trainer(gpu_policy, "cuda", dtype, adapter) for _ in range(2))
     for batch in BATCHES:
         straight.step(batch)
     expected = {name: tensor.float().numpy() for name, tensor in straight.weights().items()}

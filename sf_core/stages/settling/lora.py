@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from sf_core.config import RunConfig
@@ -89,6 +90,20 @@ def check_lora(config: RunConfig) -> None:
         raise ValueError(
             f"pipeline {config.pipeline} lends trainers to engines, and with train.lora engine.kind vllm is "
             "not lent: take pipeline async, or engine.kind torch"
+        )
+
+
+def check_peft(shape: Mapping[str, Any]) -> None:
+    """Raises ValueError, one sentence, if only PEFT could train an adapter of a model of this shape, which is
+    named as in Hugging Face's config.json, and this Python does not have it."""
+    from transformers import AutoConfig
+
+    from sf_core.models.decoder import decoder_spec
+
+    if find_spec("peft") is None and decoder_spec(AutoConfig.for_model(**shape), 1) is None:
+        raise ValueError(
+            f"train.lora with a model of model_type {shape['model_type']} needs PEFT, which this Python does "
+            "not have: it comes with the extra [lora] of seamlessflow"
         )
 
 

@@ -233,6 +233,8 @@ def _warm_start(config: RunConfig, rate: float) -> str | None:
 
 
 def _gb(num_bytes: int) -> str:
+    if num_bytes < 1e6:
+        return f"{num_bytes / 1e3:,.0f} kB"
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
 
 

@@ -17,6 +17,7 @@ from sf_core.scheduling.cluster import scheduler_of
 from sf_core.stages.settling.lora import (
     TrainedAdapter,
     check_lora,
+    check_peft,
     find_adapter,
     list_linears_of,
     shape_adapter,
@@ -65,6 +66,8 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     if scheduler_of(config) is None:
         # then the workers are of this machine
         engine_kind(config).check_shape(shape, config)
+        if config.train.lora is not None:
+            check_peft(shape)
     if config.train.lora is not None:
         adapter_to_start_from(config, shape, by_a_worker)
 

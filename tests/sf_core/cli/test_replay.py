@@ -9,7 +9,14 @@ import pytest
 from sf_core.cli.replay import replay
 from storage import files
 from storage.run_directory import RunDirectory
-from storage.tensors.weights import load_weights, save_weights
+from storage.tensors.weights import (
+    ADAPTER_CONFIG,
+    load_adapter,
+    load_weights,
+    remove_weights,
+    save_adapter,
+    save_weights,
+)
 from tests.bench.commands import sf
 from tests.bench.runs import configure, copy_run
 from tests.bench.trained_runs import train, train_run
@@ -127,3 +134,18 @@ def test_an_emulated_step_is_not_done_again(copy: RunDirectory) -> None:
     configure(copy, engine={"kind": "emulated"})
     code, output = sf("replay", copy.uri, "--iteration", "0")
     assert (code, "trained: is emulated, so its trainers slept" in output) == (2, True), output
+
+
+def test_a_step_of_an_adapter_comes_out_equal_even_if_its_weights_are_gone(tmp_path: Path) -> None:
+    settings = {"iterations": 2, "lora": {"rank": 2}}
+    run = train_run(tmp_path, settings, BATCHES[:2])
+    for iteration in range(2):
+        result = replay(run.uri, iteration)
+        assert (result.equal, result.largest_difference, result.metrics) == (True, 0.0, {})
+    factors = load_adapter(run.weights_dir(1))
+    about = Path(run.weights_dir(1), ADAPTER_CONFIG).read_bytes()
+    save_adapter(run.weights_dir(1), {name: 2 * factor for name, factor in factors.items()}, about, 1)
+    assert replay(run.uri, 0).equal is False
+    remove_weights(run.weights_dir(1))
+    result = replay(run.uri, 0)
+    assert (result.equal, result.largest_difference) == (True, None)

@@ -32,11 +32,13 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def save_part(folder: str, rank: int, ranks: int, patience_s: float = 20.0) -> None:
+def save_part(
+    folder: str, rank: int, ranks: int, patience_s: float = 20.0, progress: TrainerProgress = PROGRESS
+) -> None:
     whole = tensors()
     places = {name: Slice.rows(tuple(tensor.shape), rank, ranks) for name, tensor in whole.items()}
     slices = {name: (place, whole[name][place.box]) for name, place in places.items()}
-    save_shard(folder, slices, rank, ranks, PROGRESS, patience_s)
+    save_shard(folder, slices, rank, ranks, progress, patience_s)
 
 
 def save_whole(folder: str, ranks: int) -> None:
@@ -49,6 +51,19 @@ def check_loads(folder: str) -> None:
     expected = tensors()
     assert progress == PROGRESS and found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_base_of_an_adapter_is_stored_and_nothing_of_one_where_there_is_none(
+    run_anywhere: RunDirectory,
+) -> None:
+    folder, of_adapter = run_anywhere.checkpoint_dir(3), run_anywhere.checkpoint_dir(4)
+    save_whole(folder, 1)
+    known = {"version", "optimizer_steps", "shards"}
+    assert json.loads(files.read_bytes(f"{folder}/state.json")).keys() == known
+    progress = TrainerProgress(version=4, optimizer_steps=8, base="a digest")
+    save_part(of_adapter, 0, 1, progress=progress)
+    assert json.loads(files.read_bytes(f"{of_adapter}/state.json")).keys() == {*known, "base"}
+    assert load_checkpoint(of_adapter, WHOLE)[1] == progress
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

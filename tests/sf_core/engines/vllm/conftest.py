@@ -70,13 +70,19 @@ def config(*, adapts: bool = False, **engine: object) -> RunConfig:
 
 
 def refusal(
-    url: str, policy: Policies, weights: WeightsRef | None = None, context_length: int = CONTEXT
+    url: str,
+    start: Policies | str,
+    weights: WeightsRef | None = None,
+    context_length: int = CONTEXT,
+    *,
+    adapts: bool = False,
 ) -> str:
-    """The sentence with which the server at the URL is refused."""
-    settings = config(vllm={"url": url}, context_length=context_length)
-    engine = DrivenEngine(make_engine(settings, policy.folder(0)))
+    """The sentence with which the server at the URL is refused, for a policy or a start folder."""
+    folder = start if isinstance(start, str) else start.folder(0)
+    settings = config(adapts=adapts, vllm={"url": url}, context_length=context_length)
+    engine = DrivenEngine(make_engine(settings, folder))
     with pytest.raises(ValueError) as refused:
-        awake(engine, weights or policy.ref(0))
+        awake(engine, weights or WeightsRef(0, folder))
     engine.close()
     assert "\n" not in str(refused.value)
     return str(refused.value)

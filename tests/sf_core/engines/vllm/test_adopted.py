@@ -14,6 +14,7 @@ from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, sample_by_both
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from storage.files import write_atomic
+from tests.bench.engines.adapter_folders import AdapterFolders
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config, refusal, servers, socket_of
 
 pytestmark = pytest.mark.system
@@ -72,9 +73,12 @@ def test_an_adopted_server_takes_weights_and_keeps_or_recomputes_kv_and_is_not_e
 
 
 def test_a_server_that_cannot_be_an_engine_is_refused_in_one_sentence(
-    adopted_url: str, untied: Policies, tied: Policies
+    adopted_url: str, untied: Policies, tied: Policies, adapters: AdapterFolders
 ) -> None:
     assert f"--max-model-len {CONTEXT + 1}" in refusal(adopted_url, untied, context_length=CONTEXT + 1)
+    start, weights = adapters.start("qwen3"), WeightsRef(1, adapters.version("qwen3", 1))
+    said = refusal(adopted_url, start, weights, adapts=True)
+    assert "takes no adapters: start it with --enable-lora --max-loras=2 --max-cpu-loras=3" in said
     # its own engine gives it a head that is not tied
     assert "tied to the embedding" in refusal(adopted_url, tied)
     write_atomic("memory://w/model.safetensors", Path(untied.folder(0), "model.safetensors").read_bytes())

@@ -15,6 +15,7 @@ from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
 from sf_core.models.builtin import make_policy
 from sf_core.stages.run import RunRef
+from sf_core.stages.settling import lora
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.settling.stored_config import settle_config
 from sf_core.stages.start import start
@@ -290,7 +291,32 @@ def test_a_run_goes_on_with_its_adapter_alone(tmp_path: Path, before: Any, after
     check_sentence(str(raised.value), f"run r was started with {key}", "choose another run_id, or leave")
 
 
-@pytest.mark.parametrize("after", [None, {}, {"rank": 1}, {"alpha": 64}, {"rank": 1, "targets": ["q_proj"]}])
+@pytest.mark.parametrize("after", [None, {}, {"rank": 1}, {"alpha": 2}, {"rank": 1, "targets": ["q_proj"]}])
 def test_what_is_left_open_stays_as_the_run_has_it(tmp_path: Path, after: Any) -> None:
-    lora = resumed(tmp_path, {"rank": 1, "targets": ["q_proj"]}, after).train.lora
-    assert lora is not None and (lora.rank, lora.alpha, lora.targets) == (1, 64.0, ("q_proj",))
+    kept = resumed(tmp_path, {"rank": 1, "targets": ["q_proj"]}, after).train.lora
+    assert kept is not None and (kept.rank, kept.alpha, kept.targets) == (1, 2.0, ("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ({}, ""),
+        (
+            {"model_type": "gpt_neox"},
+            "train.lora with a model of model_type gpt_neox needs PEFT, which this Python does not have: it "
+            "comes with the extra [lora] of seamlessflow",
+        ),
+    ],
+)
+def test_models_without_a_lean_decoder_need_peft(
+    policy_copy: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], sentence: str
+) -> None:
+    about = policy_copy / "config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | shape))
+    config = LORA | {"policy": {"model": str(policy_copy)}}
+    check_start(RunConfig.model_validate(config))
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    if sentence:
+        refused(config, sentence)
+    else:
+        check_start(RunConfig.model_validate(config))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from storage import files
-from storage.tensors.checkpoints import MASTER, load_checkpoint
+from storage.tensors.checkpoints import MASTER, has_checkpoint, load_checkpoint
 from storage.tensors.weights import load_weights
 from tests.bench.training.adapters import (
     adapter_of,
@@ -38,7 +39,7 @@ from tests.bench.training.adapters import (
 from tests.bench.training.batches import grouped_rows, make_batch
 from tests.bench.training.gang import Member, Try
 from tests.bench.training.policies import granite, llama, neox, qwen, qwen2
-from tests.patience import patience
+from tests.patience import patience, wait_until
 from tests.sf_core.training.model_contract import Learnt, ModelTests, Setup, expected
 
 
@@ -258,19 +259,27 @@ def test_a_checkpoint_that_is_being_stored_has_the_policy_and_not_its_reference(
     folder = save_with_adapter(qwen, str(tmp_path / "policy"))
     trainer = make_trainer(folder, loss={"kl": {"coefficient": 0.1}})
     trainer.step(BATCHES[0])
-    masters, standing_in = masters_of(trainer), threading.Event()
-    wait, write = trainer.await_checkpoint, files.HashedFile.write
+    masters, may_write = masters_of(trainer), threading.Event()
+    checkpoint = str(tmp_path / "checkpoint")
+    wait, write, stand_in = trainer.await_checkpoint, files.HashedFile.write, TorchModel.standing_in
 
     def wait_in_the_step() -> None:
-        standing_in.set()
+        may_write.set()
         wait()
 
     def late(file: files.HashedFile, data: bytes | memoryview) -> int:
-        standing_in.wait(patience())
+        may_write.wait(patience())
         return write(file, data)
 
+    @contextmanager
+    def stand_in_while_it_is_stored(model: TorchModel, weights: Any) -> Iterator[None]:
+        with stand_in(model, weights):
+            may_write.set()
+            wait_until(lambda: has_checkpoint(checkpoint), "the checkpoint")
+            yield
+
     monkeypatch.setattr(files.HashedFile, "write", late)
-    checkpoint = str(tmp_path / "checkpoint")
+    monkeypatch.setattr(TorchModel, "standing_in", stand_in_while_it_is_stored)
     trainer.save_checkpoint(checkpoint)
     monkeypatch.setattr(trainer, "await_checkpoint", wait_in_the_step)
     trainer.step(BATCHES[1])

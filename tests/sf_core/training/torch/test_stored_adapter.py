@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
+from storage import files
 from storage.tensors.checkpoints import PARTS, remove_checkpoint
 from storage.tensors.weights import load_weights, open_weights, remove_weights
 from tests.bench.trained_runs import train_run
@@ -96,6 +98,26 @@ def test_a_checkpoint_for_another_base_is_refused_and_changes_nothing(tmp_path: 
     assert str(refused.value) == f"{checkpoint}: is of an adapter of other weights than the run starts from"
     assert other.version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in masters_of(other).items())
+
+
+@pytest.mark.parametrize("changed", ["start/model.safetensors", "start/adapter/adapter_model.safetensors"])
+def test_a_run_goes_on_from_checkpoints_for_its_own_base_alone(
+    tmp_path: Path, changed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = train_run(tmp_path, {"lora": {}, "checkpoint_every": 1}, BATCHES)
+    manifest = run.read_manifest(None, "start")
+    assert manifest is not None
+    outputs = [replace(ref, sha256="0" * 64) if ref.uri == changed else ref for ref in manifest.outputs]
+    assert outputs != manifest.outputs
+    content = manifest.model_copy(update={"outputs": outputs}).model_dump_json()
+    files.write_atomic(run.manifest_file(None, "start"), content.encode())
+    opened = OpenRun(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
+    TorchBackend(WorkerDevice()).rebuild_trainer(opened, 3, SingleRank())
+    is_refused = (
+        "is of an adapter of other weights than the run starts from; the checkpoint before" in caplog.text
+    )
+    assert is_refused == (changed == "start/model.safetensors")
+    assert ("version 3 is made again from 0" in caplog.text) == is_refused
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,182 @@
+"""vLLM's server with adapters: the contract, updates among many requests, one that is killed between two
+versions, many versions, and one that somebody else started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sf_core.engines.driven import DrivenEngine
+from sf_core.engines.protocol import AsyncEngine, Engine, EngineLostError
+from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import awake, drain, ids_of, until
+from sf_core.engines.vllm.client import VllmClient
+from sf_core.engines.vllm.deliveries import Adapters
+from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
+from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
+from storage.tensors.weights import save_adapter
+from tests.bench.engines.adapter_folders import AdapterFolders
+from tests.sf_core.engines.adapter_contract import AdapterEngineTests
+from tests.sf_core.engines.vllm.conftest import CONTEXT, config, refusal, servers, socket_of
+
+pytestmark = pytest.mark.system
+
+KIND = "qwen3"
+
+MOST_GROWTH = 60e6
+"""Bytes by which the memory of a server may grow, after its first versions."""
+
+
+@pytest.fixture(scope="module")
+def adapting(vllm: None, adapters: AdapterFolders) -> Iterator[Engine]:
+    """An engine whose server is started by the first test."""
+    engine = make_engine(config(adapts=True), adapters.start(KIND))
+    yield engine
+    engine.close()
+
+
+class TestContract(AdapterEngineTests):
+    num_tokens = 120
+    """More than any engine samples in the few steps of a test that interrupts."""
+    num_sequences = 5
+    context_length = CONTEXT
+    kind = KIND
+
+    @pytest.fixture(autouse=True)
+    def _of(self, adapting: AsyncEngine, adapters: AdapterFolders) -> None:
+        self.engine, self.adapters = adapting, adapters
+        # after a test that failed
+        adapting.loop.run_until_complete(adapting.rest())
+
+    def make(self) -> Engine:
+        return self.engine
+
+    def sampling(self, seed: int) -> Sampling:
+        # what vLLM draws depends on interruptions (docs/decisions/026-vllm.md)
+        return Sampling(temperature=0)
+
+    def test_many_requests_at_once_go_on_over_updates_each_by_the_version_of_its_chunks(self) -> None:
+        with self.serve() as engine:
+            requests = [
+                GenerationRequest(f"{i}", [5 + i, 6], 0, CONTEXT - 2, (), Sampling(seed=i), stream=True)
+                for i in range(12)
+            ]
+            for request in requests:
+                engine.submit(request)
+            chunks: list[Chunk] = []
+
+            def is_sampling() -> bool:
+                """Whether the newest version has brought tokens."""
+                return versions(chunks)[-1:] == [engine.version]
+
+            for version in (1, 5, 9):
+                until(lambda: chunks.extend(engine.step()), is_sampling)
+                chunks.extend(awake(engine, self.weights(version)))
+            chunks.extend(drain(engine))
+            assert versions(chunks) == [0, 1, 5, 9]
+            for request in requests:
+                own = [chunk for chunk in chunks if chunk.request_id == request.request_id]
+                assert len(ids_of(own)) == CONTEXT - 2
+                self.check_logprobs(request, own)
+
+    def test_a_server_that_is_killed_between_two_versions_serves_the_next_one_when_it_is_back(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unload_others, killed = Adapters.unload_others, list[str]()
+
+        async def kill_before(adapters: Adapters, client: VllmClient) -> None:
+            if adapters.model and adapters.model.startswith("policy.1.") and not killed:
+                killed.append(adapters.model)
+                for process in servers():
+                    process.kill()
+            await unload_others(adapters, client)
+
+        monkeypatch.setattr(Adapters, "unload_others", kill_before)
+        with self.serve() as engine:
+            engine.submit(self.request("r"))
+            with pytest.raises(EngineLostError):
+                awake(engine, self.weights(1))
+                until(engine.step, lambda: False)
+            assert killed
+            # of its first requests none is sampled by the base
+            engine.take_weights(self.weights(2))
+            until(engine.step, lambda: engine.version == 2)
+            self.check_effect(engine, 2)
+            awake(engine, self.weights(3))
+            self.check_effect(engine, 3)
+
+    @pytest.mark.nightly
+    def test_sixty_versions_in_one_server_leave_its_memory_and_every_folder_that_it_knows(
+        self, as_tcp: Callable[[str], str]
+    ) -> None:
+        memory = list[int]()
+        with self.serve() as engine:
+            url = as_tcp(own_socket())
+            for version in range(1, 61):
+                engine.submit(self.request("r"))
+                # of 30 adapters, each twice
+                ref = WeightsRef(version, self.weights(1 + version % 30).uri)
+                chunks = awake(engine, ref) + drain(engine)
+                assert len(ids_of(chunks)) == self.num_tokens
+                known = {card["id"]: card["root"] for card in list_models(url) if card["parent"]}
+                assert any(name.startswith(f"policy.{version}.") for name in known) and len(known) <= 2
+                assert all(Path(folder, "adapter_model.safetensors").exists() for folder in known.values())
+                memory.append(sum(process.memory_info().rss for process in servers()))
+        assert max(memory[-10:]) - min(memory[5:15]) < MOST_GROWTH
+
+    def test_an_adopted_server_takes_adapters_and_what_another_engine_left_is_unloaded(
+        self, as_tcp: Callable[[str], str]
+    ) -> None:
+        with self.serve():
+            url = as_tcp(own_socket())
+        settings = config(adapts=True, vllm={"url": url})
+        engine = DrivenEngine(make_engine(settings, self.adapters.start(KIND)))
+        awake(engine, self.weights(4))
+        self.check_effect(engine, 4)
+        request = self.longest_request()
+        engine.submit(request)
+        chunks: list[Chunk] = []
+        until(lambda: chunks.extend(engine.step()), lambda: len(ids_of(chunks)) > 3)
+        self.check_logprobs(request, chunks + awake(engine, self.weights(5)) + drain(engine))
+        until(engine.step, lambda: len([card for card in list_models(url) if card["parent"]]) == 1)
+        assert self.weights(5).uri in {card["root"] for card in list_models(url)}
+        engine.rest()
+        engine.close()
+        with self.serve() as own:
+            # the adapter that it had is not there any more
+            awake(own, self.weights(6))
+            self.check_effect(own, 6)
+
+    def test_an_adopted_server_for_lower_ranks_is_refused(
+        self, as_tcp: Callable[[str], str], tmp_path: Path
+    ) -> None:
+        with self.serve():
+            url = as_tcp(own_socket())
+        start = tmp_path / "start"
+        shutil.copytree(self.adapters.start(KIND), start)
+        adapter = Adapter(9, 9.0, ("q_proj",))
+        factors = make_factors(shape_factors(adapter, list_linears(str(start))), seed=1)
+        save_adapter(str(start / "adapter"), factors, adapter.encode("tiny"), 0)
+        said = refusal(url, str(start), WeightsRef(0, str(start / "adapter")), adapts=True)
+        assert "takes adapters up to rank 8, and the run trains rank 9" in said
+        assert said.endswith("--max-lora-rank=16")
+
+
+def versions(chunks: list[Chunk]) -> list[int]:
+    """Those that sampled, each once, in their order."""
+    return list(dict.fromkeys(chunk.version for chunk in chunks if chunk.token_ids))
+
+
+def own_socket() -> str:
+    (socket,) = {socket_of(process) for process in servers() if "--uds" in process.cmdline()}
+    return socket
+
+
+def list_models(url: str) -> list[dict[str, str]]:
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        return list(json.load(answer)["data"])
