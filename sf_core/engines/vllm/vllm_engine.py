@@ -77,8 +77,8 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
 
 
 class VllmEngine:
-    """An engine of the server at a place. On the CPU its memory stays taken at rest. What happens is told and
-    not raised, also by its methods."""
+    """An engine of the server at a place. On the CPU, and with adapters, its memory stays taken at rest. What
+    happens is told and not raised, also by its methods."""
 
     def __init__(
         self,
