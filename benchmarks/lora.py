@@ -1,5 +1,5 @@
-"""What an adapter of rank 32 of all linear layers takes, against all weights: bytes, memory, seconds, and tokens
-per second of the engines. Prints one JSON line.
+"""What an adapter takes, of rank 32 and all linear layers, against all weights: bytes, memory, seconds, and
+tokens per second of the engines. Prints one JSON line.
 
     python -m benchmarks.lora [--vllm]
 

@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
+from sf_core.engines.vllm.server import make_adapter_arguments, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.models.adapter import Adapter, name_factor
 from sf_core.types import Chunk, FinishReason, WeightsRef
@@ -226,6 +229,32 @@ class TestServing(ServingTests):
                 until(engine.step, lambda: False)
             engine.submit(self.request("r"))
             self.check_tokens(drain(engine))
+
+
+@given(rank=st.integers(1, 512))
+def test_a_server_is_for_the_lowest_of_vllms_ranks_that_is_enough(rank: int) -> None:
+    known = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    assert f"--max-lora-rank={min(k for k in known if k >= rank)}" in make_adapter_arguments(rank)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_server_with_adapters_never_sleeps_and_one_without_is_started_as_before(on_cpu: bool) -> None:
+    def made(rank: int | None) -> list[str]:
+        return make_arguments(
+            dtype="float32",
+            context_length=64,
+            max_running=8,
+            kv_bytes=1,
+            on_cpu=on_cpu,
+            adapter_rank=rank,
+            more=["--x"],
+        )
+
+    without = made(None)
+    assert not any("lora" in argument for argument in without)
+    kept = [argument for argument in without if argument != "--enable-sleep-mode"]
+    assert made(8) == [*kept[:-1], *make_adapter_arguments(8), "--x"]
+    assert ("--enable-sleep-mode" in without) != on_cpu
 
 
 UNFIT: list[tuple[dict[str, Any], str]] = [
