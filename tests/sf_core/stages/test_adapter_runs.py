@@ -27,6 +27,8 @@ from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import read_with_derived
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.start import start
+from sf_core.stages.warmstart import configure_warmstart
+from sf_core.training.policy_folder import count_parameters
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import has_weights, load_weights, open_weights, save_adapter, save_weights
 from tests.bench.refusals import check_sentence, snapshot
@@ -293,3 +295,22 @@ def test_merged_weights_are_those_of_the_model_with_the_factors_beside_it(
     bound = x.abs().double() @ size.T * torch.finfo(dtype).eps
     assert weights["a.weight"].dtype == dtype
     assert ((x.double() @ weights["a.weight"].double().T - expected).abs() <= bound + 1e-5).all()
+
+
+def test_what_a_warm_start_has_made_of_an_adapter_is_version_0(tmp_path: Path, policy_copy: Path) -> None:
+    policy = {"model": str(policy_copy), "dtype": "float32", "warmstart": {"steps": 2, "batch_size": 4}}
+    run = begin(tmp_path, policy=policy, train={"lora": {"rank": 2, "alpha": 3}})
+    warm = RunDirectory(run.warmstart_dir)
+    warm.write_config(configure_warmstart(run.read_config(RunConfig), count_parameters(str(policy_copy))))
+    config = warm.read_config(RunConfig)
+    assert config.train.lora is not None and config.train.learning_rate == pytest.approx(5 * 3e-3)
+    started(warm)
+    adapter = read_adapter(warm.start_adapter_dir)
+    taught = {name: torch.randn_like(t) for name, t in load_weights(warm.start_adapter_dir).items()}
+    save_adapter(warm.weights_dir(config.train.iterations), taught, adapter.encode(""), 1, "bfloat16")
+    data = start(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1), warmed=True)
+    assert data["adapter"]["rank"] == 2 and read_adapter(run.start_adapter_dir) == adapter
+    copied = load_weights(run.version_dir(0))
+    assert all(torch.equal(copied[name], t.bfloat16()) for name, t in taught.items())
+    base = load_weights(str(policy_copy))
+    assert all(torch.equal(t, base[name]) for name, t in load_weights(run.start_dir).items())

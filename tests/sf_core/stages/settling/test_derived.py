@@ -10,16 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.train_config import LARGEST_RATE, SMALLEST_RATE, rate_for
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import load_config
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.environments.registry import tasks_of
 from sf_core.models import projections
+from sf_core.models.adapter import Adapter
 from sf_core.settings import Settings
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
+from sf_core.stages.settling.lora import TrainedAdapter
 from sf_core.stages.settling.sizes import PolicySizes, explain_sizes
 from sf_core.stages.settling.stored_config import read_stored_config, settle_config
 from sf_core.stages.start import start
@@ -221,3 +223,23 @@ def test_each_derived_setting_is_said_with_its_reason(
     assert OPEN & explained(RunConfig()).keys() == {"train.learning_rate"}
     elsewhere = explained(configured(tmp_path, "/only/on/a/worker"))
     assert elsewhere == {"rollout.max_tokens": "256: policy.model is set"}
+
+
+@given(st.integers(1, 10**12), st.sampled_from([0.5, 0.6]))
+def test_an_adapter_takes_ten_times_the_rate_within_the_same_bounds(parameters: int, power: float) -> None:
+    rate = rate_for(parameters, power)
+    assert SMALLEST_RATE <= rate <= LARGEST_RATE
+    assert rate_for(parameters, power, is_adapter=True) == pytest.approx(10 * rate)
+
+
+def test_the_rate_of_an_adapter_is_that_of_its_policy_and_its_checkpoints_are_as_often_as_small() -> None:
+    adapter = TrainedAdapter(Adapter(2, 4.0, ("q_proj",)), {"a": (2, 1000), "b": (3000, 2)}, None)
+    config = RunConfig.model_validate({"policy": {"model": "/m", "dtype": "float32"}, "train": {"lora": {}}})
+    found = derive(config, 8_000_000_000, adapter=adapter)
+    rate, every = found["train.learning_rate"], found["train.checkpoint_every"]
+    assert rate.value == pytest.approx(10 * rate_for(8_000_000_000))
+    assert rate.reason.startswith("10 times that of training all weights (8,000,000,000 parameters, 2e-5 x ")
+    assert every == (1, "8,000 parameters that are trained of 12 bytes in a checkpoint")
+    assert (found["train.lora.rank"].value, found["train.lora.alpha"].value) == (2, 4.0)
+    assert TrainConfig().rate == LARGEST_RATE
+    assert RunConfig.model_validate({"train": {"lora": {}}}).train.rate == pytest.approx(10 * LARGEST_RATE)
