@@ -72,7 +72,12 @@ _UNKNOWN = {
     "exclude_modules": "excluded modules",
     "trainable_token_indices": "embeddings of tokens",
     "target_parameters": "parameters that are no linear layers",
+    "alora_invocation_tokens": "factors for the tokens after an invocation (aLoRA)",
 }
+
+_HARMLESS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the model's own weights as they are. PiSSA and others change
+them, and the factors are for the changed ones."""
 
 
 def read_adapter(folder: str) -> Adapter:
@@ -92,6 +97,11 @@ def read_adapter(folder: str) -> Adapter:
             raise ValueError(
                 f"{file} describes {what} ({key}), which is not trained here{_tell_way_out(said, key)}"
             )
+    if (init := said.get("init_lora_weights")) not in _HARMLESS:
+        raise ValueError(
+            f"{file} describes factors for weights that were changed when they were made (init_lora_weights: "
+            f"{init}): convert them, by path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
     try:
         rank, alpha, targets = int(said["r"]), float(said["lora_alpha"]), said["target_modules"]
     except (KeyError, TypeError, ValueError):

@@ -156,6 +156,8 @@ def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]])
         raise ValueError(f"policy.adapter: {error}") from None
     if not 1 <= adapter.rank <= LARGEST_RANK:
         raise ValueError(f"policy.adapter: {folder} has rank {adapter.rank}, not 1 to {LARGEST_RANK}")
+    if not adapter.alpha:
+        raise ValueError(f"policy.adapter: {folder} has alpha 0, with which its factors change nothing")
     if codes := sorted({entry.dtype for entry in header.entries.values()} - FULL):
         raise ValueError(
             f"policy.adapter: {folder} has quantised factors ({', '.join(codes)}), and training needs full "

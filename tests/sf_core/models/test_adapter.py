@@ -11,6 +11,7 @@ from sf_core.models.adapter import (
     Adapter,
     list_linears,
     make_factors,
+    merge_folders,
     name_factor,
     read_adapter,
     shape_factors,
@@ -149,6 +150,32 @@ def test_what_peft_writes_is_read(model_folders: ModelFolders, tmp_path: Path) -
     assert {name: tensor.shape for name, tensor in load_weights(str(tmp_path)).items()} == shapes
 
 
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal", "pissa", "olora"])
+def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
+    model_folders: ModelFolders, tmp_path: Path, init: bool | str
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folders("llama")
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=init)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings).eval()
+    for name, factor in model.named_parameters():
+        if "lora_B" in name:
+            factor.data += 0.02 * torch.randn(factor.shape, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(str(tmp_path))
+    ids = torch.arange(12)[None] % 50
+    try:
+        merged = merge_folders(folder, str(tmp_path), "float32")
+    except ValueError as refused:
+        assert "init_lora_weights" in str(refused) and init in ("pissa", "olora")
+        return
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    plain.load_state_dict(merged, strict=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     "change,sentence",
     [
@@ -163,6 +190,15 @@ def test_what_peft_writes_is_read(model_folders: ModelFolders, tmp_path: Path) -
         ({"alpha_pattern": {"q_proj": 8}}, "describes an alpha for each layer (alpha_pattern)"),
         ({"rank_pattern": {"q_proj": 8}}, "describes a rank for each layer (rank_pattern)"),
         ({"bias": "all"}, "says that biases are trained (bias: all)"),
+        (
+            {"alora_invocation_tokens": [1, 2]},
+            "describes factors for the tokens after an invocation (aLoRA) (alora_invocation_tokens)",
+        ),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "describes factors for weights that were changed when they were made (init_lora_weights: "
+            "pissa_niter_4): convert them",
+        ),
         ({"peft_type": "IA3"}, "describes an adapter of kind IA3, and only LoRA is trained"),
         ({"target_modules": ".*_proj"}, "names its layers by the pattern '.*_proj'"),
         ({"r": None}, "lacks r, lora_alpha or target_modules"),

@@ -163,6 +163,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "head": (say(target_modules=["lm_head", "q_proj"]), "target lm_head is no linear layer"),
     "rank 0": (say(r=0), "has rank 0, not 1 to 512"),
     "rank 513": (say(r=513), "has rank 513, not 1 to 512"),
+    "alpha 0": (say(lora_alpha=0), "has alpha 0, with which its factors change nothing"),
     "another rank": (
         say(r=3),
         "has shape [2, 32], and policy.model takes [3, 32]: it was made for another mo",
