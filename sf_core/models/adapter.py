@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from storage.files import join, read_bytes
-from storage.tensors.weights import ADAPTER_CONFIG, load_weights
+from storage.tensors.weights import ADAPTER_CONFIG, load_adapter, load_weights
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +223,7 @@ def merge_folders(base: str, adapter: str, dtype: str) -> dict[str, torch.Tensor
     import torch
 
     weights = load_weights(base)
-    merge(weights, load_weights(adapter), read_adapter(adapter).scale, getattr(torch, dtype))
+    merge(weights, load_adapter(adapter), read_adapter(adapter).scale, getattr(torch, dtype))
     return weights
 
 

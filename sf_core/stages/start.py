@@ -34,7 +34,7 @@ from sf_core.training.policy_folder import (
 )
 from storage.files import FileRef, copy_folder, describe, exists, join, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
-from storage.tensors.weights import PICKLES, load_weights, open_weights, save_adapter
+from storage.tensors.weights import PICKLES, load_adapter, open_weights, save_adapter
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def _find_adapter(config: RunConfig, folder: str, *, warmed: bool) -> TrainedAda
 def start_adapter(folder: str, config: RunConfig, trained: TrainedAdapter) -> list[FileRef]:
     """Write the adapter of version 0, which keeps the dtype of the one that is copied; returns its files."""
     source = trained.source
-    factors = make_factors(trained.shapes, config.seed) if source is None else load_weights(source)
+    factors = make_factors(trained.shapes, config.seed) if source is None else load_adapter(source)
     return save_adapter(folder, factors, trained.adapter.encode(config.policy.model or BUILT_IN), 0)
 
 

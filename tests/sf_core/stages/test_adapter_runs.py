@@ -117,6 +117,25 @@ def test_an_adapter_that_was_tuned_before_is_copied_as_it_is(tmp_path: Path, pol
     assert open_weights(run.start_adapter_dir)[0].metadata["version"] == "0"
 
 
+def flip_a_bit(folder: str) -> None:
+    file = Path(folder, "adapter_model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_adapter_is_neither_begun_from_nor_merged(tmp_path: Path, policy_copy: Path) -> None:
+    damaged = r"adapter_model\.safetensors: its tensors differ from those that were written"
+    run, _ = trained(tmp_path, policy_copy, "float32", "float32")
+    flip_a_bit(run.weights_dir(1))
+    with pytest.raises(ValueError, match=damaged):
+        export(run)
+    policy = {"model": str(policy_copy), "adapter": run.weights_dir(1)}
+    following = begin(tmp_path, "next", policy=policy, train={"lora": {}})
+    with pytest.raises(ValueError, match=damaged):
+        started(following)
+
+
 def test_peft_reads_what_the_start_stage_has_written(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     run = begin(tmp_path, train={"lora": {"rank": 3}})
