@@ -267,6 +267,12 @@ def test_the_trained_policy_is_a_model_like_any_other(
     assert snapshot(Path(run.policy_dir)) == before
 
 
+def test_an_adapter_that_is_not_there_is_not_tried(tmp_path: Path) -> None:
+    config = {"policy": {"adapter": str(tmp_path / "nowhere")}, "train": {"lora": {}}}
+    with pytest.raises(ValueError, match=r"policy\.adapter: .*nowhere is no folder of an adapter"):
+        policy_to_try(RunConfig.model_validate(config), tmp_path)
+
+
 def test_a_version_of_an_adapter_is_measured_with_its_policy(tmp_path: Path, policy_copy: Path) -> None:
     run, adapter = trained(tmp_path, policy_copy, "float32", "float32")
     for version in (0, 1):
