@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from storage.files import join, read_bytes
-from storage.tensors.weights import ADAPTER_CONFIG, load_adapter, load_weights
+from storage.tensors.tensor_bytes import find_difference
+from storage.tensors.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_NAME,
+    load_adapter,
+    load_weights,
+    read_adapter_file,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -121,20 +128,30 @@ def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
     return ""
 
 
-def read_version(folder: str, first: Adapter) -> Adapter:
-    """What the folder says of a later version of an adapter. Raises ValueError as `read_adapter`, and if rank
-    or layers are not those of the first version."""
-    adapter = read_adapter(folder)
-    if (adapter.rank, adapter.targets) != (first.rank, first.targets):
-        raise ValueError(
-            f"{join(folder, ADAPTER_CONFIG)} describes {_describe(adapter)}; "
-            f"the adapter that the run began with has {_describe(first)}"
-        )
-    return adapter
+class AdapterVersions:
+    """The versions of the adapter that a run begins with, as engines are given them."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder`: that of version 0. Raises ValueError, one sentence, if no adapter can be read there."""
+        self.first = read_adapter(folder)
+        self._shapes = read_adapter_file(folder)[1].shapes
+
+    def read(self, folder: str) -> bytes:
+        """The file with the factors of a version. Raises ValueError, which names the file, if it is damaged,
+        or if rank, alpha, layers or shapes are not those of version 0."""
+        if (found := read_adapter(folder)) != self.first:
+            raise ValueError(
+                f"{join(folder, ADAPTER_CONFIG)} describes {_describe(found)}; "
+                f"the adapter that the run began with has {_describe(self.first)}"
+            )
+        content, header = read_adapter_file(folder)
+        if fault := find_difference(header.shapes, self._shapes):
+            raise ValueError(f"{join(folder, ADAPTER_NAME)}: {fault}")
+        return content
 
 
 def _describe(adapter: Adapter) -> str:
-    return f"rank {adapter.rank} for {', '.join(adapter.targets)}"
+    return f"rank {adapter.rank} and alpha {adapter.alpha:g} for {', '.join(adapter.targets)}"
 
 
 def list_linears(folder: str) -> dict[str, torch.Size]:
