@@ -27,8 +27,6 @@ from storage.tensors.weights import (
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_RANK = 32
-
 _PREFIX = "base_model.model."
 
 _FACTOR = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.(?P<factor>lora_[AB])\.weight")
@@ -154,21 +152,14 @@ def _describe(adapter: Adapter) -> str:
     return f"rank {adapter.rank} and alpha {adapter.alpha:g} for {', '.join(adapter.targets)}"
 
 
-def list_linears(folder: str) -> dict[str, torch.Size]:
-    """Shapes [width out, width in] of the linear layers in the blocks of a model folder, by their names in
-    transformers. No weights are read."""
-    from transformers import AutoConfig
-
-    return find_linears(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-
-
-def find_linears(config: Any) -> dict[str, torch.Size]:
-    """As `list_linears`, of a configuration of transformers."""
+def list_linears(shape: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """Shapes [width out, width in] of the linear layers in the blocks of a model, by their names in
+    transformers. `shape`: that of the model, named as in Hugging Face's config.json. No weights are read."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), trust_remote_code=False)
     kinds = model._no_split_modules or ()
     return {
         f"{block}.{name}": module.weight.shape
@@ -248,15 +239,12 @@ def merge(
     weights: dict[str, torch.Tensor], factors: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype
 ) -> None:
     """Put what an adapter's factors add into the weights of a model, one after the other: added in float32,
-    and rounded once. Weights and factors count as they are computed with, in this dtype.
-
-    Raises ValueError, one sentence, if the model has no weight by the name of a layer with factors."""
+    and rounded once. Weights and factors count as they are computed with, in this dtype. The start stage has
+    seen that each layer with factors has a weight (`TrainedAdapter.check_merge`)."""
     for name, up in factors.items():
         layer, factor = split_name(name)
         if factor == "lora_A":
             continue
-        if (weight := weights.get(f"{layer}.weight")) is None:
-            raise ValueError(f"the model's files have no {layer}.weight, into which its factors were merged")
-        parts = (weight, up, factors[name_factor(layer, "lora_A")])
+        parts = (weights[f"{layer}.weight"], up, factors[name_factor(layer, "lora_A")])
         own, up, down = (tensor.to(dtype).float() for tensor in parts)
         weights[f"{layer}.weight"] = (own + scale * (up @ down)).to(dtype)

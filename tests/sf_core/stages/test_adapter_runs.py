@@ -14,7 +14,6 @@ from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RunConfig
 from sf_core.models.adapter import (
     Adapter,
-    list_linears,
     make_factors,
     merge,
     name_factor,
@@ -31,6 +30,7 @@ from sf_core.stages.warmstart import configure_warmstart
 from sf_core.training.policy_folder import count_parameters
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import has_weights, load_weights, open_weights, save_adapter, save_weights
+from tests.bench.engines.model_folders import linears_of
 from tests.bench.refusals import check_sentence, snapshot
 from tests.bench.runs import commit, configure
 
@@ -50,7 +50,7 @@ def begin(tmp_path: Path, name: str = "run", **sections: Any) -> RunDirectory:
 def save_tuned(folder: Path, model: Path, rank: int = 2, dtype: str | None = "bfloat16") -> Adapter:
     """An adapter of the model as another program has trained it."""
     adapter = Adapter(rank, 6.0, ("o_proj", "q_proj"))
-    shapes = shape_factors(adapter, list_linears(str(model)))
+    shapes = shape_factors(adapter, linears_of(str(model)))
     factors = {name: torch.randn(*shape) for name, shape in shapes.items()}
     save_adapter(str(folder), factors, adapter.encode("somewhere/else"), 7, dtype)
     return adapter
@@ -60,7 +60,7 @@ def test_an_adapter_is_made_that_changes_nothing_yet(tmp_path: Path) -> None:
     run = begin(tmp_path, train={"lora": {}}, seed=5)
     data = started(run)
     assert started(run) == data
-    adapter, linears = read_adapter(run.start_adapter_dir), list_linears(run.start_dir)
+    adapter, linears = read_adapter(run.start_adapter_dir), linears_of(run.start_dir)
     assert adapter == Adapter(32, 64.0, ALL)
     shapes = shape_factors(adapter, linears)
     factors = load_weights(run.version_dir(0))
