@@ -24,15 +24,7 @@ from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
-from storage.tensors.weights import (
-    ADAPTER_NAME,
-    FILE_NAME,
-    INDEX_NAME,
-    first_file,
-    has_weights,
-    load_weights,
-    pack_weights,
-)
+from storage.tensors.weights import FIRST_NAMES, first_file, has_weights, load_weights, pack_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +63,7 @@ def replay(uri: str, iteration: int) -> Replay:
     packed, folder = pack_weights(weights, trainer.version), directory.weights_dir(trainer.version)
     stored = load_weights(folder) if has_weights(folder) else None
     if stored is None:
-        names = (FILE_NAME, INDEX_NAME, ADAPTER_NAME)
-        written = next(ref.sha256 for ref in train.outputs if ref.uri.endswith(names))
+        written = next(ref.sha256 for ref in train.outputs if ref.uri.endswith(FIRST_NAMES))
         equal, difference = written == hashlib.sha256(b"".join(first_file(packed))).hexdigest(), None
     else:
         equal = packed.digest() == pack_weights(stored, trainer.version).digest()

@@ -46,18 +46,18 @@ class _Index(BaseModel):
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
 
 
-_FIRST_NAMES = (FILE_NAME, INDEX_NAME, ADAPTER_NAME)
+FIRST_NAMES = (FILE_NAME, INDEX_NAME, ADAPTER_NAME)
 """Names of the file that tells which weights a folder has."""
 
 
 def has_weights(folder: str) -> bool:
     """Whether the folder holds complete weights; their content is checked only when they are loaded."""
-    return any(files.exists(files.join(folder, name)) for name in _FIRST_NAMES)
+    return any(files.exists(files.join(folder, name)) for name in FIRST_NAMES)
 
 
 def remove_weights(folder: str) -> None:
     # these first: weights that are removed in part are none
-    for name in _FIRST_NAMES:
+    for name in FIRST_NAMES:
         files.remove(files.join(folder, name))
     files.remove_folder(folder)
 

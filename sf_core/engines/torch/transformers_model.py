@@ -62,18 +62,12 @@ class TransformersModel:
     def take_factors(self, factors: Factors) -> None:
         for adding in self._adding:
             adding.remove()
-        layers = sorted({name.rpartition(".")[0] for name in factors.params})
-        self._adding = [
-            self._model.get_submodule(layer).register_forward_hook(
-                partial(
-                    _add,
-                    LowRank(
-                        factors.params[f"{layer}.{DOWN}"], factors.params[f"{layer}.{UP}"] * factors.scale
-                    ),
-                )
-            )
-            for layer in layers
-        ]
+        self._adding.clear()
+        params = factors.params
+        for layer in sorted({name.rpartition(".")[0] for name in params}):
+            adapter = LowRank(params[f"{layer}.{DOWN}"], params[f"{layer}.{UP}"] * factors.scale)
+            module = self._model.get_submodule(layer)
+            self._adding.append(module.register_forward_hook(partial(_add, adapter)))
 
     def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         self._forward(cache, ids, cache.place(slots, starts, ids.shape[1]))

@@ -182,15 +182,13 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         f", and about {_gb(sizes.activations)} of activations: {_gb(sizes.rank + sizes.activations)} at most"
     )
     activations = peak if sizes.activations else ""
-    held, written, warm = "weights, gradient and moments", "weights", _warm_start(config, train.rate)
-    if sizes.adapter is not None:
-        held, written = "weights that stay, and factors, their gradient and moments", "an adapter"
+    written, warm = "an adapter" if sizes.adapter else "weights", _warm_start(config, train.rate)
     return {
         **({"warm start": warm} if warm else {}),
         **_explain_derived(config, sizes.derived),
         **({} if sizes.adapter is None else {"adapter": _explain_adapter(sizes.adapter)}),
-        "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of {held}"
-        f"{activations}",
+        "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; "
+        f"{ranks}: {_gb(sizes.rank)} of {sizes.held}{activations}",
         "storage": f"each iteration writes {_gb(sizes.version)} of {written}, {_explain_kept(sizes)}; "
         f"a checkpoint, {often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} "
         f"stay{for_good}",

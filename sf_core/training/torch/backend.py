@@ -163,11 +163,9 @@ def _digest_start(run: TrainedRun) -> str:
     """A digest of the weights in the start folder, by the checksums of their files."""
     manifest = run.directory.read_manifest(None, "start")
     assert manifest is not None, "the start must be committed first"
-    weights = [
-        ref for ref in manifest.outputs if ref.uri.endswith(".safetensors") and ref.uri.count("/") == 1
-    ]
-    content = "".join(f"{ref.sha256} {ref.uri}\n" for ref in sorted(weights, key=lambda ref: ref.uri))
-    return hashlib.sha256(content.encode()).hexdigest()
+    files = {ref.uri: ref.sha256 for ref in manifest.outputs if ref.uri.endswith(".safetensors")}
+    weights = [f"{digest} {uri}" for uri, digest in sorted(files.items()) if "/adapter/" not in uri]
+    return hashlib.sha256("\n".join(weights).encode()).hexdigest()
 
 
 def _complete_until(run: TrainedRun, version: int) -> list[int]:

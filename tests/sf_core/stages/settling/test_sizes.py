@@ -212,7 +212,7 @@ def test_the_words_name_what_stays_and_what_is_trained(small_policy: str) -> Non
     train = {"lora": {"rank": 1, "targets": ["q_proj"]}}
     told = explained(configured({"model": small_policy, "dtype": "float32"}, train=train))
     assert told["adapter"] == "64 parameters are trained, factors of rank 1 (alpha 2) of q_proj; made anew"
-    assert "of weights that stay, and factors, their gradient and moments" in told["memory"]
+    assert "of the policy's weights, and the factors, their gradient and Adam's moments" in told["memory"]
     assert "of an adapter, which all stay; a checkpoint, each iteration" in told["storage"]
     tight = [Worker("t0", TRAIN, memory=1)]
     with pytest.raises(ValueError) as refused:
