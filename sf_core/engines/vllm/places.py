@@ -23,7 +23,9 @@ _LOOK_EVERY_S = 0.1
 
 class ServerOrigin:
     sleep_level = 0
-    """How the server gives its memory back, as vLLM counts; 0: it keeps it."""
+    """How the server gives its memory back, as vLLM counts; 0: it cannot."""
+    ends_at_rest = False
+    """Whether it is ended to have memory of a device back."""
 
     def locate(self, weights: WeightsRef, folder: str) -> str:
         """The folder in which the server finds what is in `folder` here. Raises ValueError."""
@@ -55,6 +57,7 @@ class OwnServer(ServerOrigin):
         """`arguments`: those of `make_arguments`."""
         self._model_dir, self._arguments = model_dir, arguments
         self._on_cpu, self.sleep_level = on_cpu, sleep_level
+        self.ends_at_rest = not on_cpu and not sleep_level
         self._server: VllmServer | None = None
 
     def locate(self, weights: WeightsRef, folder: str) -> str:

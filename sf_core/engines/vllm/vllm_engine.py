@@ -77,8 +77,8 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
 
 
 class VllmEngine:
-    """An engine of the server at a place. On the CPU, and with adapters, its memory stays taken at rest. What
-    happens is told and not raised, also by its methods."""
+    """An engine of the server at a place. At rest a server on the CPU keeps its memory; one on a GPU sleeps,
+    or ends if it is given adapters. What happens is told and not raised, also by its methods."""
 
     def __init__(
         self,
@@ -184,7 +184,9 @@ class VllmEngine:
             if self._client is None:
                 return self._place.leave_start()
             await self._end_streams(self._streaming, self._client.pause("abort"))
-            if self._place.sleep_level and not self._asleep:
+            if self._place.ends_at_rest:
+                self._reset()
+            elif self._place.sleep_level and not self._asleep:
                 await self._client.sleep(self._place.sleep_level)
                 self._asleep = True
                 if self._place.sleep_level == 2:

@@ -19,6 +19,7 @@ from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
+from sf_core.engines.vllm.places import AdoptedServer, OwnServer
 from sf_core.engines.vllm.server import make_adapter_arguments, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.models.adapter import Adapter, name_factor
@@ -237,6 +238,15 @@ def test_a_server_is_for_the_lowest_of_vllms_ranks_that_is_enough(rank: int) -> 
     assert f"--max-lora-rank={min(k for k in known if k >= rank)}" in make_adapter_arguments(rank)
 
 
+@pytest.mark.parametrize(
+    ("on_cpu", "sleep_level", "ends"), [(False, 0, True), (True, 0, False), (False, 2, False)]
+)
+def test_a_server_ends_at_rest_if_it_holds_a_gpu_and_cannot_sleep(
+    on_cpu: bool, sleep_level: int, ends: bool
+) -> None:
+    assert OwnServer("model", [], on_cpu=on_cpu, sleep_level=sleep_level).ends_at_rest == ends
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_server_with_adapters_never_sleeps_and_one_without_is_started_as_before(on_cpu: bool) -> None:
     def made(rank: int | None) -> list[str]:
@@ -335,6 +345,21 @@ class TestAdapters(ServingTests):
             engine.submit(self.request("r"))
             with pytest.raises(EngineLostError, match="404"):
                 drain(engine)
+            awake(engine, self.weights(1))
+            engine.submit(self.request("r"))
+            self.check_tokens(drain(engine))
+
+    def test_a_server_that_cannot_sleep_gives_its_gpu_back_by_its_end(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        place = AdoptedServer
+        monkeypatch.setattr(place, "ends_at_rest", True, raising=False)
+        # a server that is started again knows no adapters
+        monkeypatch.setattr(place, "leave", lambda _: self.fake.adapters.clear())
+        with self.serve() as engine:
+            awake(engine, self.weights(1))
+            engine.rest()
+            assert not self.fake.adapters
             awake(engine, self.weights(1))
             engine.submit(self.request("r"))
             self.check_tokens(drain(engine))
