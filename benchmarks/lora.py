@@ -52,7 +52,7 @@ from sf_core.config import PolicyConfig, RunConfig
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake
-from sf_core.models.adapter import Adapter, find_linears, shape_factors
+from sf_core.models.adapter import Adapter, list_linears, shape_factors
 from sf_core.training.packing import Microbatch, read_rows, share
 from sf_core.training.torch.trained_model import AdamSettings
 from sf_core.types import WeightsRef
@@ -125,7 +125,7 @@ def main(
 def sizes(model: PreTrainedConfig, adapter: Adapter | None) -> dict[str, int]:
     """Bytes of the file of a version, and of a checkpoint's shard on one rank."""
     if adapter is not None:
-        shapes = dict(shape_factors(adapter, find_linears(model)))
+        shapes = dict(shape_factors(adapter, list_linears(model.to_dict())))
     else:
         with torch.device("meta"):
             made: Any = AutoModelForCausalLM.from_config(model)

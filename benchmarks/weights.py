@@ -45,6 +45,7 @@ from sf_core.models.builtin import make_policy
 from sf_core.models.decoder import DecoderSpec, decoder_spec, fuse
 from sf_core.models.projections import fastest
 from sf_core.surroundings import vllm_python
+from sf_core.training.policy_folder import read_model_config
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
@@ -97,7 +98,7 @@ def store_start(run: RunDirectory, policy: PolicyConfig, adapter: Adapter | None
     weights = {name: scaled(tensor) for name, tensor in load_weights(run.start_dir).items()}
     save_weights(run.start_dir, weights, 0, policy.dtype_name)
     if adapter is not None:
-        factors = make_factors(shape_factors(adapter, list_linears(run.start_dir)), seed=0)
+        factors = make_factors(shape_factors(adapter, list_linears(read_model_config(run.start_dir))), seed=0)
         save_adapter(run.start_adapter_dir, factors, adapter.encode(run.start_dir), 0)
 
 

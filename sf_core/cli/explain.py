@@ -120,9 +120,10 @@ def _pipeline(plan: Plan, config: RunConfig) -> str:
     trainers, others = ", ".join(plan.trainers), ", ".join(plan.rollout)
     lending = "train steps and rollout in turn" if plan.lent else "train steps only"
     meanwhile = f"; {others}: rollout{', during train steps too' if config.overlap else ''}" if others else ""
-    reason = "rollout.overlap, as vLLM with train.lora lends no trainer"
-    reason = "tags and rollout.overlap" if lends(config) is None else reason
-    named = config.pipeline or f"{_name(plan, config.overlap)} by {reason}"
+    decides = "tags and rollout.overlap"
+    if lends(config) is False:
+        decides = "rollout.overlap, as vLLM with train.lora lends no trainer"
+    named = config.pipeline or f"{_name(plan, config.overlap)} by {decides}"
     return f"{named}; {trainers}: {lending}{meanwhile}"
 
 

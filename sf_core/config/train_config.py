@@ -53,10 +53,14 @@ def interval_for(parameters: int) -> int:
     return 1 if CHECKPOINT_BYTES * parameters < SMALL_CHECKPOINT else 10
 
 
+LARGEST_RANK = 512
+"""Highest rank of an adapter; vLLM takes no higher one."""
+
+
 class LoraConfig(Settings):
     """A low-rank adapter (Hu et al. 2021), which is trained while the policy's own weights stay."""
 
-    rank: int | None = Field(None, ge=1, le=512)
+    rank: int | None = Field(None, ge=1, le=LARGEST_RANK)
     """Rank of the two factors of each layer. Empty: that of `policy.adapter`, or 32."""
     alpha: float | None = Field(None, gt=0)
     """What the factors add is multiplied by alpha / rank. Empty: that of `policy.adapter`, or twice the

@@ -15,12 +15,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from storage.files import join, read_bytes
-from storage.tensors.weights import ADAPTER_CONFIG, load_weights
+from storage.tensors.tensor_bytes import find_difference
+from storage.tensors.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_NAME,
+    load_adapter,
+    load_weights,
+    read_adapter_file,
+)
 
 if TYPE_CHECKING:
     import torch
-
-DEFAULT_RANK = 32
 
 _PREFIX = "base_model.model."
 
@@ -72,7 +77,12 @@ _UNKNOWN = {
     "exclude_modules": "excluded modules",
     "trainable_token_indices": "embeddings of tokens",
     "target_parameters": "parameters that are no linear layers",
+    "alora_invocation_tokens": "factors for the tokens after an invocation (aLoRA)",
 }
+
+_HARMLESS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the model's own weights as they are. PiSSA and others change
+them, and the factors are for the changed ones."""
 
 
 def read_adapter(folder: str) -> Adapter:
@@ -92,6 +102,11 @@ def read_adapter(folder: str) -> Adapter:
             raise ValueError(
                 f"{file} describes {what} ({key}), which is not trained here{_tell_way_out(said, key)}"
             )
+    if (init := said.get("init_lora_weights")) not in _HARMLESS:
+        raise ValueError(
+            f"{file} describes factors for weights that were changed when they were made (init_lora_weights: "
+            f"{init}): convert them, by path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
     try:
         rank, alpha, targets = int(said["r"]), float(said["lora_alpha"]), said["target_modules"]
     except (KeyError, TypeError, ValueError):
@@ -111,37 +126,40 @@ def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
     return ""
 
 
-def read_version(folder: str, first: Adapter) -> Adapter:
-    """What the folder says of a later version of an adapter. Raises ValueError as `read_adapter`, and if rank
-    or layers are not those of the first version."""
-    adapter = read_adapter(folder)
-    if (adapter.rank, adapter.targets) != (first.rank, first.targets):
-        raise ValueError(
-            f"{join(folder, ADAPTER_CONFIG)} describes {_describe(adapter)}; "
-            f"the adapter that the run began with has {_describe(first)}"
-        )
-    return adapter
+class AdapterVersions:
+    """The versions of the adapter that a run begins with, as engines are given them."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder`: that of version 0. Raises ValueError, one sentence, if no adapter can be read there."""
+        self.first = read_adapter(folder)
+        self._shapes = read_adapter_file(folder)[1].shapes
+
+    def read(self, folder: str) -> bytes:
+        """The file with the factors of a version. Raises ValueError, which names the file, if it is damaged,
+        or if rank, alpha, layers or shapes are not those of version 0."""
+        if (found := read_adapter(folder)) != self.first:
+            raise ValueError(
+                f"{join(folder, ADAPTER_CONFIG)} describes {_describe(found)}; "
+                f"the adapter that the run began with has {_describe(self.first)}"
+            )
+        content, header = read_adapter_file(folder)
+        if fault := find_difference(header.shapes, self._shapes):
+            raise ValueError(f"{join(folder, ADAPTER_NAME)}: {fault}")
+        return content
 
 
 def _describe(adapter: Adapter) -> str:
-    return f"rank {adapter.rank} for {', '.join(adapter.targets)}"
+    return f"rank {adapter.rank} and alpha {adapter.alpha:g} for {', '.join(adapter.targets)}"
 
 
-def list_linears(folder: str) -> dict[str, torch.Size]:
-    """Shapes [width out, width in] of the linear layers in the blocks of a model folder, by their names in
-    transformers. No weights are read."""
-    from transformers import AutoConfig
-
-    return find_linears(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-
-
-def find_linears(config: Any) -> dict[str, torch.Size]:
-    """As `list_linears`, of a configuration of transformers."""
+def list_linears(shape: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """Shapes [width out, width in] of the linear layers in the blocks of a model, by their names in
+    transformers. `shape`: that of the model, named as in Hugging Face's config.json. No weights are read."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), trust_remote_code=False)
     kinds = model._no_split_modules or ()
     return {
         f"{block}.{name}": module.weight.shape
@@ -213,7 +231,7 @@ def merge_folders(base: str, adapter: str, dtype: str) -> dict[str, torch.Tensor
     import torch
 
     weights = load_weights(base)
-    merge(weights, load_weights(adapter), read_adapter(adapter).scale, getattr(torch, dtype))
+    merge(weights, load_adapter(adapter), read_adapter(adapter).scale, getattr(torch, dtype))
     return weights
 
 
@@ -221,15 +239,12 @@ def merge(
     weights: dict[str, torch.Tensor], factors: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype
 ) -> None:
     """Put what an adapter's factors add into the weights of a model, one after the other: added in float32,
-    and rounded once. Weights and factors count as they are computed with, in this dtype.
-
-    Raises ValueError, one sentence, if the model has no weight by the name of a layer with factors."""
+    and rounded once. Weights and factors count as they are computed with, in this dtype. The start stage has
+    seen that each layer with factors has a weight (`TrainedAdapter.check_merge`)."""
     for name, up in factors.items():
         layer, factor = split_name(name)
         if factor == "lora_A":
             continue
-        if (weight := weights.get(f"{layer}.weight")) is None:
-            raise ValueError(f"the model's files have no {layer}.weight, into which its factors were merged")
-        parts = (weight, up, factors[name_factor(layer, "lora_A")])
+        parts = (weights[f"{layer}.weight"], up, factors[name_factor(layer, "lora_A")])
         own, up, down = (tensor.to(dtype).float() for tensor in parts)
         weights[f"{layer}.weight"] = (own + scale * (up @ down)).to(dtype)

@@ -106,13 +106,14 @@ def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
     are too few for trainers and engines."""
     workers = config.cluster.workers
     share = [name for name, w in workers.items() if w.device is None and COMPUTING & {*w.tags}]
-    if num_gpus == 1 and share and _keeps_engines_apart(config):
+    is_apart = _keeps_engines_apart(config)
+    if num_gpus == 1 and share and is_apart and config.engine.vllm.url is None:
         raise ValueError(
             "engine.kind vllm with train.lora needs a GPU beside the trainer's, and this machine has one: "
             "leave engine.kind out, as a single GPU samples an adapter with the built-in engine"
         )
     is_default = workers == ClusterConfig().workers
-    if is_default and num_gpus == 1 and config.pipeline in (None, "colocated"):
+    if is_default and num_gpus == 1 and config.pipeline in (None, "colocated") and not is_apart:
         workers = {name: worker for name, worker in workers.items() if name != "r0"}
     named = {worker.device for worker in workers.values()}
     free = [device for n in range(num_gpus) if (device := f"cuda:{n}") not in named]

@@ -18,11 +18,11 @@ from sf_core.config import RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.environments.environment import Environment
 from sf_core.environments.registry import environment_of
-from sf_core.models.adapter import make_factors
+from sf_core.models.adapter import list_linears, make_factors
 from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import derive, values_of
-from sf_core.stages.settling.lora import TrainedAdapter, find_adapter, list_linears_of
+from sf_core.stages.settling.lora import TrainedAdapter, find_adapter
 from sf_core.stages.settling.start_folder import start_fault
 from sf_core.stages.warmstart import copy_warmed, find_warmed
 from sf_core.surroundings import cache_dir
@@ -34,7 +34,7 @@ from sf_core.training.policy_folder import (
 )
 from storage.files import FileRef, copy_folder, describe, exists, join, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
-from storage.tensors.weights import PICKLES, load_weights, open_weights, save_adapter
+from storage.tensors.weights import PICKLES, load_adapter, open_weights, save_adapter
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _find_adapter(config: RunConfig, folder: str, *, warmed: bool) -> TrainedAda
     if warmed:
         made = find_warmed(RunDirectory(config.run_dir).warmstart_dir)
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"adapter": made})})
-    trained = find_adapter(config, list_linears_of(read_model_config(folder)))
+    trained = find_adapter(config, list_linears(read_model_config(folder)))
     trained.check_merge(open_weights(folder)[0].entries)
     return trained
 
@@ -109,7 +109,7 @@ def _find_adapter(config: RunConfig, folder: str, *, warmed: bool) -> TrainedAda
 def start_adapter(folder: str, config: RunConfig, trained: TrainedAdapter) -> list[FileRef]:
     """Write the adapter of version 0, which keeps the dtype of the one that is copied; returns its files."""
     source = trained.source
-    factors = make_factors(trained.shapes, config.seed) if source is None else load_weights(source)
+    factors = make_factors(trained.shapes, config.seed) if source is None else load_adapter(source)
     return save_adapter(folder, factors, trained.adapter.encode(config.policy.model or BUILT_IN), 0)
 
 

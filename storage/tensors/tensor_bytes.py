@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from os import SEEK_END
@@ -47,6 +47,10 @@ class Header:
     def data_bytes(self) -> int:
         return max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
     def encode(self) -> bytes:
         """The header as it stands in a file. Equal headers give equal bytes."""
         content = {METADATA: dict(sorted(self.metadata.items()))}
@@ -54,6 +58,21 @@ class Header:
         text = json.dumps(content, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
+
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def find_difference(got: Shapes, expected: Shapes) -> str | None:
+    """In which names or shapes of tensors these differ, in words; None if in none."""
+    if missing := sorted(expected.keys() - got.keys()):
+        return f"{missing[0]!r} is not there ({len(missing)} tensors missing)"
+    if unknown := sorted(got.keys() - expected.keys()):
+        return f"{unknown[0]!r} is not of this model ({len(unknown)} tensors)"
+    for name, shape in got.items():
+        if [*shape] != [*expected[name]]:
+            return f"{name!r} has shape {[*shape]}; expected {[*expected[name]]}"
+    return None
 
 
 def read_header(uri: str, file: BinaryIO) -> Header:

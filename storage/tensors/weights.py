@@ -77,11 +77,8 @@ def save_adapter(
 ) -> list[FileRef]:
     """Write an adapter into the folder: its factors, in this dtype of torch or their own, and the content of
     its `adapter_config.json`. The first file returned tells which weights these are."""
-    from storage.tensors.torch_bytes import TorchTensors
-
     about = files.write_atomic(files.join(folder, ADAPTER_CONFIG), config)
-    packed = _as_version(pack(TorchTensors(factors, dtype)), version)
-    return [save_packed(files.join(folder, ADAPTER_NAME), packed), about]
+    return [save_packed(files.join(folder, ADAPTER_NAME), pack_weights(factors, version, dtype)), about]
 
 
 def pack_weights(tensors: Mapping[str, torch.Tensor], version: int, dtype: str | None = None) -> TensorBytes:

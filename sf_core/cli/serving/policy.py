@@ -56,7 +56,7 @@ def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
 
 def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
     start, about = _start_of(config, scratch)
-    sizes = PolicySizes.of(config)
+    sizes = PolicySizes.of(config, by_a_worker=False)
     config = config.fill(values_of(derive(config))) if sizes is None else sizes.config
     weights = start
     if sizes is not None:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
+from safetensors.torch import load
 
-from sf_core.engines.torch.params import check_shapes
-from sf_core.models.adapter import (
-    Adapter,
-    list_linears,
-    read_adapter,
-    read_version,
-    shape_factors,
-    split_name,
-)
-from storage.files import local_folder
-from storage.tensors.weights import WEIGHT_FILES, load_adapter
+from sf_core.models.adapter import AdapterVersions, split_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +20,8 @@ class Factors:
     """What their product is multiplied by."""
 
 
-class Adapters:
-    """Reads the versions of the adapter that a run starts from."""
-
-    def __init__(self, model_dir: str, start_dir: str, dtype: torch.dtype, device: torch.device) -> None:
-        self._model_dir, self._start_dir = model_dir, start_dir
-        self._dtype, self._device = dtype, device
-
-    @cached_property
-    def _start(self) -> tuple[Adapter, dict[str, torch.Size]]:
-        """The adapter of version 0, and the shapes that its factors have in this model."""
-        adapter = read_adapter(self._start_dir)
-        return adapter, shape_factors(adapter, list_linears(local_folder(self._model_dir, WEIGHT_FILES)))
-
-    def read(self, folder: str) -> Factors:
-        """The factors in the folder of a version. Raises ValueError if they are damaged, or if their rank,
-        layers or shapes are not those of version 0 and of the model."""
-        first, shapes = self._start
-        adapter = read_version(folder, first)
-        stored = load_adapter(folder)
-        check_shapes({name: factor.shape for name, factor in stored.items()}, shapes)
-        params = {
-            ".".join(split_name(name)): factor.to(self._device, self._dtype)
-            for name, factor in stored.items()
-        }
-        return Factors(params, adapter.scale)
+def read_factors(versions: AdapterVersions, folder: str, dtype: torch.dtype, device: torch.device) -> Factors:
+    """The factors in the folder of a version. Raises ValueError as `AdapterVersions.read`."""
+    stored = load(versions.read(folder))
+    params = {".".join(split_name(name)): factor.to(device, dtype) for name, factor in stored.items()}
+    return Factors(params, versions.first.scale)

@@ -12,9 +12,10 @@ import psutil
 import torch
 
 from sf_core.engines.host_weights import HostWeights
-from sf_core.engines.torch.adapters import Adapters, Factors
+from sf_core.engines.torch.adapters import Factors, read_factors
 from sf_core.engines.torch.cached_model import CachedModel, open_model
 from sf_core.engines.torch.params import CopiedParams, read_params
+from sf_core.models.adapter import AdapterVersions
 from sf_core.types import WeightsRef
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
@@ -53,7 +54,7 @@ class Loader:
         """`adapter_dir`: folder of the adapter whose versions are the weights. None: they are the model's."""
         self._model_dir, self._context_length = model_dir, context_length
         self._dtype, self._device = dtype, device
-        self._adapters = None if adapter_dir is None else Adapters(model_dir, adapter_dir, dtype, device)
+        self._adapters = None if adapter_dir is None else AdapterVersions(adapter_dir)
         self._host = HostWeights()
         # a new thread would not take over how many threads compute
         self._thread = ThreadPoolExecutor(
@@ -99,11 +100,14 @@ class Loader:
                 raise _CancelledError
 
         check()
-        factors = None if self._adapters is None else self._adapters.read(weights.uri)
-        if factors is not None and like is not None:
-            return Arrival(weights.version, None, factors)
+        factors, whole = None, weights
+        if self._adapters is not None:
+            factors = read_factors(self._adapters, weights.uri, self._dtype, self._device)
+            if like is not None:
+                return Arrival(weights.version, None, factors)
+            whole = WeightsRef(0, self._model_dir)
         check()
-        folder = self._host.fetch(weights if factors is None else WeightsRef(0, self._model_dir))
+        folder = self._host.fetch(whole)
         check()
         if like is None:
             model = open_model(

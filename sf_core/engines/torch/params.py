@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from safetensors import safe_open
 
+from storage.tensors.tensor_bytes import find_difference
 from storage.tensors.weights import FILE_NAME
 
 
@@ -53,16 +54,7 @@ def read_params(
 ) -> CopiedParams:
     """The parameters in a local folder. Raises ValueError if their names and shapes are not these."""
     file = safe_open(os.path.join(folder, FILE_NAME), "pt")
-    check_shapes({name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}, shapes)  # noqa: SIM118
+    found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    if fault := find_difference(found, shapes):
+        raise ValueError(f"the weights are of another model: {fault}")
     return CopiedParams(shapes, file.get_tensor, dtype, device, check)
-
-
-def check_shapes(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
-    """Raises ValueError if the weights' names and shapes are not the expected ones."""
-    if missing := sorted(expected.keys() - got.keys()):
-        raise ValueError(f"weights lack {missing[0]!r} ({len(missing)} tensors missing)")
-    if unknown := sorted(got.keys() - expected.keys()):
-        raise ValueError(f"weights have {unknown[0]!r}, unknown to the model ({len(unknown)} tensors)")
-    for name, shape in got.items():
-        if shape != expected[name]:
-            raise ValueError(f"weights have {name!r} of shape {[*shape]}; expected {[*expected[name]]}")

@@ -15,13 +15,13 @@ from typing import Any
 
 from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.vllm.client import VllmClient
-from sf_core.engines.vllm.policy_folder import PolicyFolder, find_difference
+from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import MOST_ADAPTERS, make_adapter_arguments
-from sf_core.models.adapter import read_adapter, read_version
+from sf_core.models.adapter import AdapterVersions
 from sf_core.types import WeightsRef
 from storage.files import join, read_bytes
 from storage.scratch import scratch_folder
-from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME, open_weights, read_adapter_file
+from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME
 
 _NAMES = "policy."
 """How the names of adapters begin."""
@@ -91,8 +91,7 @@ class Adapters(Delivery):
     def __init__(self, start_dir: str, policy: PolicyFolder | None) -> None:
         """`policy` is given the base before a server is started; None: one that has it is adopted."""
         self._start_dir, self._policy = start_dir, policy
-        start = join(start_dir, "adapter")
-        self._about, self._entries = read_adapter(start), open_weights(start)[0].entries
+        self._versions = AdapterVersions(join(start_dir, "adapter"))
         self._base: HostWeights | None = None
         """The base until a server has it."""
         self._is_started = False
@@ -106,7 +105,7 @@ class Adapters(Delivery):
 
     @property
     def rank(self) -> int:
-        return self._about.rank
+        return self._versions.first.rank
 
     def fetch(self, weights: WeightsRef) -> str:
         if self._policy is not None and self._base is None and not self._is_started:
@@ -161,12 +160,8 @@ class Adapters(Delivery):
             self._base.close()
 
     def _copy(self, uri: str) -> str:
-        """A folder with a copy of the adapter. Raises ValueError, which names the file, if it is damaged or
-        of another shape than that of version 0."""
-        read_version(uri, self._about)
-        content, header = read_adapter_file(uri)
-        if fault := find_difference(header.entries, self._entries):
-            raise ValueError(f"{join(uri, ADAPTER_NAME)}: {fault}")
+        """A folder with a copy of the adapter. Raises ValueError as `AdapterVersions.read`."""
+        content = self._versions.read(uri)
         folder = tempfile.mkdtemp(dir=self._copies.name)
         Path(folder, ADAPTER_NAME).write_bytes(content)
         Path(folder, ADAPTER_CONFIG).write_bytes(read_bytes(join(uri, ADAPTER_CONFIG)))

@@ -7,7 +7,6 @@ Reads headers of safetensors files only; imports no tensor library.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from os import SEEK_CUR
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 from sf_core.models.cache_size import cache_bytes
 from storage.files import exists, join, read_bytes
 from storage.scratch import scratch_folder
-from storage.tensors.tensor_bytes import Entry, Header, read_header
+from storage.tensors.tensor_bytes import Entry, Header, Shapes, find_difference, read_header
 from storage.tensors.weights import FILE_NAME, INDEX_NAME
 
 TOKENIZER = "tokenizer.json"
@@ -46,8 +45,8 @@ class PolicyFolder:
         tokenizer = join(start_dir, TOKENIZER)
         if exists(tokenizer):
             Path(self.path, TOKENIZER).write_bytes(read_bytes(tokenizer))
-        self._entries: dict[str, Entry] = {}
-        """Tensors of the weights taken last."""
+        self._shapes: Shapes = {}
+        """Those of the tensors of the weights taken last."""
 
     def read_tokenizer(self) -> bytes:
         """Raises FileNotFoundError if the policy has none."""
@@ -60,7 +59,7 @@ class PolicyFolder:
     @property
     def has_head(self) -> bool:
         """Whether the weights taken last have a head of their own."""
-        return _HEAD in self._entries
+        return _HEAD in self._shapes
 
     def kv_bytes(self, max_running: int, context_length: int) -> int:
         """Memory for the KV of so many requests."""
@@ -75,18 +74,18 @@ class PolicyFolder:
         out half-way."""
         path = join(folder, FILE_NAME)
         with open(path, "rb") as file:
-            entries = read_header(path, file).entries
-            if self._entries and (fault := find_difference(entries, self._entries)):
+            header = read_header(path, file)
+            if self._shapes and (fault := find_difference(header.shapes, self._shapes)):
                 raise ValueError(f"{path}: {fault}")
             config = self.config
-            if self._untied and _HEAD not in entries:
-                self._write_head(path, file, entries)
+            if self._untied and _HEAD not in header.entries:
+                self._write_head(path, file, header.entries)
                 config = config | {"tie_word_embeddings": False}
         link = Path(self.path, FILE_NAME)
         link.unlink(missing_ok=True)
         link.symlink_to(path)
         Path(self.path, "config.json").write_text(json.dumps(config))
-        self._entries = entries
+        self._shapes = header.shapes
 
     def _write_head(self, path: str, file: BinaryIO, entries: dict[str, Entry]) -> None:
         """Write the embedding as the head, into a file of its own, and an index of the two. The file is read
@@ -103,15 +102,3 @@ class PolicyFolder:
         Path(self.path, _HEAD_FILE).write_bytes(head.encode() + file.read(end - begin))
         files = dict.fromkeys(entries, FILE_NAME) | {_HEAD: _HEAD_FILE}
         Path(self.path, INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
-
-
-def find_difference(got: Mapping[str, Entry], expected: Mapping[str, Entry]) -> str | None:
-    """In which names or shapes of tensors these differ; None if in none."""
-    if missing := sorted(expected.keys() - got.keys()):
-        return f"{missing[0]!r} is not there ({len(missing)} tensors missing)"
-    if unknown := sorted(got.keys() - expected.keys()):
-        return f"{unknown[0]!r} is not of this model ({len(unknown)} tensors)"
-    for name, entry in got.items():
-        if entry.shape != expected[name].shape:
-            return f"{name!r} has shape {[*entry.shape]}; expected {[*expected[name].shape]}"
-    return None

@@ -10,23 +10,20 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.pipelines import PIPELINES
-from sf_core.config.train_config import LoraConfig
+from sf_core.config.train_config import LARGEST_RANK, LoraConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.models.adapter import (
-    DEFAULT_RANK,
     Adapter,
-    find_linears,
     read_adapter,
     shape_factors,
     split_name,
 )
 from sf_core.training.policy_folder import FULL
 from storage.files import exists, join
+from storage.tensors.tensor_bytes import find_difference
 from storage.tensors.weights import ADAPTER_CONFIG, ADAPTER_NAME, open_weights
 
-LARGEST_RANK = 512
-
-_OF_ANOTHER = "it was made for another model"
+DEFAULT_RANK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +114,6 @@ def find_adapter(config: RunConfig, linears: Mapping[str, tuple[int, ...]]) -> T
     return _read(lora, folder, linears)
 
 
-def list_linears_of(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the linear layers in the blocks of a model of this shape, which is named as in Hugging Face's
-    config.json."""
-    from transformers import AutoConfig
-
-    return {name: tuple(size) for name, size in find_linears(AutoConfig.for_model(**shape)).items()}
-
-
 def _choose(lora: LoraConfig, linears: Mapping[str, tuple[int, ...]]) -> Adapter:
     targets = lora.targets or {layer.rpartition(".")[2] for layer in linears}
     if not targets:
@@ -156,6 +145,8 @@ def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]])
         raise ValueError(f"policy.adapter: {error}") from None
     if not 1 <= adapter.rank <= LARGEST_RANK:
         raise ValueError(f"policy.adapter: {folder} has rank {adapter.rank}, not 1 to {LARGEST_RANK}")
+    if not adapter.alpha:
+        raise ValueError(f"policy.adapter: {folder} has alpha 0, with which its factors change nothing")
     if codes := sorted({entry.dtype for entry in header.entries.values()} - FULL):
         raise ValueError(
             f"policy.adapter: {folder} has quantised factors ({', '.join(codes)}), and training needs full "
@@ -169,16 +160,8 @@ def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]])
                 f"train.lora.{name} out"
             )
     found = shape_adapter(adapter, linears, "policy.adapter", folder)
-    stored = {name: entry.shape for name, entry in header.entries.items()}
-    if odd := sorted(stored.keys() ^ found.shapes.keys()):
-        which = "has" if odd[0] in stored else "lacks"
-        raise ValueError(f"policy.adapter: {folder} {which} the factor {odd[0]}: {_OF_ANOTHER}")
-    for name, shape in found.shapes.items():
-        if stored[name] != tuple(shape):
-            raise ValueError(
-                f"policy.adapter: the factor {name} in {folder} has shape {list(stored[name])}, and "
-                f"policy.model takes {list(shape)}: {_OF_ANOTHER}"
-            )
+    if fault := find_difference(header.shapes, found.shapes):
+        raise ValueError(f"policy.adapter: {folder} was made for another model than policy.model: {fault}")
     return found
 
 

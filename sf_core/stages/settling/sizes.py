@@ -56,23 +56,23 @@ class PolicySizes:
     """The settings with those values."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> PolicySizes | None:
+    def of(cls, config: RunConfig, *, by_a_worker: bool = True) -> PolicySizes | None:
         """None if the policy or its adapter is only on a worker, or nothing is computed. Raises ValueError if
-        they cannot be used."""
+        they cannot be used. `by_a_worker`: their folders may exist only on a worker."""
         if not engine_kind(config).runs_policy:
             return None
         policy, folder = config.policy, None
         if policy.model is None:
             parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
             shape = name_built_in_shape(config)
-        elif (folder := folder_to_start_from(config, by_a_worker=True)) is not None:
+        elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
             parameters = count_parameters(folder)
             shape = read_model_config(folder)
         else:
             return None
         adapter = None
         if config.train.lora is not None:
-            adapter = adapter_to_start_from(config, shape, by_a_worker=True)
+            adapter = adapter_to_start_from(config, shape, by_a_worker)
             if adapter is None:
                 return None
         derived = derive(config, parameters, folder, first_prompts(config), adapter)

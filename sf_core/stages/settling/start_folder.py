@@ -10,7 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.registry import engine_kind
-from sf_core.models.adapter import read_adapter
+from sf_core.models.adapter import list_linears, read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
 from sf_core.scheduling.cluster import scheduler_of
@@ -19,7 +19,6 @@ from sf_core.stages.settling.lora import (
     check_lora,
     check_peft,
     find_adapter,
-    list_linears_of,
     shape_adapter,
 )
 from sf_core.stages.settling.stored_config import has_started
@@ -96,7 +95,7 @@ def adapter_to_start_from(
 ) -> TrainedAdapter | None:
     """The run's own adapter, else that with which it begins, for a policy of this shape; None if that is only
     on the worker. Raises ValueError if it cannot be trained."""
-    linears, folder = list_linears_of(shape), config.policy.adapter
+    linears, folder = list_linears(shape), config.policy.adapter
     if has_started(config) and has_weights(own := RunDirectory(config.run_dir).start_adapter_dir):
         return shape_adapter(read_adapter(own), linears, "train.lora")
     if folder is not None and by_a_worker and not Path(folder).is_dir():

@@ -115,9 +115,9 @@ class ModelTrainer:
     def _prepare_batch(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss]:
         """The rows of a batch with what they teach, and the policy's part of their loss."""
         rows, config = read_rows(batch), self.config
-        if not config.needs | config.loss.needs:
+        if not (needs := config.needs | config.loss.needs):
             return rows, config.loss.policy
-        if self.device == "cpu" and "reference" in config.needs | config.loss.needs:
+        if self._base and self.device == "cpu" and "reference" in needs:
             # a checkpoint that is being stored reads the factors that those of a reference stand in for
             self.await_checkpoint()
         scores = scores_of(

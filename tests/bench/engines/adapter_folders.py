@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from sf_core.models.adapter import (
     Adapter,
-    list_linears,
     make_factors,
     name_factor,
     shape_factors,
     split_name,
 )
 from storage.tensors.weights import save_adapter
-from tests.bench.engines.model_folders import ModelFolders
+from tests.bench.engines.model_folders import ModelFolders, linears_of
 
 RANK, ALPHA = 4, 6.0
 
@@ -89,4 +88,4 @@ class AdapterFolders:
 
     @lru_cache  # noqa: B019
     def _linears(self, kind: str) -> dict[str, torch.Size]:
-        return list_linears(self._models(kind))
+        return linears_of(self._models(kind))

@@ -17,6 +17,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from sf_core.models.adapter import list_linears
+from sf_core.training.policy_folder import read_model_config
+
 CONTROL = ["<end>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 TEXT = [*'0123456789abcdefghijklmnopqrstuvwxyz{}[]:,. -\n"_\\/', '{"', '":', ", ", '"}', "tr"]
@@ -57,6 +60,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3),
 }
+
+
+def linears_of(folder: str) -> dict[str, torch.Size]:
+    """Shapes of the linear layers in the blocks of a model folder."""
+    return list_linears(read_model_config(folder))
 
 
 class ModelFolders:

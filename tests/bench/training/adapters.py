@@ -12,13 +12,14 @@ import torch
 
 from sf_core.config import TrainConfig
 from sf_core.config.run_config import DtypeName
-from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
+from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trained_model import TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import MASTER
 from storage.tensors.weights import load_weights, save_adapter
+from tests.bench.engines.model_folders import linears_of
 
 
 def draw_adapter(
@@ -34,7 +35,7 @@ def draw_adapter(
 ) -> Adapter:
     """Store an adapter of the model in the folder. `targets`: all linear layers unless named. `changes`: its
     lora_B is not zero, so that the model with it is another one."""
-    linears = list_linears(model_dir)
+    linears = linears_of(model_dir)
     names = sorted(targets or {layer.rpartition(".")[2] for layer in linears})
     adapter = Adapter(rank, alpha, tuple(names))
     factors = make_factors(shape_factors(adapter, linears), seed)

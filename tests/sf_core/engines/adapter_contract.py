@@ -106,10 +106,9 @@ REFUSED: dict[str, Callable[[Path], None]] = {
     r"adapter_model\.safetensors: its tensors differ from those that were written": _flip,
     r"adapter_model\.safetensors: no such file": Path.unlink,
     r"adapter_config\.json cannot be read": lambda file: file.with_name(ADAPTER_CONFIG).unlink(),
-    r"adapter_config\.json describes rank 5 for .*; the adapter that the run began with has rank 4": _set(
-        r=5
-    ),
-    r"adapter_config\.json describes rank 4 for q_proj; the adapter": _set(target_modules=["q_proj"]),
+    r"adapter_config\.json describes rank 5 .*; the adapter that the run began with has rank 4": _set(r=5),
+    r"adapter_config\.json describes rank 4 and alpha 7 for .* has rank 4 and alpha 6": _set(lora_alpha=7),
+    r"adapter_config\.json describes .* for q_proj; the adapter": _set(target_modules=["q_proj"]),
     r"adapter_config\.json describes DoRA \(use_dora\)": _set(use_dora=True),
     r"'base_model.*v_proj\.lora_B\.weight'.* \(1 tensors missing\)": _remove_one,
 }

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from sf_core.models.adapter import (
     Adapter,
-    list_linears,
     make_factors,
+    merge_folders,
     name_factor,
     read_adapter,
     shape_factors,
@@ -19,14 +19,14 @@ from sf_core.models.adapter import (
 from sf_core.models.decoder import causal_attention, decoder_spec, fuse
 from sf_core.models.projections import PACKED, PLAIN, Projections
 from storage.tensors.weights import load_weights, open_weights, save_adapter
-from tests.bench.engines.model_folders import ModelFolders
+from tests.bench.engines.model_folders import ModelFolders, linears_of
 
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
 
 def make_drawn(adapter: Adapter, folder: str, seed: int) -> dict[str, torch.Tensor]:
     """Factors that do change the model."""
-    factors = make_factors(shape_factors(adapter, list_linears(folder)), seed)
+    factors = make_factors(shape_factors(adapter, linears_of(folder)), seed)
     random = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(tensor.shape, generator=random) * 0.02 if "lora_B" in name else tensor
@@ -88,14 +88,14 @@ def test_factors_beside_the_weights_compute_what_merged_weights_do(
 
 def test_first_factors_change_nothing_bit_for_bit(model_folders: ModelFolders) -> None:
     folder = model_folders("qwen3")
-    factors = make_factors(shape_factors(Adapter(8, 64.0, ALL), list_linears(folder)), 0)
+    factors = make_factors(shape_factors(Adapter(8, 64.0, ALL), linears_of(folder)), 0)
     weights = load_weights(folder)
     base = compute_logprobs(weights, folder, PLAIN)
     assert torch.equal(compute_logprobs(weights, folder, PLAIN, factors, 8.0), base)
 
 
 def test_first_factors_follow_from_the_seed_alone(model_folders: ModelFolders) -> None:
-    shapes = shape_factors(Adapter(4, 8.0, ALL), list_linears(model_folders("qwen3")))
+    shapes = shape_factors(Adapter(4, 8.0, ALL), linears_of(model_folders("qwen3")))
     first, reordered, other = (
         make_factors(shapes, 3),
         make_factors(dict(reversed(shapes.items())), 3),
@@ -109,7 +109,7 @@ def test_first_factors_follow_from_the_seed_alone(model_folders: ModelFolders) -
 
 
 def test_linear_layers_are_those_of_the_blocks(model_folders: ModelFolders) -> None:
-    linears = list_linears(model_folders("llama"))
+    linears = linears_of(model_folders("llama"))
     header, _ = open_weights(model_folders("llama"))
     in_blocks = {
         name for name, entry in header.entries.items() if ".layers." in name and len(entry.shape) == 2
@@ -145,8 +145,34 @@ def test_what_peft_writes_is_read(model_folders: ModelFolders, tmp_path: Path) -
     )
     adapter = read_adapter(str(tmp_path))
     assert adapter == Adapter(4, 6.0, ("o_proj", "q_proj"))
-    shapes = shape_factors(adapter, list_linears(model_folders("qwen3")))
+    shapes = shape_factors(adapter, linears_of(model_folders("qwen3")))
     assert {name: tensor.shape for name, tensor in load_weights(str(tmp_path)).items()} == shapes
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal", "pissa", "olora"])
+def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
+    model_folders: ModelFolders, tmp_path: Path, init: bool | str
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folders("llama")
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=init)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings).eval()
+    for name, factor in model.named_parameters():
+        if "lora_B" in name:
+            factor.data += 0.02 * torch.randn(factor.shape, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(str(tmp_path))
+    ids = torch.arange(12)[None] % 50
+    try:
+        merged = merge_folders(folder, str(tmp_path), "float32")
+    except ValueError as refused:
+        assert "init_lora_weights" in str(refused) and init in ("pissa", "olora")
+        return
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    plain.load_state_dict(merged, strict=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +189,15 @@ def test_what_peft_writes_is_read(model_folders: ModelFolders, tmp_path: Path) -
         ({"alpha_pattern": {"q_proj": 8}}, "describes an alpha for each layer (alpha_pattern)"),
         ({"rank_pattern": {"q_proj": 8}}, "describes a rank for each layer (rank_pattern)"),
         ({"bias": "all"}, "says that biases are trained (bias: all)"),
+        (
+            {"alora_invocation_tokens": [1, 2]},
+            "describes factors for the tokens after an invocation (aLoRA) (alora_invocation_tokens)",
+        ),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "describes factors for weights that were changed when they were made (init_lora_weights: "
+            "pissa_niter_4): convert them",
+        ),
         ({"peft_type": "IA3"}, "describes an adapter of kind IA3, and only LoRA is trained"),
         ({"target_modules": ".*_proj"}, "names its layers by the pattern '.*_proj'"),
         ({"r": None}, "lacks r, lora_alpha or target_modules"),
@@ -188,7 +223,7 @@ def test_an_unreadable_description_is_named(tmp_path: Path, content: str | None)
 
 
 def test_a_target_that_no_layer_has_is_named_with_those_there_are(model_folders: ModelFolders) -> None:
-    linears = list_linears(model_folders("qwen3"))
+    linears = linears_of(model_folders("qwen3"))
     with pytest.raises(ValueError) as refused:
         shape_factors(Adapter(4, 8.0, ("lm_head", "q_proj")), linears)
     assert str(refused.value) == (

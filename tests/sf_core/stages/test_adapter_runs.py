@@ -14,7 +14,6 @@ from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RunConfig
 from sf_core.models.adapter import (
     Adapter,
-    list_linears,
     make_factors,
     merge,
     name_factor,
@@ -31,6 +30,7 @@ from sf_core.stages.warmstart import configure_warmstart
 from sf_core.training.policy_folder import count_parameters
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import has_weights, load_weights, open_weights, save_adapter, save_weights
+from tests.bench.engines.model_folders import linears_of
 from tests.bench.refusals import check_sentence, snapshot
 from tests.bench.runs import commit, configure
 
@@ -50,7 +50,7 @@ def begin(tmp_path: Path, name: str = "run", **sections: Any) -> RunDirectory:
 def save_tuned(folder: Path, model: Path, rank: int = 2, dtype: str | None = "bfloat16") -> Adapter:
     """An adapter of the model as another program has trained it."""
     adapter = Adapter(rank, 6.0, ("o_proj", "q_proj"))
-    shapes = shape_factors(adapter, list_linears(str(model)))
+    shapes = shape_factors(adapter, linears_of(str(model)))
     factors = {name: torch.randn(*shape) for name, shape in shapes.items()}
     save_adapter(str(folder), factors, adapter.encode("somewhere/else"), 7, dtype)
     return adapter
@@ -60,7 +60,7 @@ def test_an_adapter_is_made_that_changes_nothing_yet(tmp_path: Path) -> None:
     run = begin(tmp_path, train={"lora": {}}, seed=5)
     data = started(run)
     assert started(run) == data
-    adapter, linears = read_adapter(run.start_adapter_dir), list_linears(run.start_dir)
+    adapter, linears = read_adapter(run.start_adapter_dir), linears_of(run.start_dir)
     assert adapter == Adapter(32, 64.0, ALL)
     shapes = shape_factors(adapter, linears)
     factors = load_weights(run.version_dir(0))
@@ -115,6 +115,25 @@ def test_an_adapter_that_was_tuned_before_is_copied_as_it_is(tmp_path: Path, pol
     assert before.keys() == copied.keys() and {t.dtype for t in copied.values()} == {torch.bfloat16}
     assert all(torch.equal(before[name], copied[name]) for name in before)
     assert open_weights(run.start_adapter_dir)[0].metadata["version"] == "0"
+
+
+def flip_a_bit(folder: str) -> None:
+    file = Path(folder, "adapter_model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_adapter_is_neither_begun_from_nor_merged(tmp_path: Path, policy_copy: Path) -> None:
+    damaged = r"adapter_model\.safetensors: its tensors differ from those that were written"
+    run, _ = trained(tmp_path, policy_copy, "float32", "float32")
+    flip_a_bit(run.weights_dir(1))
+    with pytest.raises(ValueError, match=damaged):
+        export(run)
+    policy = {"model": str(policy_copy), "adapter": run.weights_dir(1)}
+    following = begin(tmp_path, "next", policy=policy, train={"lora": {}})
+    with pytest.raises(ValueError, match=damaged):
+        started(following)
 
 
 def test_peft_reads_what_the_start_stage_has_written(tmp_path: Path) -> None:
@@ -246,6 +265,12 @@ def test_the_trained_policy_is_a_model_like_any_other(
     )
     assert has_weights(served.weights.uri) and has_weights(served.start_dir)
     assert snapshot(Path(run.policy_dir)) == before
+
+
+def test_an_adapter_that_is_not_there_is_not_tried(tmp_path: Path) -> None:
+    config = {"policy": {"adapter": str(tmp_path / "nowhere")}, "train": {"lora": {}}}
+    with pytest.raises(ValueError, match=r"policy\.adapter: .*nowhere is no folder of an adapter"):
+        policy_to_try(RunConfig.model_validate(config), tmp_path)
 
 
 def test_a_version_of_an_adapter_is_measured_with_its_policy(tmp_path: Path, policy_copy: Path) -> None:

@@ -18,12 +18,12 @@ from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import ids_of, sample
 from sf_core.engines.torch.torch_engine import TorchEngine
-from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
+from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.types import Chunk
 from storage import files
 from storage.tensors.weights import save_adapter, save_weights
 from tests.bench.engines.adapter_folders import AdapterFolders, merge
-from tests.bench.engines.model_folders import ModelFolders
+from tests.bench.engines.model_folders import ModelFolders, linears_of
 from tests.properties import examples
 from tests.sf_core.engines.adapter_contract import AdapterEngineTests
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
@@ -148,7 +148,7 @@ def test_an_adapter_of_any_layers_rank_and_alpha_is_what_the_merged_model_gives(
     model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     kind = data.draw(st.sampled_from([LEAN, "qwen2", "llama-yarn", OTHER]))
-    linears = list_linears(model_folders(kind))
+    linears = linears_of(model_folders(kind))
     names = sorted({layer.rpartition(".")[2] for layer in linears})
     adapter = Adapter(
         data.draw(st.integers(1, 40)),

@@ -17,10 +17,11 @@ from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, until
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.deliveries import Adapters
-from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
+from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from storage.tensors.weights import save_adapter
 from tests.bench.engines.adapter_folders import AdapterFolders
+from tests.bench.engines.model_folders import linears_of
 from tests.sf_core.engines.adapter_contract import AdapterEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT, config, refusal, servers, socket_of
 
@@ -160,7 +161,7 @@ class TestContract(AdapterEngineTests):
         start = tmp_path / "start"
         shutil.copytree(self.adapters.start(KIND), start)
         adapter = Adapter(9, 9.0, ("q_proj",))
-        factors = make_factors(shape_factors(adapter, list_linears(str(start))), seed=1)
+        factors = make_factors(shape_factors(adapter, linears_of(str(start))), seed=1)
         save_adapter(str(start / "adapter"), factors, adapter.encode("tiny"), 0)
         said = refusal(url, str(start), WeightsRef(0, str(start / "adapter")), adapts=True)
         assert "takes adapters up to rank 8, and the run trains rank 9" in said

@@ -328,6 +328,17 @@ class TestAdapters(ServingTests):
         # it is not ours
         self.fake.most_adapters = 2
 
+    def test_a_server_that_has_lost_its_adapters_is_lost_and_given_them_again(self) -> None:
+        with self.serve() as engine:
+            # somebody has started it again, between two looks at its health
+            self.fake.adapters.clear()
+            engine.submit(self.request("r"))
+            with pytest.raises(EngineLostError, match="404"):
+                drain(engine)
+            awake(engine, self.weights(1))
+            engine.submit(self.request("r"))
+            self.check_tokens(drain(engine))
+
     @pytest.mark.parametrize(("differences", "sentence"), UNFIT)
     def test_a_server_that_cannot_be_given_adapters_is_refused(
         self, differences: dict[str, Any], sentence: str

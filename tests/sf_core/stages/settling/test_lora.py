@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from sf_core.config import PolicyConfig, RunConfig
-from sf_core.models.adapter import Adapter, list_linears, make_factors, shape_factors
+from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.models.builtin import make_policy
 from sf_core.stages.run import RunRef
 from sf_core.stages.settling import lora
@@ -22,6 +22,7 @@ from sf_core.stages.start import start
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_adapter
 from tests.bench.commands import check_refused, sf
+from tests.bench.engines.model_folders import linears_of
 from tests.bench.refusals import check_sentence
 from tests.bench.runs import commit
 
@@ -32,7 +33,7 @@ VLLM: dict[str, Any] = {"kind": "vllm"}
 def save_tuned(folder: Path, model: str, rank: int = 2, dtype: str | None = None) -> Path:
     """An adapter of the model; alpha 6, of o_proj and q_proj."""
     adapter = Adapter(rank, 6.0, ("o_proj", "q_proj"))
-    shapes = shape_factors(adapter, list_linears(model))
+    shapes = shape_factors(adapter, linears_of(model))
     save_adapter(str(folder), make_factors(shapes, 1), adapter.encode(model), 0, dtype)
     return folder
 
@@ -137,6 +138,7 @@ def with_factors(
     return store
 
 
+FIRST = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"
 FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -163,9 +165,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "head": (say(target_modules=["lm_head", "q_proj"]), "target lm_head is no linear layer"),
     "rank 0": (say(r=0), "has rank 0, not 1 to 512"),
     "rank 513": (say(r=513), "has rank 513, not 1 to 512"),
+    "alpha 0": (say(lora_alpha=0), "has alpha 0, with which its factors change nothing"),
     "another rank": (
         say(r=3),
-        "has shape [2, 32], and policy.model takes [3, 32]: it was made for another mo",
+        f"was made for another model than policy.model: '{FIRST}' has shape [2, 32]; expected [3, 32]",
     ),
     "codes": (
         with_factors(lambda factors: {name: t.to(torch.int8) for name, t in factors.items()}),
@@ -173,11 +176,11 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "fewer layers": (
         with_factors(lambda factors: {name: t for name, t in factors.items() if name != FACTOR}),
-        f"lacks the factor {FACTOR}: it was made for another model",
+        f"was made for another model than policy.model: '{FACTOR}' is not there (1 tensors missing)",
     ),
     "more layers": (
         with_factors(lambda factors: factors | {FACTOR.replace(".0.", ".7."): torch.ones(2, 32)}),
-        "has the factor base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight: it was made for anot",
+        "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' is not of this model (1 tensors)",
     ),
 }
 
@@ -197,8 +200,8 @@ def test_an_adapter_of_a_larger_model_is_refused(tmp_path: Path, small_policy: s
     folder = save_tuned(tmp_path / "tuned", larger)
     refused(
         LORA | {"policy": {"model": small_policy, "adapter": str(folder)}},
-        f"policy.adapter: the factor {FACTOR} in {folder} has shape [2, 96], and policy.model takes [2, 32]: "
-        "it was made for another model",
+        f"policy.adapter: {folder} was made for another model than policy.model: '{FIRST}' has shape "
+        "[2, 96]; expected [2, 32]",
     )
 
 
