@@ -299,7 +299,7 @@ class RunConfig(Settings):
     """How rollout and training share the devices. colocated: every device does both in turn. disaggregated:
     trainers only train, rollout waits meanwhile. async: trainers only train, rollout continues meanwhile.
     multiplexed: trainers also roll out, between train steps, and other workers always do. Empty: the tags of
-    the workers and `rollout.overlap` decide; trainers of `train.lora` do not roll out with vLLM."""
+    the workers and `rollout.overlap` decide; with `train.lora` and vLLM trainers only train."""
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -29,7 +29,7 @@ SMALL_CHECKPOINT = 1_000_000_000
 
 
 LORA_RATES = 10
-"""Learning rate of an adapter, in those of training all weights."""
+"""How many times that of training all weights the learning rate of an adapter is."""
 
 
 def rate_for(parameters: int, power: float = 0.5, *, is_adapter: bool = False) -> float:

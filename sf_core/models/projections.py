@@ -15,13 +15,14 @@ import torch.nn.functional as F
 
 
 class Project(Protocol):
-    """[N, width in] -> [N, width out]."""
+    """([N, width in], what is added to the product [N, width out] or nothing) -> [N, width out]."""
 
     def __call__(self, x: torch.Tensor, plus: torch.Tensor | None = None, /) -> torch.Tensor: ...
 
 
 class AddProject(Protocol):
-    """([N, width in], the residual stream [N, width out]) -> the stream with the product added."""
+    """([N, width in], the residual stream [N, width out], what is added to the product likewise or nothing)
+    -> the stream with both added."""
 
     def __call__(
         self, x: torch.Tensor, onto: torch.Tensor, plus: torch.Tensor | None = None, /

@@ -22,7 +22,7 @@ from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
 from storage.tensors.weight_delta import FILE_NAME as DELTA_NAME
-from storage.tensors.weights import ADAPTER_CONFIG, INDEX_NAME, PICKLES, WEIGHT_FILES
+from storage.tensors.weights import ADAPTER_CONFIG, INDEX_NAME, PICKLES, WEIGHT_FILES, has_weights
 
 
 @commits_once
@@ -138,6 +138,8 @@ class Measurement:
         try:
             target = place.start_adapter_dir if is_adapter else place.start_dir
             copied = copy_folder(weights, target, exclude=[DELTA_NAME])
+            if not has_weights(target):
+                raise FileNotFoundError(weights)
         except (FileNotFoundError, ValueError):
             # a run that goes on has just removed it
             RunView(self.run).weights_of(self.version)

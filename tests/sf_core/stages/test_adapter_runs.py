@@ -20,6 +20,7 @@ from sf_core.models.adapter import (
     read_adapter,
     shape_factors,
 )
+from sf_core.stages import evaluate
 from sf_core.stages.evaluate import open_evaluation, open_measurement
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
@@ -28,6 +29,7 @@ from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.start import start
 from sf_core.stages.warmstart import configure_warmstart
 from sf_core.training.policy_folder import count_parameters
+from storage.files import FileRef, copy_folder, remove
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import has_weights, load_weights, open_weights, save_adapter, save_weights
 from tests.bench.engines.model_folders import linears_of
@@ -293,6 +295,23 @@ def test_a_version_of_an_adapter_is_measured_with_its_policy(tmp_path: Path, pol
         measured.verify(manifest)
         measurement.end()
         assert not has_weights(measured.start_dir) and not has_weights(folder)
+
+
+def test_a_version_that_is_removed_while_it_is_copied_is_not_measured(
+    tmp_path: Path, policy_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = trained(tmp_path, policy_copy, "float32", "float32")
+    measurement = open_measurement(run.uri, 1, [])
+
+    def copy_late(*args: Any, **more: Any) -> list[FileRef]:
+        # the first of what `remove_weights` removes
+        remove(f"{run.weights_dir(1)}/adapter_model.safetensors")
+        return copy_folder(*args, **more)
+
+    monkeypatch.setattr(evaluate, "copy_folder", copy_late)
+    with pytest.raises(ValueError, match="the weights of version 1 are not there; these are: 0"):
+        measurement.begin()
+    assert measurement.directory.read_manifest(None, "start") is None
 
 
 @given(
