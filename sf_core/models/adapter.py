@@ -47,7 +47,7 @@ class Adapter:
         return self.alpha / self.rank
 
     def encode(self, base: str) -> bytes:
-        """The content of `adapter_config.json`. `base`: what the adapter is for, in words."""
+        """The content of `adapter_config.json`. `base`: folder or name of the model that it is for."""
         said = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -127,7 +127,8 @@ def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
 
 
 class AdapterVersions:
-    """The versions of the adapter that a run begins with, as engines are given them."""
+    """Reads the versions of an adapter as engines are given them, and refuses those that have not the form of
+    version 0."""
 
     def __init__(self, folder: str) -> None:
         """`folder`: that of version 0. Raises ValueError, one sentence, if no adapter can be read there."""

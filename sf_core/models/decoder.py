@@ -236,7 +236,8 @@ def _fuse_factors(
     layers. Gradients reach them."""
 
     def low_rank(rows: Mapping[str, int], norm: torch.Tensor | None = None) -> LowRank | None:
-        """Of linear layers, by their number of rows, that read the same and are fused to one."""
+        """What is added to linear layers that read the same input and are fused to one. `rows`: the width out
+        of each, by its name; that of a layer alone is not needed."""
         downs, ups = ([get(f"{name}.{factor}") for name in rows] for factor in (DOWN, UP))
         if not (present := [down for down in downs if down is not None]):
             return None

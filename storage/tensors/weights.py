@@ -181,7 +181,8 @@ def load_weights(folder: str) -> dict[str, torch.Tensor]:
 
 
 def load_adapter(folder: str) -> dict[str, torch.Tensor]:
-    """The factors in the folder of an adapter, on the CPU. Raises ValueError as `read_adapter_file`."""
+    """The factors in the folder of an adapter by the names in its file, in its dtype, on the CPU. Raises
+    ValueError as `read_adapter_file`."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -212,7 +212,7 @@ def _read_message(answer: bytes) -> str:
 
 
 def _explain_failure(status: int, text: str) -> Exception:
-    # 404: not the request is wrong, the server has not what it names
+    # 404: the request is right, and the server lacks the adapter that it names
     if 400 <= status < 500 and status != 404:
         return RequestRefusedError(f"vLLM refused a request: {text}")
     return EngineLostError(f"vLLM: {status} {text}")

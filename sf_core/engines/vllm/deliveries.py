@@ -31,7 +31,7 @@ class Delivery:
     model: str | None = None
     """What a request must name to be sampled by the version that was switched to; None: nothing."""
     is_in_start = False
-    """Whether a server that is started has the version that was fetched last."""
+    """Whether a new server begins with the version that was fetched last."""
 
     def fetch(self, weights: WeightsRef) -> str:
         """Have these weights, verified, in a folder of this host, which is returned. Called by one thread.
@@ -89,11 +89,12 @@ class Adapters(Delivery):
     vLLM ends if it looks for one whose folder is gone."""
 
     def __init__(self, start_dir: str, policy: PolicyFolder | None) -> None:
-        """`policy` is given the base before a server is started; None: one that has it is adopted."""
+        """`policy`: the folder that a server is started from, which gets the base. None: a server that has
+        the base is adopted."""
         self._start_dir, self._policy = start_dir, policy
         self._versions = AdapterVersions(join(start_dir, "adapter"))
         self._base: HostWeights | None = None
-        """The base until a server has it."""
+        """The base, from when it is fetched until a server has read it."""
         self._is_started = False
         self._copies = scratch_folder()
         self._folders: dict[WeightsRef, str] = {}

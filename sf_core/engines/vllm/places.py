@@ -25,7 +25,7 @@ class ServerOrigin:
     sleep_level = 0
     """How the server gives its memory back, as vLLM counts; 0: it cannot."""
     ends_at_rest = False
-    """Whether it is ended to have memory of a device back."""
+    """Whether the server is ended at rest, because it holds memory of a GPU and cannot sleep."""
 
     def locate(self, weights: WeightsRef, folder: str) -> str:
         """The folder in which the server finds what is in `folder` here. Raises ValueError."""

@@ -29,8 +29,8 @@ class VllmTurn:
         self.has_ended = False
 
     def body(self, wire_id: str, model: str | None) -> dict[str, Any]:
-        """The request for what is left of it. `model`: the server's name of what is to sample it; None: there
-        is one."""
+        """The request for what is left of it. `model`: the server's name of the adapter that is to sample it;
+        None: the server has no adapters."""
         request, sampling = self.request, self.request.sampling
         self.wire_id, self.has_answered = wire_id, False
         # vLLM draws from (seed, its own count of tokens), and counts anew in every request; 63 bits, because

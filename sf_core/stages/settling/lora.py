@@ -42,8 +42,8 @@ class TrainedAdapter:
         return sum(map(math.prod, self.shapes.values()))
 
     def check_merge(self, stored: Collection[str]) -> None:
-        """Raises ValueError, one sentence, if it could not be merged in the end, because the model's files
-        have these names alone."""
+        """Raises ValueError, one sentence, if the adapter could not be merged in the end. `stored`: the names
+        of the tensors in the model's files."""
         for name in self.shapes:
             if (weight := f"{split_name(name)[0]}.weight") not in stored:
                 raise ValueError(
