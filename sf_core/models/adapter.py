@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from storage.files import join, read_bytes
@@ -40,6 +40,9 @@ class Adapter:
     alpha: float
     targets: tuple[str, ...]
     """Last parts of the names of the linear layers that have factors, sorted."""
+    base: str = field(default="", compare=False)
+    """Folder or name of the model that it was made for, as far as it is known. Others may call that model
+    otherwise."""
 
     @property
     def scale(self) -> float:
@@ -113,7 +116,8 @@ def read_adapter(folder: str) -> Adapter:
         raise ValueError(f"{file} lacks r, lora_alpha or target_modules") from None
     if not isinstance(targets, list):
         raise ValueError(f"{file} names its layers by the pattern {targets!r}; a list of names is read")
-    return Adapter(rank, alpha, tuple(sorted({str(target).rpartition(".")[2] for target in targets})))
+    layers = tuple(sorted({str(target).rpartition(".")[2] for target in targets}))
+    return Adapter(rank, alpha, layers, str(said.get("base_model_name_or_path") or ""))
 
 
 def _tell_way_out(said: Mapping[str, Any], key: str) -> str:

@@ -72,16 +72,17 @@ class RunPage:
         rewards = {number: float(row["reward"] or 0.0) for number, row in self._rows.items()}
         devices = read_devices(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
         names, rows = device_cells(devices)
-        due = self._config.train.iterations
+        due, view = self._config.train.iterations, RunView(self._run)
         parts = [
             f"# Run {self._run.run_id}",
+            *filter(None, [view.describe_adapter()]),
             f"{newest + 1} of {due} iterations are through. {self._progress_of_policy()}",
             *(f"- {_cell(concern)}" for concern in sum_concerns(self._concerns.values())),
             "## Reward",
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
             *self._answers(),
             "## Devices",
-            _picture("what the devices did", draw_newest(RunView(self._run), newest)),
+            _picture("what the devices did", draw_newest(view, newest)),
             "## Files",
             self._files(newest),
             "## Devices in figures",

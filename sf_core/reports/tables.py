@@ -87,6 +87,8 @@ def inspect_run(uri: str) -> RenderableType:
         table.add_row(*_figures(series, iteration.number), *kinds, stages)
     failed = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
     footer = [f"{what}: {failures_text(failures)}" for what, failures in failed.items() if failures]
+    if adapter := series.view.describe_adapter():
+        footer.append(adapter)
     footer += [
         *sum_run_concerns(series),
         "tokens sampled: by all engines in that time; trained: of the batch's sessions",

@@ -160,6 +160,17 @@ class RunView:
             held_out=newest_reward("evaluate"),
         )
 
+    def describe_adapter(self) -> str:
+        """What the run trains in place of all weights, in words; empty if it trains these."""
+        start = self.manifest(None, "start")
+        adapter = None if start is None else start.data.get("adapter")
+        if adapter is None:
+            return ""
+        return (
+            f"An adapter of rank {adapter['rank']} (alpha {adapter['alpha']:g}) is trained: "
+            f"{adapter['parameters']:,} parameters, factors of {', '.join(adapter['targets'])}."
+        )
+
     def list_kept_versions(self) -> list[int]:
         """Published versions whose weights are there, in order; 0 is the start folder. A run that goes on
         removes others (`train.keep_weights`)."""

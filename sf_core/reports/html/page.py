@@ -77,6 +77,7 @@ def _collect_texts(view: RunView) -> dict[str, object]:
     failed = [f"failed sessions: {failures_text(series.failures)}"] if series.failures else []
     settings = series.config.model_dump(mode="json")
     return {
+        "adapter": view.describe_adapter(),
         "concerns": failed + sum_run_concerns(series),
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
     }

@@ -210,8 +210,9 @@ def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str
 
 def _explain_adapter(trained: TrainedAdapter) -> str:
     """What is trained in place of the weights, in words."""
-    of = trained.adapter
-    made = "made anew" if trained.source is None else f"as {trained.source} has it"
+    of, made = trained.adapter, "made anew"
+    if trained.source is not None:
+        made = f"as {trained.source} has it" + (f", made for {trained.adapter.base}" if of.base else "")
     return (
         f"{trained.parameters:,} parameters are trained, factors of rank {of.rank} (alpha {of.alpha:g}) of "
         f"{', '.join(of.targets)}; {made}"

@@ -1,5 +1,6 @@
 """The first version of an adapter, and the policy that a run which trains one leaves behind."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from sf_core.cli.serving.policy import policy_to_try
@@ -20,6 +22,10 @@ from sf_core.models.adapter import (
     read_adapter,
     shape_factors,
 )
+from sf_core.reports.html.page import render
+from sf_core.reports.run_page import RunPage
+from sf_core.reports.tables import inspect_run
+from sf_core.reports.view import RunView
 from sf_core.stages import evaluate
 from sf_core.stages.evaluate import open_evaluation, open_measurement
 from sf_core.stages.finish import export_policy
@@ -77,6 +83,22 @@ def test_an_adapter_is_made_that_changes_nothing_yet(tmp_path: Path) -> None:
     }
     metadata = open_weights(run.start_adapter_dir)[0].metadata
     assert metadata["version"] == "0" and metadata["digest"]
+
+
+def test_reports_say_which_adapter_is_trained(tmp_path: Path) -> None:
+    run = begin(tmp_path, train={"lora": {"rank": 3, "targets": ["q_proj", "o_proj"]}})
+    data = started(run)
+    said = (
+        f"An adapter of rank 3 (alpha 6) is trained: {data['adapter']['parameters']:,} parameters, "
+        "factors of o_proj, q_proj."
+    )
+    view = RunView(run)
+    assert view.describe_adapter() == said
+    assert f'<p class="note">{said}</p>' in render(view, 1_000_000).decode()
+    assert said in RunPage(run).report()
+    printed = io.StringIO()
+    Console(width=200, file=printed).print(inspect_run(run.uri))
+    assert said in printed.getvalue()
 
 
 def test_what_was_settled_is_read_with_the_configuration(tmp_path: Path) -> None:
@@ -174,6 +196,7 @@ def test_a_run_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
     data = started(run)
     assert "adapter" not in data and not any(key.startswith("train.lora") for key in data["derived"])
     assert run.version_dir(0) == run.start_dir
+    assert RunView(run).describe_adapter() == ""
 
 
 def test_an_adapter_that_could_not_be_merged_in_the_end_is_not_begun(

@@ -214,6 +214,11 @@ def test_the_words_name_what_stays_and_what_is_trained(small_policy: str) -> Non
     assert told["adapter"] == "64 parameters are trained, factors of rank 1 (alpha 2) of q_proj; made anew"
     assert "of the policy's weights, and the factors, their gradient and Adam's moments" in told["memory"]
     assert "of an adapter, which all stay; a checkpoint, each iteration" in told["storage"]
+    config = configured({"model": small_policy, "dtype": "float32"}, train=train)
+    with scratch_folder() as folder:
+        start_adapter(folder, config, PolicySizes.of(config).adapter)  # type: ignore[union-attr, arg-type]
+        tuned = explained(configured({"model": small_policy, "adapter": folder}, train=train))
+    assert tuned["adapter"].endswith(f"of q_proj; as {folder} has it, made for {small_policy}")
     tight = [Worker("t0", TRAIN, memory=1)]
     with pytest.raises(ValueError) as refused:
         check(configured({"model": small_policy}, train=train), tight)
