@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,30 +38,40 @@ def main(
     iterations: int = 28,
     every: int = 4,
 ) -> None:
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in recipe}
+    arms = {name: yaml.safe_load((CONFIGS / f"recipes/{name}.yaml").read_text()) for name in recipe}
+    print(json.dumps(compare_arms(arms, seed, iterations, every)))
+
+
+def compare_arms(
+    arms: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], iterations: int, every: int
+) -> dict[str, Any]:
+    """Run the quickstart with the settings of each arm on top, for each seed. Returns what `measure` says of
+    the runs, and the tokens to the goal of each over those of the first arm."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
         with local_stack(folder / "logs", env) as stack:
             services = start_services(stack, folder, RunConfig().cluster.workers)()
             env = {**stack.env, **services.addresses, "SF_CACHE_DIR": str(folder / "cache")}
-            for number in seed:
-                for name in recipe:
-                    config = _config(name, number, iterations, every, folder, services)
+            for seed in seeds:
+                for name, own in arms.items():
+                    config = _config(f"{name}-{seed}", own, seed, iterations, every, folder, services)
                     run_flow(config, folder, env)
                     found[name].append(measure(RunDirectory(config.run_dir), iterations))
-    baseline = [run["tokens_to_goal"] for run in found[recipe[0]]]
+    first = next(iter(arms))
+    baseline = [run["tokens_to_goal"] for run in found[first]]
     line = {
         name: {
             "runs": runs,
-            f"tokens_over_{recipe[0]}": [
+            f"tokens_over_{first}": [
                 round(run["tokens_to_goal"] / base, 2) if run["tokens_to_goal"] and base else None
                 for run, base in zip(runs, baseline, strict=True)
             ],
         }
         for name, runs in found.items()
     }
-    print(json.dumps({"goal": GOAL, "seeds": seed} | line))
+    return {"goal": GOAL, "seeds": list(seeds)} | line
 
 
 def measure(run: RunDirectory, iterations: int) -> dict[str, Any]:
@@ -90,13 +101,17 @@ def measure(run: RunDirectory, iterations: int) -> dict[str, Any]:
 
 
 def _config(
-    recipe: str, seed: int, iterations: int, every: int, folder: Path, services: Services
+    name: str,
+    own: Mapping[str, Any],
+    seed: int,
+    iterations: int,
+    every: int,
+    folder: Path,
+    services: Services,
 ) -> RunConfig:
-    quickstart, own = (
-        yaml.safe_load((CONFIGS / name).read_text()) for name in ("quickstart.yaml", f"recipes/{recipe}.yaml")
-    )
+    quickstart = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
     places = {
-        "run_id": f"{recipe}-{seed}",
+        "run_id": name,
         "seed": seed,
         "train": {"iterations": iterations},
         "evaluate": {"every": every},
