@@ -63,21 +63,27 @@ class TestContract(AdapterEngineTests):
 
     def test_many_requests_at_once_go_on_over_updates_each_by_the_version_of_its_chunks(self) -> None:
         with self.serve() as engine:
-            requests = [
-                GenerationRequest(f"{i}", [5 + i, 6], 0, CONTEXT - 2, (), Sampling(seed=i), stream=True)
-                for i in range(12)
-            ]
-            for request in requests:
-                engine.submit(request)
+            requests: list[GenerationRequest] = []
             chunks: list[Chunk] = []
+
+            def submit(number: int) -> None:
+                for i in range(len(requests), len(requests) + number):
+                    sampling = Sampling(seed=i)
+                    requests.append(
+                        GenerationRequest(f"{i}", [5 + i, 6], 0, CONTEXT - 2, (), sampling, stream=True)
+                    )
+                    engine.submit(requests[-1])
 
             def is_sampling() -> bool:
                 """Whether the newest version has brought tokens."""
                 return versions(chunks)[-1:] == [engine.version]
 
+            submit(12)
             for version in (1, 5, 9):
                 until(lambda: chunks.extend(engine.step()), is_sampling)
                 chunks.extend(awake(engine, self.weights(version)))
+                # under load the earlier ones may have ended
+                submit(2)
             chunks.extend(drain(engine))
             assert versions(chunks) == [0, 1, 5, 9]
             for request in requests:
