@@ -38,8 +38,8 @@ from transformers import AutoTokenizer
 from benchmarks import trl_side
 from sf_core.config.yaml_file import load_config
 from sf_core.environments.registry import environment_of
+from sf_core.models.pretrained.published import folder_of
 from sf_core.models.projections import fastest_dtype
-from sf_core.models.published import folder_of
 from storage.run_directory import RunDirectory
 
 CONFIG = "configs/smollm2.yaml"

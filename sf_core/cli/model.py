@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from sf_core.cli.terminal import fail, tell
-from sf_core.models.gguf_file import is_gguf, make_folder
-from sf_core.models.published import PUBLISHED, folder_of, make_published
+from sf_core.models.pretrained.gguf_file import is_gguf, make_folder
+from sf_core.models.pretrained.published import PUBLISHED, folder_of, make_published
 
 commands = typer.Typer()
 

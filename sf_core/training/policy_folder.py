@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
-from sf_core.models.gguf_file import is_gguf
-from sf_core.models.published import PUBLISHED, folder_of
+from sf_core.models.pretrained.gguf_file import is_gguf
+from sf_core.models.pretrained.published import PUBLISHED, folder_of
 from storage.files import join, list_files, read_bytes
 from storage.tensors.weights import open_weights
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.models.published import TOOLS_TEMPLATE
+from sf_core.models.pretrained.published import TOOLS_TEMPLATE
 from tests.bench.dataplane.conversations import TEMPLATES
 from tests.bench.dataplane.tokenizers import TEMPLATE
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sf_core.models.gguf_file import make_folder
+from sf_core.models.pretrained.gguf_file import make_folder
 from sf_core.surroundings import cache_dir
 
 TOOLS_TEMPLATE = """\

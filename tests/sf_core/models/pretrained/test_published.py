@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sf_core.models import published
-from sf_core.models.gguf_file import make_folder
-from sf_core.models.published import PublishedModel, folder_of, make_published
+from sf_core.models.pretrained import published
+from sf_core.models.pretrained.gguf_file import make_folder
+from sf_core.models.pretrained.published import PublishedModel, folder_of, make_published
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from tests.bench.commands import sf
-from tests.sf_core.models.gguf_files import TEMPLATE, small_llama, write_gguf
+from tests.sf_core.models.pretrained.gguf_files import TEMPLATE, small_llama, write_gguf
 
 
 @pytest.fixture(autouse=True)
