@@ -123,7 +123,7 @@ def main(
 
 
 def sizes(model: PreTrainedConfig, adapter: Adapter | None) -> dict[str, int]:
-    """Bytes of the file of a version, and of a checkpoint's shard on one rank."""
+    """Sizes in bytes: the file of a version, and the shard of a checkpoint on one rank."""
     if adapter is not None:
         shapes = dict(shape_factors(adapter, list_linears(model.to_dict())))
     else:

@@ -15,7 +15,7 @@ class Factors:
     """The factors of one version, on the engine's device."""
 
     params: dict[str, torch.Tensor]
-    """By the name of their linear layer: NAME.lora_A [rank, width in] and NAME.lora_B [width out, rank]."""
+    """Factors of each linear layer NAME: NAME.lora_A [rank, width in] and NAME.lora_B [width out, rank]."""
     scale: float
     """What their product is multiplied by."""
 

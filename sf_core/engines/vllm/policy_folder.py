@@ -46,7 +46,7 @@ class PolicyFolder:
         if exists(tokenizer):
             Path(self.path, TOKENIZER).write_bytes(read_bytes(tokenizer))
         self._shapes: Shapes = {}
-        """Those of the tensors of the weights taken last."""
+        """Shapes of the weights that were taken last, by name."""
 
     def read_tokenizer(self) -> bytes:
         """Raises FileNotFoundError if the policy has none."""

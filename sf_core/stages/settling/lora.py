@@ -32,7 +32,7 @@ class TrainedAdapter:
 
     adapter: Adapter
     shapes: Mapping[str, tuple[int, ...]]
-    """Of its factors, by their names in its file."""
+    """Shapes of the factors, by their names in the adapter's file."""
     source: str | None
     """Folder that it is copied from; None if it is made."""
 

@@ -113,7 +113,7 @@ def test_in_bfloat16_the_rounded_factors_are_beside_the_rounded_weights(
     engine = engine_of(start, dtype=torch.bfloat16)
 
     def first_logprobs(engine: TorchEngine) -> torch.Tensor:
-        """Of the likeliest token after each prompt."""
+        """Log-probs of the likeliest token after each prompt."""
         requests = [request(f"{i}", prompt, 1) for i, prompt in enumerate(prompts(*range(3, 40)))]
         return torch.stack([logprobs_of(sample(engine, r)) for r in requests])
 

@@ -100,7 +100,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Policies:
 
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory: pytest.TempPathFactory, tied: Policies) -> AdapterFolders:
-    """Those of the tied policy, whatever their kind is called."""
+    """Adapters of the tied policy, whatever their kind is called."""
     return AdapterFolders(tmp_path_factory.mktemp("adapters"), Bases(tied))
 
 

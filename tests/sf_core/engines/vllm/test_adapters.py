@@ -30,7 +30,7 @@ pytestmark = pytest.mark.system
 KIND = "qwen3"
 
 MOST_GROWTH = 60e6
-"""Bytes by which the memory of a server may grow, after its first versions."""
+"""Most growth of a server's memory after its first versions, in bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ class TestContract(AdapterEngineTests):
 
 
 def versions(chunks: list[Chunk]) -> list[int]:
-    """Those that sampled, each once, in their order."""
+    """Versions that sampled, each once, in their order."""
     return list(dict.fromkeys(chunk.version for chunk in chunks if chunk.token_ids))
 
 
