@@ -33,8 +33,8 @@ from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 from storage.run_directory import RunDirectory
-from storage.schema import Trajectory
-from storage.trajectories import write_trajectories
+from storage.tables.schema import Trajectory
+from storage.tables.trajectories import write_trajectories
 
 TEMPLATE = (
     "{% for message in messages %}"

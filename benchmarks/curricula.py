@@ -39,8 +39,8 @@ from sf_core.config.yaml_file import merge_sections
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span, read_spans
 from sf_core.stages.start import warm_policy
-from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
+from storage.tables.outcomes import read_outcomes
 
 GOAL = 0.8
 SEEDS = (0, 1, 2, 3)

@@ -35,8 +35,8 @@ from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.environments.quickstart import tasks
 from sf_core.models.builtin import make_policy
-from storage.metrics import read_metrics
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import read_metrics
 
 SIZES = {"1m": {"hidden_size": 128, "num_layers": 4}, "10m": {"hidden_size": 384, "num_layers": 6}}
 PROMPTS, GROUP_SIZE, MAX_TOKENS = 32, 16, 64

@@ -25,8 +25,8 @@ from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import merge_sections
 from sf_core.reports.view import RunView
-from storage.metrics import read_metrics
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import read_metrics
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GOAL = 0.8

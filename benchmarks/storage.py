@@ -34,8 +34,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.run_directory import RunDirectory
-from storage.schema import Trajectory, TurnSpan
-from storage.trajectories import iter_trajectories, read_trajectories, to_rows, write_trajectories
+from storage.tables.schema import Trajectory, TurnSpan
+from storage.tables.trajectories import iter_trajectories, read_trajectories, to_rows, write_trajectories
 
 TOKENS, TURNS, VOCABULARY, GROUP = 1000, 10, 32_000, 8
 PIECE = 64

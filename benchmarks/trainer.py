@@ -37,7 +37,7 @@ from sf_core.models.builtin import make_tokenizer
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
-from storage.schema import TURN
+from storage.tables.schema import TURN
 from tests.bench.training.gang import Member, Try
 from tests.sf_core.training.model_contract import Setup
 

@@ -49,9 +49,9 @@ from sf_core.training.policy_folder import read_model_config
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
-from storage.batches import BATCH_SCHEMA
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
+from storage.tables.batches import BATCH_SCHEMA
 from storage.tensors.tensor_bytes import TensorBytes, parse
 from storage.tensors.weight_delta import encode
 from storage.tensors.weights import ADAPTER_CONFIG, has_weights, load_weights, save_adapter, save_weights

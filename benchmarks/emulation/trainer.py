@@ -21,11 +21,11 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.training.background import Background
 from sf_core.training.gang import RankAssignment, wait_for
 from sf_core.training.protocol import TrainedRun
-from storage.batches import select_training_rows
 from storage.files import FileRef
 from storage.gangs import GangFiles
+from storage.tables.batches import select_training_rows
+from storage.tables.trajectories import first_rows
 from storage.tensors.weights import save_arrays
-from storage.trajectories import first_rows
 
 
 @dataclass(frozen=True, slots=True)

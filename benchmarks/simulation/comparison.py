@@ -23,7 +23,7 @@ from sf_core.reports.pictures import draw_timeline
 from sf_core.reports.view import open_run
 from sf_core.scheduling.plan import make_plan
 from storage.files import write_atomic
-from storage.trajectories import read_trajectories
+from storage.tables.trajectories import read_trajectories
 
 
 class MeasuredLengths:

@@ -9,12 +9,12 @@ import pyarrow.compute as pc
 
 from sf_core.recipes.samples import Samples, Turns
 from sf_core.types import FinishReason
-from storage.parquet import numpy_rows
-from storage.schema import NOT_SAMPLED
+from storage.tables.parquet import numpy_rows
+from storage.tables.schema import NOT_SAMPLED
 
 
 def samples_of(rows: pa.Table, iteration: int) -> Samples:
-    """The samples of rows of storage.trajectories, of which none lacks a reward."""
+    """The samples of rows of storage.tables.trajectories, of which none lacks a reward."""
     sessions, first = _codes(rows["session_id"])
     truncated = np.bincount(sessions, weights=_cut_off(rows["turns"])) > 0
     return Samples(

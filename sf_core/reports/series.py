@@ -19,9 +19,9 @@ from sf_core.reports.view import Iteration, RunView, SessionSet, failures_of
 from sf_core.scheduling.figures import DeviceFigures, Window, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
 from storage import files
-from storage.metrics import read_metrics, write_metrics
 from storage.run_directory import RunDirectory
-from storage.schema import NOT_SAMPLED
+from storage.tables.metrics import read_metrics, write_metrics
+from storage.tables.schema import NOT_SAMPLED
 
 DeviceRow = dict[str, float]
 """Recorded figures of the devices in one iteration, by name."""

@@ -25,7 +25,7 @@ from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import kinds_text, open_run
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
 Decode = Callable[[list[int]], str]
 

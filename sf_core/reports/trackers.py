@@ -20,8 +20,8 @@ from typing import Any, Literal, Protocol
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError
 from storage import files
-from storage.metrics import KINDS, Kind, Point, newer_points
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import KINDS, Kind, Point, newer_points
 
 log = logging.getLogger(__name__)
 

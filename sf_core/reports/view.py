@@ -21,9 +21,9 @@ from sf_core.scheduling.figures import Window
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import SCHEMA, Trajectory
+from storage.tables.schema import SCHEMA, Trajectory
+from storage.tables.trajectories import read_trajectories, to_rows
 from storage.tensors.weights import has_weights
-from storage.trajectories import read_trajectories, to_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class SessionSet:
     kind: SessionKind
     number: int
     uris: list[str]
-    """Parquet files with the columns of storage.schema.SCHEMA."""
+    """Parquet files with the columns of storage.tables.schema.SCHEMA."""
     is_trained: bool = False
     """Whether a train step has used the sessions."""
 

@@ -19,8 +19,8 @@ from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.stored_config import read_stored_config, settle_to_measure
 from storage.files import FileRef, copy_folder, list_files, remove
 from storage.manifests import Manifest
-from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import write_metrics
 from storage.tensors.weight_delta import FILE_NAME as DELTA_NAME
 from storage.tensors.weights import ADAPTER_CONFIG, INDEX_NAME, PICKLES, WEIGHT_FILES, has_weights
 

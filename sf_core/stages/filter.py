@@ -13,8 +13,8 @@ from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import weigh
 from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
-from storage.batches import TRAIN, write_batch
-from storage.trajectories import read_trajectories
+from storage.tables.batches import TRAIN, write_batch
+from storage.tables.trajectories import read_trajectories
 
 
 @commits_once

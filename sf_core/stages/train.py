@@ -25,7 +25,7 @@ from sf_core.training.stored_steps import read_stored_batch
 from sf_core.waits import waiting_for
 from storage.files import FileRef, fence
 from storage.gangs import GangFiles
-from storage.metrics import write_metrics
+from storage.tables.metrics import write_metrics
 
 
 def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:

@@ -23,14 +23,14 @@ from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import warm_rate
 from sf_core.training.demonstrations import Shown, demonstrations, encode
 from storage.attempts import Attempt
-from storage.batches import write_batch
 from storage.files import FileRef, copy_folder, remove_folder
 from storage.run_directory import RunDirectory
-from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.tables.batches import write_batch
+from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.tables.trajectories import to_table
 from storage.tensors.checkpoints import remove_checkpoint
 from storage.tensors.weight_delta import FILE_NAME as DELTA
 from storage.tensors.weights import WEIGHT_FILES
-from storage.trajectories import to_table
 
 MOST_STEPS = 10
 """Most optimiser steps of an iteration; a lost trainer repeats those since the last one."""

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from storage.batches import select_training_rows
-from storage.schema import NOT_SAMPLED
+from storage.tables.batches import select_training_rows
+from storage.tables.schema import NOT_SAMPLED
 
 SAMPLING = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")])
 """Sampling parameters with which a token was drawn."""

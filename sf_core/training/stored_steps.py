@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from sf_core.config import TrainConfig
 from sf_core.training.protocol import TrainedRun
-from storage.batches import read_batch
 from storage.json_files import first_fault
+from storage.tables.batches import read_batch
 
 COLUMNS = [
     "environment",

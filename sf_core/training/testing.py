@@ -14,10 +14,11 @@ import pyarrow as pa
 
 from sf_core.training.gang import RankAssignment, join_gang
 from sf_core.training.protocol import TrainedRun, Trainer, TrainerBackend
-from storage import files, parquet
+from storage import files
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.manifests import Manifest
+from storage.tables import parquet
 
 METRICS = {"tokens", "rows", "reward_mean", "seconds"}
 """Metrics that every backend measures."""

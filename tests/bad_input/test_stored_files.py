@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.scheduling.timeline import read_spans
-from storage import parquet
-from storage.batches import read_batch
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import SCHEMA
+from storage.tables import parquet
+from storage.tables.batches import read_batch
+from storage.tables.schema import SCHEMA
+from storage.tables.trajectories import read_trajectories, to_table, write_trajectories
 from storage.tensors.checkpoints import PARTS, TrainerProgress, load_checkpoint, save_shard
 from storage.tensors.shards import Slice
 from storage.tensors.weights import load_weights, save_weights
-from storage.trajectories import read_trajectories, to_table, write_trajectories
 from tests.bench.commands import check_refused
 from tests.bench.refusals import check_sentence, snapshot
 from tests.bench.runs import commit, configure, conversation

@@ -14,8 +14,8 @@ from sf_core.config import RunConfig
 from storage.files import write_atomic
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import Trajectory, TurnSpan
-from storage.trajectories import write_trajectories
+from storage.tables.schema import Trajectory, TurnSpan
+from storage.tables.trajectories import write_trajectories
 
 
 def configure(run: RunDirectory, **sections: Any) -> RunConfig:

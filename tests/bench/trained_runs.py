@@ -13,9 +13,9 @@ from sf_core.models.builtin import make_policy
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
-from storage import parquet
 from storage.files import describe, list_files
 from storage.run_directory import RunDirectory
+from storage.tables import parquet
 from tests.bench.runs import commit, configure
 from tests.bench.training.adapters import draw_adapter
 from tests.bench.training.batches import grouped_rows, make_batch

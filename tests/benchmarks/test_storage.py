@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 
 from benchmarks.storage import FORMATS, compare, peak_memory, sessions
-from storage.trajectories import read_trajectories
+from storage.tables.trajectories import read_trajectories
 
 
 def test_every_format_holds_the_same_content(tmp_path: Path) -> None:

@@ -18,13 +18,14 @@ from sf_core.dataplane.journal.journal import frames, payload
 from sf_core.dataplane.runs.events import Finished, read_event
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.scheduling.timeline import read_spans
-from storage import files, parquet
-from storage.metrics import read_metrics
-from storage.outcomes import SCHEMA
+from storage import files
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import NOT_SAMPLED, Trajectory
+from storage.tables import parquet
+from storage.tables.metrics import read_metrics
+from storage.tables.outcomes import SCHEMA
+from storage.tables.schema import NOT_SAMPLED, Trajectory
+from storage.tables.trajectories import read_trajectories
 from storage.tensors.weights import FILE_NAME
-from storage.trajectories import read_trajectories
 
 Stages = dict[tuple[int, str], dict[str, Any]]
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from storage.files import local_folder
 from storage.run_directory import RunDirectory
-from storage.schema import Trajectory
+from storage.tables.schema import Trajectory
+from storage.tables.trajectories import to_rows
 from storage.tensors.weights import load_weights
-from storage.trajectories import to_rows
 
 
 class Policies:

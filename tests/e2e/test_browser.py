@@ -22,8 +22,8 @@ from sf_core.config.programs import Command
 from sf_core.recipes.curriculum import Curriculum, Stage
 from sf_core.recipes.gates import Mixed
 from sf_core.recipes.outcomes import Success
-from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
+from storage.tables.outcomes import read_outcomes
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses

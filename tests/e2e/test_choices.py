@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
+from storage.tables.outcomes import read_outcomes
 from tests.e2e.conftest import Cluster
 from tests.e2e.invariants import check_result
 from tests.e2e.test_resume import await_stage

@@ -13,7 +13,7 @@ import yaml
 
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
-from storage.trajectories import read_trajectories
+from storage.tables.trajectories import read_trajectories
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.desk import PAGE, Desk
 from tests.e2e.invariants import check_result, manifests

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from storage.batches import read_batch, write_batch
-from storage.metrics import read_metrics, write_metrics
-from storage.parquet import SCHEMA_VERSION
 from storage.run_directory import RunDirectory
-from storage.schema import Trajectory, TurnSpan
-from storage.trajectories import read_trajectories, write_trajectories
+from storage.tables.batches import read_batch, write_batch
+from storage.tables.metrics import read_metrics, write_metrics
+from storage.tables.parquet import SCHEMA_VERSION
+from storage.tables.schema import Trajectory, TurnSpan
+from storage.tables.trajectories import read_trajectories, write_trajectories
 
 DATA = Path(__file__).parents[1] / "data"
 ITERATION = 3

@@ -9,14 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.batches import BATCH_SCHEMA, write_batch
-from storage.metrics import write_metrics
-from storage.outcomes import SCHEMA as OUTCOMES
-from storage.outcomes import write_outcomes
-from storage.parquet import SCHEMA_VERSION
 from storage.run_directory import RunDirectory
-from storage.schema import SCHEMA, TURN
-from storage.trajectories import read_trajectories, write_trajectories
+from storage.tables.batches import BATCH_SCHEMA, write_batch
+from storage.tables.metrics import write_metrics
+from storage.tables.outcomes import SCHEMA as OUTCOMES
+from storage.tables.outcomes import write_outcomes
+from storage.tables.parquet import SCHEMA_VERSION
+from storage.tables.schema import SCHEMA, TURN
+from storage.tables.trajectories import read_trajectories, write_trajectories
 from tests.bench.runs import configure, conversation, group_row, sample
 
 ROOT = Path(__file__).parents[2]

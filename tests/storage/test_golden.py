@@ -7,12 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.batches import BATCH_SCHEMA, read_batch
-from storage.metrics import read_metrics
-from storage.parquet import SCHEMA_VERSION
 from storage.run_directory import RunDirectory
-from storage.schema import SCHEMA
-from storage.trajectories import iter_trajectories, read_trajectories, to_rows
+from storage.tables.batches import BATCH_SCHEMA, read_batch
+from storage.tables.metrics import read_metrics
+from storage.tables.parquet import SCHEMA_VERSION
+from storage.tables.schema import SCHEMA
+from storage.tables.trajectories import iter_trajectories, read_trajectories, to_rows
 from tests.storage.golden import DATA, ITERATION, plain, write
 
 KEPT = DATA / f"v{SCHEMA_VERSION}"

@@ -14,10 +14,10 @@ import pyarrow as pa
 
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
-from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
-from storage.schema import SCHEMA
-from storage.trajectories import iter_trajectories
+from storage.tables.parquet import METADATA
+from storage.tables.schema import SCHEMA
+from storage.tables.trajectories import iter_trajectories
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
@@ -39,7 +39,7 @@ async def batch_files(run: ServedRun, sealer: Sealer, index: int, wait_s: float)
 
 
 def arrow_stream(uris: Iterable[str]) -> Iterator[bytes]:
-    """The rows of these files in the columns of storage.schema. Blocks while it reads."""
+    """The rows of these files in the columns of storage.tables.schema. Blocks while it reads."""
     sink = BytesIO()
     # closed only after the last row: a reader of a stream that breaks off must notice
     writer = pa.ipc.new_stream(sink, SCHEMA.with_metadata(METADATA))

@@ -36,8 +36,8 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.curriculum import Tasks
 from sf_core.recipes.outcomes import Outcome
 from storage.errors import StorageError
-from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
+from storage.tables.outcomes import read_outcomes
 
 
 async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> ServedRun:

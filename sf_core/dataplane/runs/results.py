@@ -80,7 +80,7 @@ def result_of(finished: FinishedSession, success: Success | None) -> Result:
 
 
 def row_of(outcome: Outcome, run_id: str) -> dict[str, Any]:
-    """An outcome as a row of `outcomes` (storage/outcomes.py)."""
+    """An outcome as a row of `outcomes` (storage/tables/outcomes.py)."""
     pick, results = outcome.pick, outcome.results
     task = TaskRef("", 0) if pick is None else pick.task
     return {

@@ -30,10 +30,10 @@ from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.recipes.gates import Kind, kind_of
 from sf_core.recipes.outcomes import SEALED, Outcome, Success
-from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
-from storage.schema import Trajectory
-from storage.trajectories import TrajectoryKind, write_trajectories
+from storage.tables.outcomes import write_outcomes
+from storage.tables.schema import Trajectory
+from storage.tables.trajectories import TrajectoryKind, write_trajectories
 
 log = logging.getLogger(__name__)
 

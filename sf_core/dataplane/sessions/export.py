@@ -18,7 +18,7 @@ from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.tree import Node, walk_line
-from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
 _Path = list[tuple[Node, int]]
 """The nodes of a branch from its root on, each with the position where its part of the branch ends."""

@@ -11,7 +11,7 @@ from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Session
-from storage.schema import Trajectory
+from storage.tables.schema import Trajectory
 
 RESULT_BYTES, TRAJECTORY_BYTES, SPAN_BYTES = 600, 1000, 200
 """Measured memory of the objects, without tokens and texts."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.reports.view import RunView
-from storage.trajectories import read_trajectories
+from storage.tables.trajectories import read_trajectories
 
 SHOWN = 4
 """How many tasks are shown: the first ones, whatever they earned."""

@@ -14,9 +14,9 @@ import pyarrow as pa
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage import files
-from storage.parquet import numpy_rows
-from storage.schema import NOT_SAMPLED
-from storage.trajectories import iter_trajectories, iteration_of
+from storage.tables.parquet import numpy_rows
+from storage.tables.schema import NOT_SAMPLED
+from storage.tables.trajectories import iter_trajectories, iteration_of
 
 FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward", "status")
 """Columns of every format beside the conversation."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from storage import files
-from storage.metrics import KINDS, Kind, Point, newer_points
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import KINDS, Kind, Point, newer_points
 
 log = logging.getLogger(__name__)
 

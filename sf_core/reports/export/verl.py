@@ -15,7 +15,7 @@ from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.reports.export.conversations import FACTS, MAX_ROWS, UNTOLD, Format, Rendered, Row, StoredChat
 from storage import files
-from storage.trajectories import iter_trajectories
+from storage.tables.trajectories import iter_trajectories
 
 
 class Verl(Format):

@@ -23,8 +23,8 @@ import pyarrow.compute as pc
 
 from sf_core.reports.html.session_list import SessionFacts, choose_telling, list_sessions
 from sf_core.reports.view import SessionSet
-from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory
-from storage.trajectories import to_rows
+from storage.tables.schema import NOT_SAMPLED, SCHEMA, Trajectory
+from storage.tables.trajectories import to_rows
 
 BLOCK_TOKENS = 60_000
 """Most tokens in a block of several sessions: decoding takes a browser a few hundredths of a second."""

@@ -19,12 +19,12 @@ from sf_core.reports.series import RunSeries, record_devices
 from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window, by_worker
 from sf_core.scheduling.timeline import Span
-from storage.batches import read_batch
 from storage.errors import StorageError
 from storage.manifests import Manifest
-from storage.outcomes import outcomes_of
 from storage.run_directory import STAGES, RunDirectory
-from storage.trajectories import read_trajectories
+from storage.tables.batches import read_batch
+from storage.tables.outcomes import outcomes_of
+from storage.tables.trajectories import read_trajectories
 
 TRAINING = ("entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
 """Metrics of the train stage that are drawn if a run has them."""

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sf_core.reports.view import SessionSet
-from storage.schema import SCHEMA
+from storage.tables.schema import SCHEMA
 
 _OF_BRANCHES = {
     # all branches of a session are alike in these

@@ -17,7 +17,7 @@ LENGTHS = ("length_kept", "length_cut", "cut_sessions")
 """Facts of a rollout with spare sessions."""
 
 Row = Mapping[str, Any]
-"""A row of `outcomes` (storage/outcomes.py)."""
+"""A row of `outcomes` (storage/tables/outcomes.py)."""
 
 
 def rollout_metrics(manifest: Manifest | None) -> dict[str, float]:

@@ -19,7 +19,7 @@ from sf_core.reports.outcomes.figures import (
 )
 from sf_core.reports.tables import make_printable, make_table, shorten_number
 from sf_core.reports.view import open_run
-from storage.outcomes import read_outcomes
+from storage.tables.outcomes import read_outcomes
 
 NUM_TASKS = 5
 """Number of the hardest tasks that are shown, and of the easiest."""

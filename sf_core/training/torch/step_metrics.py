@@ -14,7 +14,7 @@ import torch
 
 from sf_core.recipes.losses import Kl, PolicyLoss, Tokens
 from sf_core.training.packing import Row
-from storage.trajectories import first_rows
+from storage.tables.trajectories import first_rows
 
 MEANS = {
     "loss": "loss",

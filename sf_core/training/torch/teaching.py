@@ -22,7 +22,7 @@ from sf_core.recipes.weights import weigh
 from sf_core.training.packing import Microbatch, Row, share
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.trained_model import TrainedModel
-from storage.batches import select_training_rows
+from storage.tables.batches import select_training_rows
 
 References = Callable[[int, TrainedModel], AbstractContextManager[TrainedModel]]
 """(version, the model that is trained) -> the policy of the version, held by the same ranks, for as long as

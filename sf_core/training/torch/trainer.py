@@ -83,7 +83,7 @@ class ModelTrainer:
         self._optimizer_steps = self._steps_before = 0
 
     def step(self, batch: pa.Table) -> dict[str, float]:
-        """Train on a batch of storage.batches; returns the metrics of the step, the same on every rank.
+        """Train on a batch of storage.tables.batches; returns the metrics of the step, equal on every rank.
 
         Raises ExchangeError if another rank is gone, or ValueError if the weights would not stay finite;
         the trainer must not be used after that."""

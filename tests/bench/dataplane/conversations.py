@@ -37,7 +37,7 @@ from sf_core.dataplane.sessions.turn_events import (
 )
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
-from storage.schema import NOT_SAMPLED, Trajectory
+from storage.tables.schema import NOT_SAMPLED, Trajectory
 from tests.bench.dataplane.specs import make_tool
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from storage.schema import TURN
+from storage.tables.schema import TURN
 
 
 def make_batch(

@@ -30,8 +30,8 @@ from sf_core.config.validation import validate_config
 from sf_core.dataplane.routing import rebalancing
 from sf_core.scheduling.figures import by_worker, find_switches
 from storage.run_directory import RunDirectory
-from storage.schema import NOT_SAMPLED
-from storage.trajectories import write_trajectories
+from storage.tables.schema import NOT_SAMPLED
+from storage.tables.trajectories import write_trajectories
 from tests.properties import examples
 from tests.sf_core.reports.test_tables import GIVEN, commit, trajectory
 

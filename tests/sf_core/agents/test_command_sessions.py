@@ -15,8 +15,8 @@ from sf_core.agents.command import CommandAgent
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Task
-from storage.schema import Trajectory
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.schema import Trajectory
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.planes import ServedPlane, say
 from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import ASK

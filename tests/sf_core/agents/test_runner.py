@@ -20,7 +20,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane as plane_module
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Scored, Task
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
 from tests.bench.proxies import SilentProxy
 from tests.bench.runners import make_runner, run_until_ready

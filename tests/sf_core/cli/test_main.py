@@ -9,8 +9,8 @@ import pytest
 
 from sf_core.config.yaml_file import builtin_configs
 from sf_core.reports.tables import DEVICE_COLUMNS
-from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import write_metrics
 from tests.bench.commands import sf
 from tests.bench.runs import commit, configure
 

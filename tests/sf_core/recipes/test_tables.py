@@ -5,8 +5,8 @@ import pyarrow as pa
 
 from sf_core.recipes.tables import samples_of
 from storage.run_directory import RunDirectory
-from storage.schema import TurnSpan
-from storage.trajectories import read_trajectories, write_trajectories
+from storage.tables.schema import TurnSpan
+from storage.tables.trajectories import read_trajectories, write_trajectories
 from tests.bench.runs import conversation
 
 USER = {"role": "user", "content": "?"}

@@ -16,8 +16,8 @@ from datasets import load_dataset
 from sf_core.reports.export.export import export
 from storage import files
 from storage.run_directory import RunDirectory
-from storage.schema import Trajectory
-from storage.trajectories import write_trajectories
+from storage.tables.schema import Trajectory
+from storage.tables.trajectories import write_trajectories
 from tests.bench.commands import sf
 from tests.bench.runs import configure, conversation, sample
 

@@ -14,7 +14,7 @@ from sf_core.reports.series import record_devices
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage.run_directory import STAGES, RunDirectory
-from storage.trajectories import write_trajectories
+from storage.tables.trajectories import write_trajectories
 from tests.bench.runs import commit, configure, conversation
 from tests.sf_core.reports.test_series import AT, write_spans
 

@@ -18,8 +18,8 @@ from sf_core.reports.view import RunView
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
-from storage.trajectories import write_trajectories
+from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.tables.trajectories import write_trajectories
 
 WORDS = ["what", "is", "six", "times", "seven", "calc", "42", "</s>", "thanks"]
 

@@ -6,8 +6,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sf_core.reports.export.tensorboard import write_events
 from storage import files
-from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import write_metrics
 
 
 def curve(run: RunDirectory, kind: str, name: str) -> list[tuple[int, float]]:

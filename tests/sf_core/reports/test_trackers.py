@@ -9,8 +9,8 @@ from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError
 from sf_core.reports.trackers import Trackers, _MlflowRun
 from storage import files
-from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import write_metrics
 
 
 def config_of(**track: str) -> RunConfig:

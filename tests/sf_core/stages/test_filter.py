@@ -22,10 +22,10 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.stages.filter import filter, lag_histogram
 from sf_core.stages.rollout import rollout
 from sf_core.stages.run import RunRef
-from storage.batches import read_batch, select_training_rows
-from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
-from storage.schema import Trajectory
+from storage.tables.batches import read_batch, select_training_rows
+from storage.tables.parquet import numpy_rows
+from storage.tables.schema import Trajectory
 from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
 from tests.bench.runs import configure, conversation, sample
 

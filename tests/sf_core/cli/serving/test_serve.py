@@ -12,7 +12,7 @@ from anthropic import Anthropic
 
 from storage.files import list_files
 from storage.run_directory import RunDirectory
-from storage.trajectories import read_trajectories
+from storage.tables.trajectories import read_trajectories
 from tests.bench.commands import sf
 from tests.bench.policy_server import KEY, Served, publish_run
 from tests.patience import patience

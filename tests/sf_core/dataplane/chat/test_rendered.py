@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.reports.export.export import export
 from storage.run_directory import RunDirectory
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.commands import sf
 from tests.bench.dataplane.conversations import FIND, Record, call_text, family, odd_ids, user
 from tests.bench.dataplane.specs import make_tool

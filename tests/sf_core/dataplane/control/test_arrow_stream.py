@@ -15,11 +15,11 @@ import pytest
 from sf_core.dataplane.control import arrow_stream as stream_module
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream
 from storage.manifests import Manifest
-from storage.outcomes import write_outcomes
-from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
-from storage.schema import SCHEMA
-from storage.trajectories import read_trajectories, to_rows, write_trajectories
+from storage.tables.outcomes import write_outcomes
+from storage.tables.parquet import METADATA
+from storage.tables.schema import SCHEMA
+from storage.tables.trajectories import read_trajectories, to_rows, write_trajectories
 from tests.bench.dataplane.planes import ServedPlane
 from tests.patience import join
 

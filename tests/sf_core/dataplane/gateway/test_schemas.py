@@ -27,8 +27,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Sampling
-from storage.schema import NOT_SAMPLED, Trajectory
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.schema import NOT_SAMPLED, Trajectory
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.planes import CALC, ServedPlane, attended, running_app, say
 from tests.bench.engines.model_folders import SIZE
 from tests.patience import patience, wait_until

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.full_disk import full_disk
 from tests.bench.dataplane.planes import ServedPlane, finish, say
 from tests.bench.dataplane.restarts import Restarts

@@ -23,8 +23,8 @@ from sf_core.recipes.curriculum import PastGroup, Tasks
 from sf_core.recipes.outcomes import Pick, TaskRef
 from storage.files import FileRef
 from storage.manifests import Manifest
-from storage.outcomes import read_outcomes
 from storage.run_directory import RunDirectory
+from storage.tables.outcomes import read_outcomes
 from tests.bench.dataplane.conversations import sample, user
 from tests.bench.dataplane.planes import say
 from tests.bench.dataplane.run_driver import OPERATIONS, Driver

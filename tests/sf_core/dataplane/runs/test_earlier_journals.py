@@ -17,7 +17,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import decide
 from sf_core.recipes.gates import Varied
 from sf_core.recipes.outcomes import Pick, TaskRef
-from storage.outcomes import read_outcomes
+from storage.tables.outcomes import read_outcomes
 from tests.sf_core.dataplane.runs.test_curriculum_replay import CurriculumDriver
 
 JOURNAL = Path(__file__).parents[3] / "data/journals/before_picks.journal"

@@ -11,8 +11,8 @@ import pytest
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane
 from sf_core.dataplane.sessions import finished
-from storage.schema import Trajectory
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.schema import Trajectory
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.planes import CALC, ServedPlane, say
 from tests.patience import wait_until
 

@@ -23,8 +23,8 @@ from sf_core.dataplane.runs.sealing import ExternalSessions
 from sf_core.dataplane.sessions.session import Session
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
-from storage.schema import NOT_SAMPLED, Trajectory
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.schema import NOT_SAMPLED, Trajectory
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.conversations import sample, user
 from tests.bench.dataplane.planes import say
 from tests.bench.dataplane.run_driver import Driver

@@ -20,7 +20,7 @@ from sf_core.dataplane.runs.claiming import declare_group
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from storage.run_directory import RunDirectory
-from storage.trajectories import TrajectoryKind, read_trajectories, to_rows
+from storage.tables.trajectories import TrajectoryKind, read_trajectories, to_rows
 from tests.bench.dataplane.conversations import sample, user
 from tests.bench.dataplane.planes import say
 from tests.bench.dataplane.run_driver import Driver

@@ -17,7 +17,7 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.turns.sampling import derive_seed
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.planes import (
     BUDGET,
     CALC,

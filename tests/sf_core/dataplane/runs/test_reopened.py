@@ -21,7 +21,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.view import session_tree
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.planes import (
     CALC,
     ServedPlane,

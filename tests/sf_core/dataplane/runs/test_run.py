@@ -27,7 +27,7 @@ from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.engines import wire
 from sf_core.engines.scripted import scripted_logprob
-from storage.trajectories import read_trajectories
+from storage.tables.trajectories import read_trajectories
 from tests.bench.dataplane.planes import ServedPlane, running_process, say
 from tests.bench.dataplane.specs import SPEC, changed
 from tests.patience import join, patience, wait_until

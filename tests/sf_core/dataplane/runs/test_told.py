@@ -20,8 +20,8 @@ from sf_core.dataplane.runs.claiming import declare_group
 from sf_core.dataplane.sessions.session import Session
 from storage import files
 from storage.files import FileRef
-from storage.outcomes import SCHEMA
-from storage.parquet import read_table
+from storage.tables.outcomes import SCHEMA
+from storage.tables.parquet import read_table
 from tests.bench.dataplane.conversations import sample, user
 from tests.bench.dataplane.run_driver import Driver
 

@@ -18,7 +18,7 @@ from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.sessions.tree import Prompt
-from storage.schema import Trajectory
+from storage.tables.schema import Trajectory
 from tests.bench.dataplane.conversations import Record, call_text, family, odd_ids
 
 Said = tuple[str, int, str]

@@ -20,7 +20,7 @@ from sf_core.dataplane.sessions.turn_events import RecordedTurn, TurnKey
 from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
-from storage.schema import NOT_SAMPLED, Trajectory
+from storage.tables.schema import NOT_SAMPLED, Trajectory
 from tests.bench.dataplane.conversations import (
     FIND,
     Record,

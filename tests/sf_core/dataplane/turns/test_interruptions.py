@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
-from storage.schema import Trajectory
-from storage.trajectories import read_trajectories, to_rows
+from storage.tables.schema import Trajectory
+from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.patience import join, patience, wait_until
 

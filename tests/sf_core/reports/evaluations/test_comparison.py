@@ -23,7 +23,7 @@ from sf_core.reports.evaluations.comparison import (
 )
 from sf_core.reports.view import open_run
 from storage.run_directory import RunDirectory
-from storage.trajectories import write_trajectories
+from storage.tables.trajectories import write_trajectories
 from tests.bench.runs import commit, configure, conversation
 
 

@@ -8,12 +8,12 @@ import numpy as np
 from playwright.sync_api import Browser, Page
 
 from sf_core.scheduling.timeline import Span
-from storage.batches import write_batch
 from storage.manifests import Manifest
-from storage.outcomes import write_outcomes
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
-from storage.trajectories import read_trajectories, write_trajectories
+from storage.tables.batches import write_batch
+from storage.tables.outcomes import write_outcomes
+from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.tables.trajectories import read_trajectories, write_trajectories
 from tests.bench.runs import mean_reward
 from tests.sf_core.reports.test_series import write_spans
 from tests.sf_core.reports.test_tables import trajectory

@@ -8,9 +8,9 @@ from playwright.sync_api import Browser, Page, expect
 from sf_core.config import RunConfig
 from sf_core.reports.html.blocks import LAST_OUTPUT
 from sf_core.reports.html.page import write_report
-from storage.outcomes import write_outcomes
 from storage.run_directory import RunDirectory
-from storage.trajectories import write_trajectories
+from storage.tables.outcomes import write_outcomes
+from storage.tables.trajectories import write_trajectories
 from tests.bench.commands import sf
 from tests.bench.runs import commit, group_row
 from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, opened, talk

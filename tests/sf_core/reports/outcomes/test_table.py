@@ -11,9 +11,9 @@ from sf_core.reports.tables import inspect_run, run_data
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage import files
-from storage.outcomes import write_outcomes
 from storage.run_directory import STAGES, RunDirectory
-from storage.trajectories import write_trajectories
+from storage.tables.outcomes import write_outcomes
+from storage.tables.trajectories import write_trajectories
 from tests.bench.commands import sf
 from tests.bench.runs import commit, configure, conversation, group_row, sample
 from tests.sf_core.reports.test_series import AT, write_spans

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pandas as pd  # type: ignore[import-untyped]
 
-from storage.metrics import read_metrics, write_metrics
 from storage.run_directory import RunDirectory
+from storage.tables.metrics import read_metrics, write_metrics
 
 
 def test_steps_are_read_back_with_their_place(run_anywhere: RunDirectory) -> None:

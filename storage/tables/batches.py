@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage import parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
-from storage.schema import SCHEMA
-from storage.trajectories import read_trajectories
+from storage.tables import parquet
+from storage.tables.schema import SCHEMA
+from storage.tables.trajectories import read_trajectories
 
 TRAIN = "train"
 """The `decision` of rows that train."""

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from storage.batches import BATCH_SCHEMA, read_batch, write_batch
-from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
-from storage.schema import SCHEMA, Trajectory
-from storage.trajectories import read_trajectories, write_trajectories
+from storage.tables.batches import BATCH_SCHEMA, read_batch, write_batch
+from storage.tables.parquet import numpy_rows
+from storage.tables.schema import SCHEMA, Trajectory
+from storage.tables.trajectories import read_trajectories, write_trajectories
 
 
 def row(session: str, length: int) -> Trajectory:

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage import files
-from storage.parquet import SCHEMA_VERSION
 from storage.run_directory import RunDirectory
-from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory, TurnSpan
-from storage.trajectories import first_rows, read_trajectories, to_rows, to_table, write_trajectories
+from storage.tables.parquet import SCHEMA_VERSION
+from storage.tables.schema import NOT_SAMPLED, SCHEMA, Trajectory, TurnSpan
+from storage.tables.trajectories import first_rows, read_trajectories, to_rows, to_table, write_trajectories
 from tests.properties import examples
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -228,7 +228,7 @@ def test_a_column_that_is_not_there_is_named(run_anywhere: RunDirectory) -> None
 def test_rows_of_an_iterator_are_written_in_groups_and_read_back_in_order(
     run_anywhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.parquet.ROW_GROUP_BYTES", 100)
+    monkeypatch.setattr("storage.tables.parquet.ROW_GROUP_BYTES", 100)
     uri = run_anywhere.path(write_trajectories(run_anywhere, 0, (example(i) for i in range(10)), "part").uri)
     with files.local_copy(uri) as path:
         assert pq.read_metadata(path).num_row_groups > 1

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple, get_args
 
 import pyarrow as pa
 
-from storage import files, parquet
+from storage import files
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
+from storage.tables import parquet
 
 Kind = Literal["train", "devices", "evaluation"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

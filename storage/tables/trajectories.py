@@ -1,6 +1,6 @@
 """Trajectories as Parquet files, one folder per iteration.
 
-Owns their encoding from rows to Arrow columns and back. storage/schema.py defines the columns.
+Owns their encoding from rows to Arrow columns and back. storage/tables/schema.py defines the columns.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from storage import parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
-from storage.schema import NOT_SAMPLED, SCHEMA, TURN, Trajectory, TurnSpan
+from storage.tables import parquet
+from storage.tables.schema import NOT_SAMPLED, SCHEMA, TURN, Trajectory, TurnSpan
 
 TrajectoryKind = Literal["trajectories", "evaluations", "opened"]
 """Folder of the run directory: sessions of iterations, of evaluations, or opened by agents themselves."""

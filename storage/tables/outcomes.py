@@ -12,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage import parquet
 from storage.files import FileRef
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
+from storage.tables import parquet
 
 SCHEMA = pa.schema(
     [

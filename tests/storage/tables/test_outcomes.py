@@ -8,12 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from storage import files, parquet
+from storage import files
 from storage.errors import StorageError
 from storage.files import FileRef
 from storage.manifests import Manifest
-from storage.outcomes import SCHEMA, read_outcomes, write_outcomes
 from storage.run_directory import RunDirectory
+from storage.tables import parquet
+from storage.tables.outcomes import SCHEMA, read_outcomes, write_outcomes
 
 
 def outcome(number: int, **changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from storage import parquet
+from storage.tables import parquet
 
 
 def test_a_local_file_is_read_without_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
