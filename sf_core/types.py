@@ -97,12 +97,21 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward with what single answers of the policy earned, for formulas that give each turn its own
-    credit. It does not count in the reward itself."""
+    """A reward with what does not count in it."""
 
     reward: float | Mapping[str, float]
-    steps: Mapping[str, float]
-    """Reward of each answer, by the `id` that the API gave the answer or, of several choices, the first."""
+    steps: Mapping[str, float] = field(default_factory=dict)
+    """What single answers of the policy earned, for formulas that give each turn its own credit, by the `id`
+    that the API gave the answer or, of several choices, the first."""
+    noted: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by names of your own that are stored with the session, and whose means are metrics."""
+
+
+class NotJudged(Exception):
+    """A reward that could not be had, through no fault of the answer: a judge is away, or its reply cannot be
+    read. Raised by a reward function, the answer is scored again, for `rollout.score_timeout_s` and then by
+    another worker. If all of `rollout.session_attempts` fail, its group is dropped; a held-out session leaves
+    the mean."""
 
 
 @dataclass(frozen=True, slots=True)

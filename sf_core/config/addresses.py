@@ -38,10 +38,12 @@ def refuse_user(url: str) -> str:
 
 
 def check_server_url(url: str) -> str:
-    """Returns the URL of a vLLM server unchanged. Raises ValueError if it is none, or contains a user or
+    """Returns the URL of a server unchanged. Raises ValueError if it is none, or contains a user or
     password."""
     if "@" in url or not url.startswith(("http://", "https://")):
-        raise ValueError("expected http://HOST:PORT without a user or password; a key goes into SF_VLLM_KEY")
+        raise ValueError(
+            "expected http://HOST:PORT without a user or password; a key goes into the environment"
+        )
     return url
 
 

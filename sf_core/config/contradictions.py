@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 from sf_core.config.rollout_config import EnvironmentConfig, RolloutConfig
 from sf_core.config.train_config import TrainConfig
-from sf_core.recipes.advantages import CustomAdvantage, Gae, Pair, Relative, RoleBaseline, Tree, Whitened
+from sf_core.recipes.advantages import (
+    CustomAdvantage,
+    Gae,
+    NoAdvantage,
+    Pair,
+    Relative,
+    RoleBaseline,
+    Tree,
+    Whitened,
+)
 from sf_core.recipes.curriculum import Curriculum
 from sf_core.recipes.gates import Mixed, Varied
 from sf_core.recipes.losses import Clip, M2po, Plain, SequenceClip
@@ -35,7 +44,7 @@ def _compares(config: Sections) -> bool:
     advantage = config.train.advantage
     if isinstance(advantage, Whitened):
         return advantage.baseline
-    return not isinstance(advantage, Gae | CustomAdvantage | RoleBaseline | Tree)
+    return not isinstance(advantage, NoAdvantage | Gae | CustomAdvantage | RoleBaseline | Tree)
 
 
 def _has_weight(config: Sections, *kinds: type) -> bool:
@@ -94,6 +103,10 @@ def _least_to_pass(config: Sections) -> int:
 def _dual(config: Sections) -> Clip | None:
     policy = config.train.loss.policy
     return policy if isinstance(policy, Clip) and policy.beyond == "dual" else None
+
+
+def _has_idle_rewards(config: Sections) -> bool:
+    return isinstance(config.train.advantage, NoAdvantage)
 
 
 def _num_kept(config: Sections) -> int | None:
@@ -270,6 +283,47 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         lambda c: (keep := _num_kept(c)) is not None and keep >= c.rollout.group_size,
         "train.select.keep ({c.train.select.keep}) must be below rollout.group_size "
         "({c.rollout.group_size}), or nothing is left out: lower it, or leave train.select out",
+    ),
+    (
+        lambda c: isinstance(c.train.advantage, NoAdvantage) and c.train.teacher is None,
+        "train.advantage none learns nothing from rewards, so it needs a teacher: add train.teacher, or take "
+        "train.advantage group",
+    ),
+    (
+        lambda c: _has_idle_rewards(c) and c.rollout.gate.kind != "all",
+        "rollout.gate {c.rollout.gate.kind} chooses groups by their rewards, which teach nothing with "
+        "train.advantage none: leave rollout.gate out",
+    ),
+    (
+        lambda c: _has_idle_rewards(c) and c.rollout.curriculum is not None,
+        "rollout.curriculum chooses tasks by their rewards, which teach nothing with train.advantage none: "
+        "leave rollout.curriculum out",
+    ),
+    (
+        lambda c: _has_idle_rewards(c) and c.train.select is not None,
+        "train.select {c.train.select.kind} chooses sessions by their rewards, which teach nothing with "
+        "train.advantage none: leave train.select out",
+    ),
+    (
+        lambda c: _has_idle_rewards(c) and (kl := c.train.loss.kl) is not None and kl.place == "reward",
+        "train.loss.kl with place reward changes rewards, which teach nothing with train.advantage none: "
+        "take place loss",
+    ),
+    (
+        lambda c: (
+            _has_idle_rewards(c) and (teacher := c.train.teacher) is not None and teacher.weights is not None
+        ),
+        "train.teacher.weights start is the policy itself before it learns, which teaches nothing with "
+        "train.advantage none: name another teacher, or take train.advantage group",
+    ),
+    (
+        lambda c: (
+            (teacher := c.train.teacher) is not None
+            and teacher.url is not None
+            and (c.rollout.temperature, c.rollout.top_p, c.rollout.top_k) != (1, 1, 0)
+        ),
+        "train.teacher.url tells log-probs at temperature 1 of the whole vocabulary: leave "
+        "rollout.temperature, top_p and top_k out, or name the teacher as train.teacher.model",
     ),
     (
         lambda c: _num_kept(c) is not None and isinstance(c.train.advantage, Gae | Whitened | RoleBaseline),

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from sf_core.config.addresses import expand_settings
 from sf_core.config.failures import FailureRules
+from sf_core.config.judges import JudgeConfig, JudgeName
 from sf_core.config.programs import AnyAgent
 from sf_core.config.undone import Normalisation, UndoneField
 from sf_core.recipes.curriculum import Curriculum
@@ -54,6 +55,9 @@ class EnvironmentConfig(Settings):
     """Function (task, answers) -> a reward for each answer of a training group, in their order, or None to
     drop the group. It is called once, when the last session of the group has answered. Empty: each answer is
     scored by itself. Held-out answers are always scored by `reward`."""
+    judges: dict[JudgeName, JudgeConfig] = Field({})
+    """Models by names of your own, which `reward` and `group_reward` may ask: they get all of them as an
+    argument if they have a parameter `judges`."""
     prepare: Reference | None = None
     """Function task -> async context manager, entered before the session runs (`rollout.prepare_ahead`) and
     left after its agent. What it gives is the agent's third argument. Empty: the environment's, if the agent

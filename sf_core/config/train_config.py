@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
+from sf_core.config.addresses import FilePath, check_server_url
 from sf_core.recipes.advantages import AnyAdvantage, Grpo
 from sf_core.recipes.losses import Critic, LossConfig
 from sf_core.recipes.samples import Score
 from sf_core.recipes.selections import AnySelection
+from sf_core.recipes.teachers import Teacher
 from sf_core.recipes.weights import AnyWeight
 from sf_core.settings import Settings
 
@@ -70,6 +72,46 @@ class LoraConfig(Settings):
     `policy.adapter`, or all linear layers of the blocks."""
 
 
+class TeacherConfig(Teacher):
+    """Another model that teaches beside the rewards, or alone with `train.advantage: none`. One of `model`,
+    `url` and `weights` names it. Every token of the policy's vocabulary must have the same id at the
+    teacher."""
+
+    model: FilePath | None = None
+    """Folder of a Hugging Face causal LM, the name of one that `sf model` has made, or RUN@VERSION: a version
+    of the run in the folder RUN. It is on every training worker, which hold it together, and must not change
+    during the run."""
+    url: Annotated[str, AfterValidator(check_server_url)] | None = None
+    """Address of a vLLM server, with `divergence: sampled`. The filter stage asks it for the log-probs of the
+    tokens that train. Its key is read from the environment variable SF_TEACHER_KEY."""
+    weights: Literal["start"] | None = None
+    """start: version 0 of the policy, which holds later versions back. With `train.lora` it takes no
+    memory."""
+    tokenizer: FilePath | None = None
+    """Folder with the tokenizer of the teacher at `url`."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest time, in seconds, during which the filter stage asks a server at `url` again that does not
+    answer."""
+
+    @model_validator(mode="after")
+    def _is_named_once(self) -> TeacherConfig:
+        named = [name for name in ("model", "url", "weights") if getattr(self, name) is not None]
+        if len(named) != 1:
+            given = " and ".join(named) or "none of them"
+            raise ValueError(f"one of model, url and weights names the teacher; given: {given}")
+        if self.url is not None and self.is_loss:
+            raise ValueError(
+                "a server at url tells the log-probs of sampled tokens alone: set divergence: sampled, or "
+                "name the teacher as model"
+            )
+        if (self.url is None) != (self.tokenizer is None):
+            raise ValueError(
+                "url and tokenizer go together: tokenizer is the folder with the tokenizer of the teacher at "
+                "url, whose vocabulary is compared with the policy's"
+            )
+        return self
+
+
 class TrainConfig(Settings):
     """The optimiser, and how a batch teaches: GRPO (Shao et al. 2024) with DAPO's token mean and bounds,
     unless something else is named."""
@@ -113,6 +155,8 @@ class TrainConfig(Settings):
     weights: tuple[AnyWeight, ...] = ()
     """What leaves tokens out, or shapes their advantage; one after the other."""
     loss: LossConfig = LossConfig()
+    teacher: TeacherConfig | None = None
+    """Another model that teaches. Empty: none."""
     lora: LoraConfig | None = None
     """Adapter that is trained in place of the policy's own weights. Empty: all weights are trained."""
     critic: Critic | None = None
@@ -157,6 +201,8 @@ class TrainConfig(Settings):
     def needs(self) -> frozenset[Score]:
         """Scores that advantages and weights take; with any, they are made in the train step."""
         maps = self.advantage.needs.union(*(weight.needs for weight in self.weights))
+        if self.teacher is not None:
+            maps |= self.teacher.needs
         kl = self.loss.kl
         return maps | {"start", "reference"} if kl is not None and kl.place == "reward" else maps
 

@@ -21,6 +21,15 @@ class Advantage(Component):
         raise NotImplementedError
 
 
+class NoAdvantage(Advantage):
+    """0 for every token: rewards teach nothing, and `train.teacher` does."""
+
+    kind: Literal["none"] = "none"
+
+    def __call__(self, samples: Samples) -> Values:
+        return samples.spread(np.zeros(len(samples.rewards)))
+
+
 class Grpo(Advantage):
     """Reward of a session minus the mean of its group, over a standard deviation (GRPO, Shao et al. 2024,
     eq. 3)."""
@@ -237,7 +246,17 @@ class CustomAdvantage(Advantage):
 
 # in the order in which the form tells them apart: those with few fields first
 AnyAdvantage = Annotated[
-    LeaveOneOut | Relative | RoleBaseline | Tree | Whitened | CustomAdvantage | TwoLevel | Pair | Grpo | Gae,
+    NoAdvantage
+    | LeaveOneOut
+    | Relative
+    | RoleBaseline
+    | Tree
+    | Whitened
+    | CustomAdvantage
+    | TwoLevel
+    | Pair
+    | Grpo
+    | Gae,
     Field(discriminator="kind"),
     or_kind("group"),
 ]

@@ -14,10 +14,11 @@ from sf_core.settings import Settings
 Values = Sequence[npt.NDArray[np.float32]]
 """A number for each token of each row."""
 
-Score = Literal["start", "entropy", "reference", "values"]
+Score = Literal["start", "entropy", "reference", "teacher", "values"]
 """What a network says of each sampled token. start: its log-prob under the weights at the beginning of the
 train step; entropy: that of the distribution it was drawn from, in nats, under the same weights; reference:
-its log-prob under the reference policy; values: the reward that the critic expects before it."""
+its log-prob under the reference policy; teacher: that under `train.teacher`; values: the reward that the
+critic expects before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

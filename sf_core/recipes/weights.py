@@ -14,6 +14,7 @@ from pydantic import Field
 
 from sf_core.recipes.advantages import Advantage, check_values
 from sf_core.recipes.samples import Component, Samples, Score, Values
+from sf_core.recipes.teachers import Teacher
 from sf_core.settings import Reference, load_object, or_kind
 
 
@@ -147,9 +148,15 @@ AnyWeight = Annotated[
 ]
 
 
-def weigh(samples: Samples, advantage: Advantage, weights: Iterable[Weight]) -> tuple[Values, Values]:
+def weigh(
+    samples: Samples, advantage: Advantage, weights: Iterable[Weight], teacher: Teacher | None = None
+) -> tuple[Values, Values]:
     """The advantage and the weight of every token; 0 and 1 where none is trained."""
     advantages, factors = advantage(samples), ones(samples)
+    if teacher is not None and not teacher.is_loss:
+        # no deviation of rewards scales what the teacher says
+        pairs = zip(advantages, teacher(samples), strict=True)
+        advantages = [np.add(own, added, dtype=np.float32) for own, added in pairs]
     for weight in weights:
         more, advantages = weight(samples, advantages)
         factors = [a * b for a, b in zip(factors, more, strict=True)]

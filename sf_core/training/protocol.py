@@ -43,8 +43,8 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: pa.Table) -> dict[str, float]:
-        """Train on a batch of storage.tables.batches, which makes the next version. Returns the metrics of the
-        step, the same on every rank; after an error the trainer is not used again."""
+        """Train on a batch of storage.tables.batches, which makes the next version. Returns the metrics of
+        the step, the same on every rank; after an error the trainer is not used again."""
         ...
 
     def save_weights(self, folder: str, before: str) -> list[FileRef]:

@@ -1,0 +1,60 @@
+"""Teachers: how another model teaches at the states that the policy visits (on-policy distillation)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from sf_core.recipes.samples import Component, Samples, Score, Values
+
+Divergence = Literal["reverse", "forward", "sampled"]
+
+
+class Teacher(Component):
+    """What a teacher's probabilities are made into (GKD, Agarwal et al. 2024, with lambda 1)."""
+
+    divergence: Divergence = "reverse"
+    """What the teacher teaches by. reverse: KL(policy || teacher), a loss over the whole vocabulary. forward:
+    KL(teacher || policy), likewise. sampled: an advantage, the difference of the two log-probs of each
+    sampled token (MiniLLM, Gu et al. 2024; Thinking Machines 2025)."""
+    coefficient: float = Field(1.0, gt=0)
+    """Weight of the teacher beside `train.advantage`. With `advantage: none` it changes little, because
+    AdamW's steps are of about the same size whatever the gradient's."""
+    discount: float = Field(0.0, ge=0, le=1)
+    """Weight, per token, of what the teacher says of later tokens of the row, with `divergence: sampled`. 0:
+    each token answers for itself. 1: it answers for all that follow it (MiniLLM, R_t)."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Teacher:
+        if self.discount and self.is_loss:
+            raise ValueError(f"discount has no effect with divergence {self.divergence}: leave it out")
+        return self
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it teaches by a loss over the vocabulary, which a trainer makes of both models."""
+        return self.divergence != "sampled"
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset() if self.is_loss else frozenset({"start", "teacher"})
+
+    def __call__(self, samples: Samples) -> Values:
+        """What a sampled divergence adds to the advantage of every token; 0 where none is trained:
+
+            coefficient * sum over u >= t of discount ** (u - t) * (teacher_u - start_u)
+
+        over the trained tokens u of the row, where both are log-probs. The policy's is the trainer's own at
+        the start of the step: a teacher that is the policy adds exactly 0."""
+        found = []
+        rows = zip(samples.scores["teacher"], samples.scores["start"], samples.masks, strict=True)
+        for teacher, start, mask in rows:
+            gains = teacher[mask].astype(np.float64) - start[mask]
+            for token in range(len(gains) - 2, -1, -1) if self.discount else ():
+                gains[token] += self.discount * gains[token + 1]
+            added = np.zeros(len(mask), np.float32)
+            added[mask] = self.coefficient * gains
+            found.append(added)
+        return found

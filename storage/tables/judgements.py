@@ -1,0 +1,82 @@
+"""Judgements as Parquet: one row per question that a reward function asked a judge, and per number that it
+noted, of the sessions that a rollout or an evaluation tells of.
+
+Owns the columns. What they mean is in docs/data.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import pyarrow as pa
+
+from storage.files import FileRef
+from storage.manifests import Manifest
+from storage.run_directory import RunDirectory
+from storage.tables import parquet
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """What a judge was asked and said, or what a reward function noted."""
+
+    judge: str | None = None
+    """Name of the judge; None: a number that the reward function noted."""
+    item: str = ""
+    """What was judged, in the words of the reward function."""
+    pair: int | None = None
+    """The two questions of a comparison in both orders have the same number, which is unique in the
+    session."""
+    messages: str | None = None
+    """The question, as JSON of OpenAI's `messages`."""
+    reply: str | None = None
+    """The reply as text; None: none came."""
+    verdict: str | None = None
+    """What was read of the reply, as JSON; None: it could not be read."""
+    tokens: int = 0
+    """Tokens of question and reply, of all attempts."""
+    seconds: float = 0.0
+    """Time until the reply, with all attempts."""
+    attempts: int = 0
+    """Number of calls; 0: none, because the reply was known."""
+    cached: bool = False
+    """The reply was known from an equal question."""
+
+
+SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("session_id", pa.string()),
+        ("judge", pa.string()),
+        ("item", pa.string()),
+        ("pair", pa.int32()),
+        ("messages", pa.string()),
+        ("reply", pa.string()),
+        ("verdict", pa.string()),
+        ("tokens", pa.int64()),
+        ("seconds", pa.float64()),
+        ("attempts", pa.int32()),
+        ("cached", pa.bool_()),
+    ]
+)
+
+
+def write_judgements(
+    run: RunDirectory, iteration: int, judged: Iterable[tuple[str, Judgement]], part: str
+) -> FileRef:
+    """Write the judgements of sessions, each with the session's id. Equal rows give equal bytes under the
+    same name. Raises OSError if the storage fails."""
+    rows = [
+        {"run_id": run.run_id, "session_id": session_id, **msgspec.structs.asdict(judgement)}
+        for session_id, judgement in judged
+    ]
+    uri = f"{run.partition('judgements', iteration)}/{part}.parquet"
+    return run.relative(parquet.write_table(uri, pa.Table.from_pylist(rows, schema=SCHEMA)))
+
+
+def read_judgements(run: RunDirectory, manifest: Manifest) -> pa.Table:
+    """Judgements that the manifest of a rollout or an evaluation names, in the columns of SCHEMA; no rows if
+    it names none. Raises ValueError if a file is missing or broken."""
+    uris = [run.path(ref.uri) for ref in manifest.files("judgements")]
+    tables = [parquet.read_table(uri, SCHEMA.names, SCHEMA).select(SCHEMA.names) for uri in uris]
+    return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
