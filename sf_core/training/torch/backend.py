@@ -7,7 +7,6 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
@@ -15,13 +14,13 @@ from sf_core.engines.torch.torch_engine import local_device
 from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
+from sf_core.training.teacher_folder import version_of
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trained_model import TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.files import join, local_folder, read_bytes
-from storage.scratch import scratch_folder
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import ADAPTER_CONFIG, load_adapter
 
@@ -105,7 +104,7 @@ class TorchBackend:
                 with model.standing_in(load_adapter(run.directory.version_dir(version))):
                     yield model
                 return
-            with _policy_folder(run, version) as folder:
+            with version_of(run.directory, version).open() as (folder, _):
                 yield make_model(folder, ranks)
 
         trainer = ModelTrainer(
@@ -132,22 +131,6 @@ class TorchBackend:
             trainer.config = read_stored_settings(run, trainer.version)
             trainer.step(read_stored_batch(run, trainer.version))
         return trainer
-
-
-@contextmanager
-def _policy_folder(run: TrainedRun, version: int) -> Iterator[str]:
-    """A Hugging Face folder with a published policy, on this host."""
-    start = local_folder(run.directory.start_dir)
-    if version == 0:
-        yield start
-        return
-    weights = local_folder(run.directory.weights_dir(version))
-    with scratch_folder() as folder:
-        for path in (*Path(start).iterdir(), *Path(weights).iterdir()):
-            is_weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
-            if path.is_file() and (path.parent == Path(weights)) == is_weights:
-                Path(folder, path.name).symlink_to(path)
-        yield folder
 
 
 def _refuse_missing(run: TrainedRun, version: int) -> None:
