@@ -32,6 +32,11 @@ def run_key() -> str | None:
     return os.environ.get("SF_RUN_KEY") or None
 
 
+def judge_key(name: str) -> str:
+    """Key of a judge at a URL (SF_JUDGE_KEY_NAME, with its name in capitals); empty without one."""
+    return os.environ.get(f"SF_JUDGE_KEY_{name.upper()}", "")
+
+
 def openai_key() -> str | None:
     """Key of an endpoint elsewhere that an agent is tried with."""
     return os.environ.get("OPENAI_API_KEY") or None

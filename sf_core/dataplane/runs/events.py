@@ -13,11 +13,12 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.runs.ledger import Batch
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.finished import FinishedSession, JudgedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import TurnEvent
 from sf_core.recipes.outcomes import Pick
 from sf_core.types import WeightsRef
+from storage.tables.judgements import Judgement
 
 
 class Registered(Event):
@@ -85,6 +86,14 @@ class Answered(Event):
     output: str | None = None
 
 
+class Unjudged(Event):
+    """An answer, or all answers of its group, could not be judged and is to be scored again."""
+
+    session_id: str
+    error: str
+    judgements: list[Judgement]
+
+
 class Closed(Event):
     """An external session ended without a result."""
 
@@ -93,6 +102,12 @@ class Closed(Event):
 
 class Finished(Event):
     result: FinishedSession
+
+
+class Judged(Finished):
+    """A session finished for whose reward judges were asked."""
+
+    result: JudgedSession
 
 
 class Failed(Event):
@@ -150,9 +165,15 @@ class Released(Event):
 
 
 RunEvent = (
-    Registered | Published | EvaluationStarted | Admitted | Opened | Rewarded | Named | Answered | Closed
-    | Finished | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed | Released
-    | TurnEvent
+    Registered | Published | EvaluationStarted | Admitted | Opened | Rewarded | Named | Answered | Unjudged
+    | Closed | Finished | Judged | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed
+    | Released | TurnEvent
 )  # fmt: skip
+
+
+def finished(result: FinishedSession) -> Finished:
+    """The event of a session's end."""
+    return Judged(result) if isinstance(result, JudgedSession) else Finished(result)
+
 
 read_event: Callable[[bytes], RunEvent] = reader(RunEvent)

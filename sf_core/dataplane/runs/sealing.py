@@ -159,18 +159,22 @@ class Sealer:
         run.state.close_evaluation(version)
         by_environment: dict[str, list[float]] = defaultdict(list)
         for session in sessions:
-            if session.environment or session.status not in REASONS:  # unknown if it failed at once
+            # the environment is unknown of one that failed at once
+            if session.reward is not None and (session.environment or session.status not in REASONS):
                 by_environment[session.environment].append(session.reward)
         failures = count_failures(session.status for session in sessions)
         # read again with fewer rollout.session_attempts, a journal ends tasks that have no result
         num_missing = group.size - len(sessions)
-        earned = sum(session.reward for session in sessions) + num_missing * run.spec.rollout.failed_reward
+        rewards = [session.reward for session in sessions if session.reward is not None]
+        earned = sum(rewards) + num_missing * run.spec.rollout.failed_reward
+        if num_unjudged := len(sessions) - len(rewards):
+            answer["unjudged"] = num_unjudged
         return answer | {
             "version": version,
             "num_tasks": group.size,
             "failed": num_missing + sum(failures.values()),
             "failures": failures,
-            "reward_mean": earned / group.size,
+            "reward_mean": earned / (group.size - num_unjudged),
             "by_environment": {name: float(np.mean(rewards)) for name, rewards in by_environment.items()},
         }
 
@@ -264,7 +268,7 @@ async def write_sessions(
         written = await asyncio.to_thread(write)
     except OSError as error:
         raise ApiError(500, f"{kind} {index} cannot be written: {error}.") from error
-    rewards = [session.reward for session in sessions]
+    rewards = [session.reward for session in sessions if session.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     bounds = {"reward_min": min(rewards), "reward_max": max(rewards)} if rewards else {}
     return written | {"sessions": len(sessions), "reward_mean": mean, **bounds}

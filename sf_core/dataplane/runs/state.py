@@ -26,6 +26,7 @@ from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed, Sampled, TurnEnded, TurnEvent
 from sf_core.types import WeightsRef
+from storage.tables.judgements import Judgement
 
 
 class Dropped(NamedTuple):
@@ -63,6 +64,9 @@ class RunState:
         """Seconds in which an engine served and turns were recorded: the clock of session timeouts."""
         self.scoring = Scoring()
         self.recent = RecentResults()
+        self.spent: Counter[str] = Counter()
+        """Tokens that judges have taken since the last batch, by their names. After a restart of the process
+        those of sessions that are not in the journal any more are missing."""
         self.counters: Counter[str] = Counter()
 
     def apply(self, event: RunEvent) -> list[Dropped]:
@@ -86,6 +90,8 @@ class RunState:
                 self._name(sessions[session_id], event)
             case events.Answered(session_id) if session_id in sessions:
                 self._answer(sessions[session_id], event)
+            case events.Unjudged(session_id) if session_id in sessions:
+                self._score_again(sessions[session_id], event)
             case events.Closed(session_id):
                 self.forget(session_id)
             case events.Finished(result):
@@ -107,6 +113,7 @@ class RunState:
                 ledger.seal(index, batch)
                 self.answers[index] = answer
                 self.answers.pop(index - 2, None)
+                self.spent.clear()
                 self.recent.discarded -= Counter(answer.get("discarded", {}))
                 for group in batch.groups:
                     self._drop_results(group)
@@ -240,7 +247,33 @@ class RunState:
         elif not session.is_external:
             self.scoring.queue(session)
 
+    def _score_again(self, session: Session, event: events.Unjudged) -> None:
+        self.recent.last_error = event.error
+        session.judgements += event.judgements
+        self.memory.weigh(session)
+        self.spend(event.judgements)
+        group = self.ledger.train_group_of(session.claim)
+        if not self.judges(session) or group is None:
+            session.num_unjudged += 1
+            session.began_at = self.serving_s
+            self.scoring.queue(session)
+            return
+        # what one of them says holds for all, which were scored together
+        for other in self.list_answered(group):
+            other.num_unjudged += 1
+            self.scoring.hold_back(other)
+        self.queue_group(session.claim)
+
+    def spend(self, judgements: Iterable[Judgement]) -> None:
+        """Count the tokens that judges have taken."""
+        for judgement in judgements:
+            if judgement.tokens and judgement.judge is not None:
+                self.spent[judgement.judge] += judgement.tokens
+
     def _finish(self, result: FinishedSession) -> list[Dropped]:
+        session = self.sessions.get(result.session_id)
+        # those of before were counted then
+        self.spend(result.judgements[len(session.judgements) if session else 0 :])
         self.forget(result.session_id)
         if (claim := result.claim) is None:
             self.results.keep_opened(result)

@@ -14,6 +14,7 @@ from sf_core.models.adapter import list_linears, read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
 from sf_core.scheduling.cluster import scheduler_of
+from sf_core.stages.settling.judges import check_judges
 from sf_core.stages.settling.lora import (
     TrainedAdapter,
     check_lora,
@@ -42,6 +43,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
 
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
     check_lora(config)
+    check_judges(config)
     check_teacher(config, by_a_worker)
     kind = trainer_kind(config)
     length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
