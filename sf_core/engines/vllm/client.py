@@ -77,9 +77,9 @@ class VllmClient:
                     if line.startswith(b"data: {"):
                         yield _read_piece(orjson.loads(line[6:]))
 
-    async def find_model(self) -> str:
-        """The name by which the server's own model is asked. Raises ValueError if the server rejects the key
-        of a teacher."""
+    async def find_model(self) -> tuple[str, int | None]:
+        """The name by which the server's own model is asked, and how many tokens it takes, if it says so.
+        Raises ValueError if the server rejects the key of a teacher."""
         status, answer = await self._request("GET", "/v1/models", None)
         if status == 401:
             raise ValueError(
@@ -87,7 +87,8 @@ class VllmClient:
             )
         if status != 200:
             raise EngineLostError(f"vLLM: /v1/models: {status} {_read_message(answer)}")
-        return str(orjson.loads(answer)["data"][0]["id"])
+        model = orjson.loads(answer)["data"][0]
+        return str(model["id"]), model.get("max_model_len")
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[Any]:
         """The log-prob of each token after those before it, at temperature 1 over the whole vocabulary; None

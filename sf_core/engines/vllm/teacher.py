@@ -74,7 +74,14 @@ async def _ask_all(
         return _check(told, f"the teacher at {url} says of {name}")
 
     try:
-        model = await persist(client.find_model)
+        model, most = await persist(client.find_model)
+        for name, ids in rows:
+            # it samples one token behind them
+            if most is not None and len(ids) >= most:
+                raise ValueError(
+                    f"{name} has {len(ids):,} tokens, of which the teacher at {url} takes {most - 1:,}: "
+                    f"start it with --max-model-len={len(ids) + 1} or more, or lower engine.context_length"
+                )
         return await asyncio.gather(*(ask_about(name, ids, model) for name, ids in rows))
     finally:
         await client.close()
