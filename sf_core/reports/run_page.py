@@ -123,6 +123,8 @@ class RunPage:
         row: Row = {"iteration": number, "reward": _round(iteration.reward, 4)}
         if self._config.rollout.chooses:
             row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)
+        if self._config.train.teacher is not None:
+            row["KL to the teacher"] = _round(iteration.stages["train"].data.get("teacher_kl"), 4)
         return row | {
             # an iteration makes the next version
             "failed sessions": failures_text(failures_of(rollout)),
