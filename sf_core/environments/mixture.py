@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, field_validator
@@ -22,6 +22,7 @@ from sf_core.environments.registry import (
     environment_of,
     prepare_of,
     reward_of,
+    takes_judges,
     tasks_of,
 )
 from sf_core.environments.splits import HasTasks, Split, in_equal_parts
@@ -82,6 +83,8 @@ def _can_be_joined(config: EnvironmentConfig) -> EnvironmentConfig:
             raise ValueError("a mixture cannot be a part of another: name its parts in this one")
         if config.group_reward is not None:
             raise ValueError("group_reward: a part has none of its own; name one for the run")
+        if config.judges:
+            raise ValueError("judges: a part has none of its own; name them for the run")
     except ValueError as error:
         raise ValueError(_within(error)) from None
     return config
@@ -138,9 +141,11 @@ class Mixture(Environment):
         given = () if part.prepare is None else prepared
         return await self._threads.call(part.agent, own, endpoint, *given)
 
-    async def reward(self, task: Task, answer: Any) -> Reward:
+    async def reward(self, task: Task, answer: Any, judges: Any = None) -> Reward:
         part, own = self._origin(task)
-        found: Reward = await self._threads.call(part.reward, own, answer)
+        asks = judges is not None and takes_judges(part.reward)
+        reward = partial(part.reward, judges=judges) if asks else part.reward
+        found: Reward = await self._threads.call(reward, own, answer)
         # refused here, by the name of the part's function
         as_reward(found, part.reward_name)
         return found

@@ -18,7 +18,7 @@ from sf_core.agents.command import CommandAgent
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import faults
-from sf_core.environments.calls import check_call, require_tasks
+from sf_core.environments.calls import check_call, require_tasks, takes
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.settings import load_object, quote
@@ -36,6 +36,9 @@ SHIPPED = {
     "mixture": "sf_core.environments.mixture:Mixture",
 }
 """Classes by the short names of their environments. Each is imported when it is needed."""
+
+REWARDS = ("reward", "group_reward")
+"""Functions that may ask judges."""
 
 EXAMPLES = {
     "programs": "examples.programs.environment:Programs",
@@ -106,6 +109,11 @@ def group_reward_of(config: EnvironmentConfig) -> Callable[..., Any] | None:
     return None if config.group_reward is None else _function(config, "group_reward", "task", "answers")
 
 
+def takes_judges(function: Callable[..., Any]) -> bool:
+    """Whether a reward function is given the judges of a run, as the argument `judges`."""
+    return takes(function, "judges")
+
+
 def check_host(config: EnvironmentConfig) -> None:
     """Raises ValueError with one sentence if what the environment itself does cannot be done on this host."""
     if config.agent is not None and config.reward is not None:
@@ -127,8 +135,9 @@ def _function(config: EnvironmentConfig, name: str, *arguments: str) -> Callable
     """The function of a run that has this name, which can be called with these arguments."""
     reference = getattr(config, name)
     found = getattr(environment_of(config), name) if reference is None else _load(name, reference)
+    judges = ["judges"] * (name in REWARDS and takes_judges(found))
     try:
-        check_call(found, source_of(config, name), arguments)
+        check_call(found, source_of(config, name), arguments, judges)
     except ValueError as error:
         raise ValueError(f"environment.{name if reference else 'name'}: {error}") from None
     return cast(Callable[..., Any], found)

@@ -73,7 +73,8 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
             f"{share:.0%} of the answers ran into rollout.max_tokens ({config.rollout.max_tokens}) "
             "or engine.context_length",
         )
-    if (earned := _find_constant(view, number)) is not None:
+    rewards_teach = config.train.advantage.kind != "none"
+    if rewards_teach and (earned := _find_constant(view, number)) is not None:
         yield "constant", f"every session of {NUM_CONSTANT} batches earned {earned:g}: is {reward} constant?"
 
 

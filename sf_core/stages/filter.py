@@ -40,9 +40,10 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
         # made of what trains alone, so that what does not has no part in any mean or deviation
         samples = sampled if trains.all() else samples_of(kept, iteration)
         made = weigh(samples, settings.advantage, settings.weights)
-        teaching = [bool(np.any(row)) for row in made[0]]
-        of_sessions = np.bincount(samples.sessions, weights=teaching) > 0
-        figures["zero_advantage_share"] = float(np.mean(~of_sessions))
+        if settings.teacher is None:
+            teaching = [bool(np.any(row)) for row in made[0]]
+            of_sessions = np.bincount(samples.sessions, weights=teaching) > 0
+            figures["zero_advantage_share"] = float(np.mean(~of_sessions))
         advantages, weights = (_in_places(values, trains, sampled) for values in made)
     batch = write_batch(
         run.directory,

@@ -38,36 +38,46 @@ def policy_folder(model: str) -> str:
 def check_model_folder(model: str) -> None:
     """Raises ValueError if this is no Hugging Face folder that we can load, or conversations cannot be
     rendered with it."""
-    folder = Path(model)
-    if (folder / "adapter_config.json").is_file():
+    if Path(model, "adapter_config.json").is_file():
         raise ValueError(
             f"policy.model: {model} holds an adapter (adapter_config.json): name the folder of its model "
             "here, and this one as policy.adapter, with train.lora"
         )
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"policy.model: {model} {_tell_absence(model)}")
-    if fault := _fault_of(model):
-        raise ValueError(f"policy.model: {fault}")
-    for weights in folder.glob("*.safetensors"):
-        if not weights.exists():
-            raise ValueError(f"policy.model: {weights} is a link to a file that is not there")
-    # by the listing that is copied, which omits hidden files
-    if not any(uri.endswith(".safetensors") for uri in list_files(str(folder))):
-        raise ValueError(
-            f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
-            "because reading them may run code: save the model with safe_serialization=True"
-        )
+    check_weights_folder(model, "policy.model")
     try:
-        if dtypes := _unusual_dtypes(model):
-            raise ValueError(f"the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
         open_renderer(model)
     except (ValueError, OSError) as error:
         raise ValueError(f"policy.model: {error}") from None
 
 
-def _fault_of(model: str) -> str | None:
+def check_weights_folder(model: str, setting: str) -> None:
+    """Raises ValueError, which names the setting, if this is no Hugging Face folder with a causal language
+    model that we can load."""
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{setting}: {model} {_tell_absence(model, setting)}")
+    if fault := _fault_of(model, setting):
+        raise ValueError(f"{setting}: {fault}")
+    for weights in folder.glob("*.safetensors"):
+        if not weights.exists():
+            raise ValueError(f"{setting}: {weights} is a link to a file that is not there")
+    # by the listing that is copied, which omits hidden files
+    if not any(uri.endswith(".safetensors") for uri in list_files(str(folder))):
+        raise ValueError(
+            f"{setting}: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
+            "because reading them may run code: save the model with safe_serialization=True"
+        )
+    try:
+        dtypes = _unusual_dtypes(model)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{setting}: {error}") from None
+    if dtypes:
+        raise ValueError(f"{setting}: the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
+
+
+def _fault_of(model: str, setting: str) -> str | None:
     """Why this kind of model cannot be trained, by what its folder says of it; None if it can."""
-    shape = read_model_config(model)
+    shape = read_model_config(model, setting)
     if method := _find_quantiser(model, shape):
         return f"the weights of {model} are quantised ({method}); {_FULL_ONES}"
     kind = next(iter(shape.get("architectures") or ()), None)
@@ -103,7 +113,7 @@ def _unusual_dtypes(model: str) -> str:
     return ", ".join(sorted(dtypes - FULL))
 
 
-def _tell_absence(model: str) -> str:
+def _tell_absence(model: str, setting: str) -> str:
     if gguf := next(Path(model).glob("*.gguf"), None):
         return f"holds a GGUF file: `sf model {gguf} DIR` makes a folder of it"
     if is_gguf(model):
@@ -117,16 +127,18 @@ def _tell_absence(model: str) -> str:
     folder = model.partition("/")[2]
     return (
         "is no folder here; a model of that name on the Hugging Face hub is downloaded first, by "
-        f"`hf download {model} --local-dir {folder}`, and then named as that folder: policy.model={folder}"
+        f"`hf download {model} --local-dir {folder}`, and then named as that folder: {setting}={folder}"
     )
 
 
-def read_model_config(folder: str) -> dict[str, Any]:
+def read_model_config(folder: str, setting: str = "policy.model") -> dict[str, Any]:
+    """The content of a model folder's config.json. Raises ValueError, which names the setting, if it cannot
+    be read."""
     file = join(folder, "config.json")
     try:
         return dict(json.loads(read_bytes(file)))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"policy.model: {file} cannot be read: {error}") from None
+        raise ValueError(f"{setting}: {file} cannot be read: {error}") from None
 
 
 def count_parameters(folder: str) -> int:

@@ -1,0 +1,130 @@
+"""The folder that `train.teacher.model` names, and versions of runs as Hugging Face folders on this host."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from sf_core.reports.view import RunView
+from sf_core.training.policy_folder import check_weights_folder, policy_folder, read_model_config
+from storage.files import describe, exists, join, list_files, local_folder, read_bytes
+from storage.run_directory import RunDirectory
+from storage.scratch import scratch_folder
+from storage.tensors.weight_delta import FILE_NAME as DELTA
+from storage.tensors.weights import ADAPTER_CONFIG, WEIGHT_FILES, has_weights
+
+SETTING = "train.teacher.model"
+
+_VERSION = re.compile(r"(.+)@(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherFolder:
+    """A causal LM that is held and not trained."""
+
+    source: str
+    """Hugging Face folder."""
+    weights: str | None = None
+    """Folder of the weights that replace those of `source`."""
+    adapter: str | None = None
+    """Folder of an adapter that the weights are taken with."""
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[str, str | None]]:
+        """A Hugging Face folder on this host with the weights, and that of the adapter or None."""
+        adapter = None if self.adapter is None else local_folder(self.adapter)
+        if self.weights is None:
+            yield local_folder(self.source), adapter
+            return
+        source, weights = local_folder(self.source, WEIGHT_FILES), local_folder(self.weights)
+        with scratch_folder() as folder:
+            for path in (*Path(source).iterdir(), *Path(weights).iterdir()):
+                if path.is_file() and (path.parent == Path(weights)) == _is_weights(path.name):
+                    Path(folder, path.name).symlink_to(path)
+            yield folder, adapter
+
+    def digest(self) -> str:
+        """SHA-256 over names and contents of the weights and the configuration of the model."""
+        uris = [join(self.source, "config.json")]
+        uris += [uri for uri in list_files(self.weights or self.source) if _is_weights(_name_of(uri))]
+        if self.adapter is not None:
+            uris += [uri for uri in list_files(self.adapter) if _is_weights(_name_of(uri))]
+            uris.append(join(self.adapter, ADAPTER_CONFIG))
+        lines = sorted(f"{_name_of(uri)} {describe(uri).sha256}" for uri in uris)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def is_here(model: str) -> bool:
+    """Whether the folder or the run that `train.teacher.model` names is on this host."""
+    found = _VERSION.fullmatch(model)
+    return Path(policy_folder(model)).is_dir() or (found is not None and RunDirectory(found[1]).exists())
+
+
+def find_teacher(model: str) -> TeacherFolder:
+    """The teacher that `train.teacher.model` names: a folder, one that `sf model` has made, or RUN@VERSION.
+    Raises ValueError, one sentence, if it is none of them or its weights cannot be loaded."""
+    found = None if Path(model).exists() else _VERSION.fullmatch(model)
+    if found is None:
+        folder = policy_folder(model)
+        check_weights_folder(folder, SETTING)
+        return TeacherFolder(folder)
+    if not (run := RunDirectory(found[1])).exists():
+        raise ValueError(f"{SETTING}: {model} is no version of a run: {run.uri} has no config.json")
+    try:
+        RunView(run).weights_of(int(found[2]))
+    except ValueError as error:
+        raise ValueError(f"{SETTING}: {error}") from None
+    return version_of(run, int(found[2]))
+
+
+def version_of(run: RunDirectory, version: int) -> TeacherFolder:
+    """A version of a run, whose weights must be there."""
+    if has_weights(run.start_adapter_dir):
+        return TeacherFolder(run.start_dir, adapter=run.version_dir(version))
+    return TeacherFolder(run.start_dir, weights=run.weights_dir(version) if version else None)
+
+
+def _name_of(uri: str) -> str:
+    return uri.rsplit("/", 1)[-1]
+
+
+def _is_weights(name: str) -> bool:
+    return name != DELTA and any(fnmatch(name, pattern) for pattern in WEIGHT_FILES[:2])
+
+
+def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) -> None:
+    """Raises ValueError, which names the setting and the first token that differs, if a token of the policy's
+    has another id at the teacher, whose tokenizer and configuration are in the folder. `rows`: number of ids
+    that the policy may sample, of which the teacher must know all."""
+    file = join(folder, "tokenizer.json")
+    if not exists(file):
+        raise ValueError(f"{setting}: {folder} has no tokenizer.json, which is compared with the policy's")
+    own, taught = policy.get_vocab(), Tokenizer.from_str(read_bytes(file).decode()).get_vocab()
+    for token, number in sorted(own.items(), key=lambda item: item[1]):
+        if taught.get(token) != number:
+            there = next((repr(other) for other, found in taught.items() if found == number), "no token")
+            raise ValueError(
+                f"{setting}: {folder} has another vocabulary than the policy, to which id {number} is "
+                f"{token!r}, and {there} to the teacher: name a teacher of the policy's family"
+            )
+    if (known := count_rows(folder)) is not None and known < rows:
+        raise ValueError(
+            f"{setting}: {folder} knows {known:,} ids, and the policy may sample {rows:,}: name a teacher "
+            "whose vocabulary is at least as large"
+        )
+
+
+def count_rows(folder: str) -> int | None:
+    """Number of ids that the model of this folder knows; None if its configuration is not there or does not
+    say."""
+    if not exists(join(folder, "config.json")):
+        return None
+    shape = read_model_config(folder, SETTING)
+    return shape.get("vocab_size") or (shape.get("text_config") or {}).get("vocab_size")
