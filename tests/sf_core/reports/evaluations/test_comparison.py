@@ -27,7 +27,6 @@ from storage.run_directory import RunDirectory
 from storage.tables.trajectories import write_trajectories
 from tests.bench.runs import commit, configure, conversation
 
-
 Rewards = Mapping[str, Sequence[float | None]]
 
 
