@@ -151,7 +151,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---
 
 
 def _show_answer(answer: GivenAnswer) -> str:
-    return f"{answer.reward:.2f} {_cell(answer.text)}"
+    return f"{answer.told} {_cell(answer.text)}"
 
 
 def _cell(text: str) -> str:
