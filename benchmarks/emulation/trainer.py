@@ -39,7 +39,7 @@ class EmulatedRanks:
 class EmulatedTrainer:
     """One of the ranks that share every batch evenly."""
 
-    device = "emulated"
+    device, teacher_digest = "emulated", ""
 
     def __init__(
         self, model: DeviceModel, version: int, ranks: EmulatedRanks, storing: Background | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,19 @@ class Split:
     """Logits [N, own rows] of each process -> logits [N, vocabulary] on all of them."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """What a teacher predicts at the places of N tokens, and which divergence from it is measured. It has a
+    logit for each token of the policy's vocabulary; those beyond are left out of its distribution."""
+
+    outputs: torch.Tensor
+    """[N, width of the teacher]"""
+    head: torch.Tensor | None
+    """[rows, width of the teacher]; None if the outputs are the logits."""
+    divergence: str
+    """reverse: KL(policy || teacher). forward: KL(teacher || policy)."""
+
+
 def score(
     outputs: torch.Tensor,
     head: torch.Tensor | None,
@@ -41,9 +55,11 @@ def score(
     top_p: npt.NDArray[np.float32],
     top_k: npt.NDArray[np.int64],
     split: Split | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    target: Target | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Log-probs [N] of token_ids [N], and the entropies [N] in nats of the distributions before top-k and
-    top-p cut them; both differentiable, in float32.
+    top-p cut them; with a target also the divergences [N] in nats of these from the teacher's, over the same
+    temperature. All of them are differentiable, in float32.
 
     The logits are `outputs` [N, width] times the weight `head` [V, width]; without a head, `outputs` are the
     logits. A token outside the support, as other weights may have sampled it, widens the support down to
@@ -53,8 +69,27 @@ def score(
     greedy = temperature == 0
     top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
     scale = torch.from_numpy(np.where(greedy, 1, temperature)).to(outputs.device, torch.float32)
-    logprobs, entropies = _Score.apply(outputs, head, token_ids, scale, top_p, top_k, split)
-    return logprobs, entropies
+    theirs: tuple[torch.Tensor | None, torch.Tensor | None, str] = (None, None, "")
+    if target is not None:
+        vocabulary = outputs.shape[1] if head is None else head.shape[0]
+        theirs = _narrow(target, vocabulary)
+    found: tuple[torch.Tensor, ...] = _Score.apply(
+        outputs, head, token_ids, scale, top_p, top_k, split, *theirs
+    )
+    return found
+
+
+def _narrow(target: Target, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """Outputs and head of the target that make logits of this vocabulary alone, and its divergence."""
+    rows = target.outputs.shape[1] if target.head is None else target.head.shape[0]
+    if rows < vocabulary:
+        raise ValueError(
+            f"the teacher has logits for {rows} tokens, and the policy for {vocabulary}: a teacher needs one "
+            "for each of the policy's"
+        )
+    if target.head is None:
+        return target.outputs[:, :vocabulary], None, target.divergence
+    return target.outputs, target.head[:vocabulary], target.divergence
 
 
 class _Score(torch.autograd.Function):
@@ -68,13 +103,18 @@ class _Score(torch.autograd.Function):
         top_p: npt.NDArray[np.float32],
         top_k: npt.NDArray[np.int64],
         split: Split | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        their_outputs: torch.Tensor | None,
+        their_head: torch.Tensor | None,
+        divergence: str,
+    ) -> tuple[torch.Tensor, ...]:
         logprobs, entropies = torch.empty_like(scale), torch.empty_like(scale)
+        divergences = None if their_outputs is None else torch.empty_like(scale)
         # what the backward pass needs beside the logits: which of them count, and their log-sum-exp
         lowest, normalizers = torch.full_like(scale, -torch.inf), torch.empty_like(scale)
         cut = (top_p < 1) | (top_k > 0)
         spare: torch.Tensor | None = None
-        for part, logits in _chunks(outputs, head, scale, split):
+        teacher = _predict(their_outputs, their_head, scale)
+        for (part, logits), theirs in zip(_chunks(outputs, head, scale, split), teacher, strict=False):
             chosen = logits.gather(1, token_ids[part].unsqueeze(1))
             spare = torch.empty_like(logits) if spare is None else spare
             all_logprobs = torch.log_softmax(logits, 1, out=spare[: len(logits)])
@@ -84,30 +124,44 @@ class _Score(torch.autograd.Function):
                 lowest[part] = lowest_logit.squeeze(1)
                 normalizer = logits.masked_fill(logits < lowest_logit, -torch.inf).logsumexp(1, keepdim=True)
             logprobs[part], normalizers[part] = (chosen - normalizer).squeeze(1), normalizer.squeeze(1)
+            if divergences is not None:
+                divergences[part] = _diverge(all_logprobs, theirs, divergence, logits)
             entropies[part] = -torch.exp(all_logprobs, out=logits).mul_(all_logprobs).sum(1)
-        ctx.save_for_backward(outputs, head, token_ids, scale, lowest, normalizers)
+        ctx.save_for_backward(
+            outputs, head, token_ids, scale, lowest, normalizers, divergences, their_outputs, their_head
+        )
         ctx.set_materialize_grads(False)
-        ctx.split = split
-        return logprobs, entropies
+        ctx.split, ctx.divergence = split, divergence
+        return (logprobs, entropies) if divergences is None else (logprobs, entropies, divergences)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, gradient: torch.Tensor | None, of_entropies: torch.Tensor | None
+        ctx: Any,
+        gradient: torch.Tensor | None,
+        of_entropies: torch.Tensor | None,
+        of_divergences: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        outputs, head, token_ids, scale, lowest, normalizers = ctx.saved_tensors
+        outputs, head, token_ids, scale, lowest, normalizers, divergences, *theirs = ctx.saved_tensors
         cut = lowest > -torch.inf
         gradient = torch.zeros_like(scale) if gradient is None else gradient
-        # with a gradient of the entropies each part has its own factor
-        slope = ((gradient if of_entropies is None else 1.0) / scale).unsqueeze(1)
+        # with a gradient of the others too each part has its own factor
+        is_alone = of_entropies is None and of_divergences is None
+        slope = ((gradient if is_alone else 1.0) / scale).unsqueeze(1)
         to_outputs = torch.empty_like(outputs)
         # summed in float32, because there are many chunks; a frozen head has none
         is_learned = head is not None and ctx.needs_input_grad[1]
         to_head = torch.zeros_like(head, dtype=torch.float32) if is_learned else None
-        for part, logits in _chunks(outputs, head, scale, ctx.split):
-            certainty = None
+        their_outputs, their_head = theirs if of_divergences is not None else (None, None)
+        teacher = _predict(their_outputs, their_head, scale)
+        for (part, logits), target in zip(_chunks(outputs, head, scale, ctx.split), teacher, strict=False):
+            others: torch.Tensor | None = None
             if of_entropies is not None:
-                certainty = _certainty(logits).mul_(of_entropies[part].unsqueeze(1))
+                others = _certainty(logits).mul_(of_entropies[part].unsqueeze(1))
+            if of_divergences is not None:
+                nearing = _nearing(logits, target, ctx.divergence, divergences[part])
+                nearing.mul_(of_divergences[part].unsqueeze(1))
+                others = nearing if others is None else others.add_(nearing)
             if cut[part].any():
                 logits.masked_fill_(logits < lowest[part].unsqueeze(1), -torch.inf)
             # of minus the log-prob, by its logits: the probabilities, less one at the token
@@ -115,8 +169,8 @@ class _Score(torch.autograd.Function):
             surprise.scatter_add_(
                 1, token_ids[part].unsqueeze(1), surprise.new_full((len(surprise), 1), -1.0)
             )
-            if certainty is not None:
-                surprise.mul_(gradient[part].unsqueeze(1)).add_(certainty)
+            if others is not None:
+                surprise.mul_(gradient[part].unsqueeze(1)).add_(others)
             if ctx.split is not None:
                 surprise = surprise[:, ctx.split.own]
             if head is None:
@@ -126,7 +180,7 @@ class _Score(torch.autograd.Function):
             if to_head is not None:
                 to_head.addmm_(surprise.t(), outputs[part].float() * -slope[part])
         of_head = None if to_head is None else to_head.to(head.dtype)
-        return to_outputs, of_head, None, None, None, None, None
+        return to_outputs, of_head, *[None] * 8
 
 
 def _certainty(logits: torch.Tensor) -> torch.Tensor:
@@ -135,6 +189,40 @@ def _certainty(logits: torch.Tensor) -> torch.Tensor:
     probabilities = logprobs.exp()
     entropies = -(probabilities * logprobs).sum(1, keepdim=True)
     return probabilities.mul_(logprobs.add_(entropies))
+
+
+def _diverge(
+    logprobs: torch.Tensor, theirs: torch.Tensor, divergence: str, spare: torch.Tensor
+) -> torch.Tensor:
+    """[n] divergence of rows of log-probs [n, vocabulary], 0 where they are the teacher's; takes the memory
+    of the teacher's and of `spare`."""
+    if divergence == "reverse":
+        return theirs.neg_().add_(logprobs).mul_(torch.exp(logprobs, out=spare)).sum(1)
+    torch.exp(theirs, out=spare)
+    return theirs.sub_(logprobs).mul_(spare).sum(1)
+
+
+def _nearing(
+    logits: torch.Tensor, theirs: torch.Tensor, divergence: str, divergences: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of minus the divergence of each row, by its logits; takes the memory of the teacher's."""
+    logprobs = torch.log_softmax(logits, 1)
+    if divergence == "forward":
+        return theirs.exp_().sub_(logprobs.exp_())
+    gaps = theirs.sub_(logprobs)
+    return gaps.add_(divergences.unsqueeze(1)).mul_(logprobs.exp_())
+
+
+def _predict(outputs: torch.Tensor | None, head: torch.Tensor | None, scale: torch.Tensor) -> Iterator[Any]:
+    """Log-probs of all tokens by a teacher, for the tokens of one chunk of the policy's after the other; None
+    for each without a teacher."""
+    if outputs is None:
+        yield from repeat(None)
+        return
+    spare: torch.Tensor | None = None
+    for _, logits in _chunks(outputs, head, scale, None):
+        spare = torch.empty_like(logits) if spare is None else spare
+        yield torch.log_softmax(logits, 1, out=spare[: len(logits)])
 
 
 def _chunks(

@@ -93,6 +93,7 @@ def _step(
                 "version": trainer.version,
                 "ranks": len(seat.workers),
                 "device": trainer.device,
+                **({"teacher": digest} if (digest := trainer.teacher_digest) else {}),
                 # a later attempt may have other settings, and a replay of this step needs these
                 "settings": run.config.train.model_dump(mode="json"),
                 **metrics,

@@ -42,6 +42,11 @@ class Trainer(Protocol):
         """Kind of the device, on which the rounding of a step depends."""
         ...
 
+    @property
+    def teacher_digest(self) -> str:
+        """Digest of the model that taught in the last step beside the batch; empty if none did."""
+        ...
+
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Train on a batch of storage.tables.batches, which makes the next version. Returns the metrics of
         the step, the same on every rank; after an error the trainer is not used again."""

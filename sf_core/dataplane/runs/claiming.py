@@ -166,9 +166,10 @@ def _take_judged(run: ServedRun, runner: str, limit: int) -> list[Session]:
     due = run.state.scoring.groups
     while due and len(taken) < limit:
         if (group := run.state.ledger.groups.get(due.popleft())) is not None:
-            taken += _take_whole(run, group)
-    for session in taken:
-        give_to(runner, session)
+            # at once: a group that is judged again may be queued twice
+            for session in (whole := _take_whole(run, group)):
+                give_to(runner, session)
+            taken += whole
     return taken
 
 

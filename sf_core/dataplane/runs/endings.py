@@ -46,7 +46,7 @@ ALL_DROPPED = "all_dropped"
 """Why the groups are rejected that are in flight when it ends by that."""
 
 NOT_JUDGED = "not_judged"
-"""Why a group is rejected for which `environment.group_reward` gives no rewards."""
+"""Why a group is rejected for which `environment.group_reward` gives no rewards, or no judge does."""
 
 
 async def reward(run: ServedRun, session: Session, body: RewardBody) -> None:
@@ -64,6 +64,8 @@ async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
         if run.sessions.get(session.session_id) is not session:
             return  # it ended before this report came
         refusal = _end(run, session, report.or_earlier(session.earned))
+        if fault := run.state.spent.explain_excess(run.spec.judge_budgets):
+            run.end_by(fault, "overspent", [])
         await run.journal.flush()
         run.changed.notify()
         if refusal is not None:
@@ -140,7 +142,7 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
         )
     ended = _decide_end(run.state.ledger, claim, result, error)
     if isinstance(ended, Failed):
-        run.state.spend(result.judgements[len(session.judgements) :])
+        run.state.spent.add(result.judgements[len(session.judgements) :])
     if result.status in REASONS:
         run.counters["failed_sessions"] += 1
         run.counters[f"failures.{result.status}"] += 1
@@ -162,7 +164,6 @@ def _score_again(run: ServedRun, session: Session, report: FinishBody) -> None:
         return  # it was told before, or another runner has the answer by now
     error = report.error or "no reason given"
     run.record(Unjudged(session.session_id, error, report.asked))
-    run.counters["unjudged"] += 1
     if session.num_unjudged < run.spec.rollout.session_attempts:
         return
     if claim.place.split == "train":
@@ -351,6 +352,8 @@ def explain_drops(state: RunState) -> str:
 def _way_out(state: RunState, dropped: Mapping[str, int]) -> str:
     """What to do when groups are dropped for these reasons."""
     most = max(dropped, key=lambda reason: dropped[reason])
+    if most == NOT_JUDGED and state.counters["unjudged"]:
+        return f"see that the judges answer, the last reason was {state.recent.last_error or 'not recorded'}"
     if most == NOT_JUDGED:
         return "environment.group_reward returns None for them; take larger groups, or other tasks"
     if most not in GATE_REASONS:

@@ -28,9 +28,11 @@ from sf_core.dataplane.runs.results import row_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.judgements import summarise
 from sf_core.recipes.gates import Kind, kind_of
 from sf_core.recipes.outcomes import SEALED, Outcome, Success
 from storage.run_directory import RunDirectory
+from storage.tables.judgements import write_judgements
 from storage.tables.outcomes import write_outcomes
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import TrajectoryKind, write_trajectories
@@ -256,13 +258,19 @@ def has_failed_by_itself(session: FinishedSession, was_warmed: bool) -> bool:
 async def write_sessions(
     run: ServedRun, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
 ) -> Answer:
-    """Write one file and describe what it holds. Raises ApiError 500 if it cannot be written."""
+    """Write one file and describe what it holds; and one of what judges were asked, if they were. Raises
+    ApiError 500 if it cannot be written."""
     directory = RunDirectory(run.spec.run_dir)
+    asked = [(session.session_id, one) for session in sessions for one in session.judgements]
 
     def write() -> Answer:
         rows = [row for session in sessions for row in session.trajectories]
         ref = write_trajectories(directory, index, rows, part, kind)
-        return {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
+        answer = {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
+        if asked and kind != "opened":
+            told = write_judgements(directory, index, asked, part, kind)
+            answer |= {"judgements": [asdict(told)], **summarise(asked)}
+        return answer
 
     try:
         written = await asyncio.to_thread(write)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sf_core.config import RunConfig
 from sf_core.training.megatron.megatron_model import MegatronModel
 from sf_core.training.torch.backend import TorchBackend
@@ -9,6 +11,8 @@ from sf_core.training.torch.ranks import Ranks
 
 
 class MegatronBackend(TorchBackend):
+    keeps_frozen = False  # Megatron makes an optimiser's memory for every model
+
     def make_model(
         self,
         config: RunConfig,
@@ -22,3 +26,16 @@ class MegatronBackend(TorchBackend):
         assert adapter is None, "configurations with train.lora and this backend are refused"
         dtype = config.policy.dtype_name
         return MegatronModel(model_dir, ranks, config.train, device=device, dtype=dtype, values=values)
+
+    def make_frozen(
+        self,
+        config: RunConfig,
+        model_dir: str,
+        ranks: Ranks,
+        device: str,
+        *,
+        dtype: Literal["auto"] | None = None,
+        adapter: str | None = None,
+    ) -> MegatronModel:
+        assert dtype is None, "configurations with train.teacher and this backend are refused"
+        return self.make_model(config, model_dir, ranks, device)

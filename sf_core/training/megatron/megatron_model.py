@@ -39,7 +39,7 @@ from sf_core.training.megatron.network import MegatronNetwork
 from sf_core.training.megatron.on_cpu import cuda_means_cpu
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.ranks import Ranks, exchange
-from sf_core.training.torch.trained_model import AdamSettings, TokenLoss
+from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
 from storage.tensors.shards import Slice, Slices
 
@@ -113,7 +113,10 @@ class MegatronModel:
         new = {name: torch.zeros(place.size) for name, place in self.places.items() if name == VALUE_HEAD}
         self._load(MASTER, _read_slices(model_dir, stored) | new)
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss: TokenLoss, targets: Targets | None = None
+    ) -> None:
+        assert targets is None, "configurations with train.teacher and this backend are refused"
         self._pass(microbatches, loss, forward_only=False)
 
     @torch.no_grad()

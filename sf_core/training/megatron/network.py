@@ -120,7 +120,7 @@ class MegatronNetwork(GPTModel):
         x = self.decoder(x, None, rotary_pos_emb=rotary, attention_bias=microbatch)
         return self._scores(x, microbatch) if self.post_process else x
 
-    def _scores(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, ...]:
         head = self.output_layer.weight
         if head is None:
             head = self.embedding.word_embeddings.weight

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
+from typing import Literal
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
@@ -14,11 +16,12 @@ from sf_core.engines.torch.torch_engine import local_device
 from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
-from sf_core.training.teacher_folder import version_of
+from sf_core.training.teacher_folder import TeacherFolder, find_teacher, version_of
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
-from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trained_model import TrainedModel
+from sf_core.training.torch.teaching import FrozenModels, Name
+from sf_core.training.torch.torch_model import FrozenModel, StandIn, TorchModel
+from sf_core.training.torch.trained_model import HeldModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.files import join, local_folder, read_bytes
 from storage.tensors.checkpoints import has_checkpoint
@@ -29,6 +32,9 @@ log = logging.getLogger(__name__)
 
 class TorchBackend:
     """A TrainerBackend. That of another network inherits it and makes another model."""
+
+    keeps_frozen = True
+    """Whether models that are not trained stay from step to step."""
 
     def __init__(self, device: WorkerDevice) -> None:
         self._rendezvous = Rendezvous()
@@ -59,6 +65,21 @@ class TorchBackend:
             adapter=adapter,
         )
 
+    def make_frozen(
+        self,
+        config: RunConfig,
+        model_dir: str,
+        ranks: Ranks,
+        device: str,
+        *,
+        dtype: Literal["auto"] | None = None,
+        adapter: str | None = None,
+    ) -> HeldModel:
+        """A model that these ranks hold and do not train, in the dtype of its folder (auto) or in that of the
+        policy."""
+        kind = dtype or config.policy.dtype_name
+        return FrozenModel(model_dir, ranks, device=device, dtype=kind, adapter=adapter)
+
     @contextmanager
     def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[ModelTrainer]:
         """The resident trainer, or a rebuilt one, which stays if the block succeeds. All ranks of a new
@@ -70,14 +91,14 @@ class TorchBackend:
         if trainer is None:
             trainer = self.rebuild_trainer(run, version, ranks)
         else:
-            trainer.held.wake()
+            trainer.wake()
         trainer.config = run.config.train  # replayed steps used the settings of their own attempts
         yield trainer
         self._resident = (*place, trainer)
 
     def rest(self) -> None:
         if self._resident is not None:
-            self._resident[2].held.rest()
+            self._resident[2].rest()
 
     def close(self) -> None:
         self._resident = None
@@ -95,17 +116,19 @@ class TorchBackend:
         make_model = partial(self.make_model, config, device=device or local_device())
         adapter = None if config.train.lora is None else run.directory.start_adapter_dir
 
-        @contextmanager
-        def reference(version: int, model: TrainedModel) -> Iterator[TrainedModel]:
-            if version:
-                _refuse_missing(run, version)
+        def load(name: Name, trained: TrainedModel) -> tuple[HeldModel, str]:
+            make_frozen = partial(self.make_frozen, config, ranks=ranks, device=device or local_device())
+            if isinstance(name, str):
+                teacher, digest = _find_teacher(run, name, ranks)
+                with teacher.open() as (folder, its_adapter):
+                    return make_frozen(folder, dtype="auto", adapter=its_adapter), digest
+            if name:
+                _refuse_missing(run, name)
             if adapter is not None:
-                assert isinstance(model, TorchModel)
-                with model.standing_in(load_adapter(run.directory.version_dir(version))):
-                    yield model
-                return
-            with version_of(run.directory, version).open() as (folder, _):
-                yield make_model(folder, ranks)
+                assert isinstance(trained, TorchModel)
+                return StandIn(trained, load_adapter(run.directory.version_dir(name))), ""
+            with version_of(run.directory, name).open() as (folder, _):
+                return make_frozen(folder), ""
 
         trainer = ModelTrainer(
             partial(make_model, start, adapter=adapter),
@@ -113,7 +136,7 @@ class TorchBackend:
             seed=config.seed,
             ranks=ranks,
             dtype=config.policy.dtype_name,
-            references=reference,
+            frozen=FrozenModels(load, keeps=self.keeps_frozen),
             make_critic=partial(make_model, start, values=True) if config.train.critic is not None else None,
             adapter=b"" if adapter is None else read_bytes(join(adapter, ADAPTER_CONFIG)),
             base="" if adapter is None else _digest_start(run),
@@ -131,6 +154,32 @@ class TorchBackend:
             trainer.config = read_stored_settings(run, trainer.version)
             trainer.step(read_stored_batch(run, trainer.version))
         return trainer
+
+
+def _find_teacher(run: TrainedRun, name: str, ranks: Ranks) -> tuple[TeacherFolder, str]:
+    """The teacher of this name and its digest. Raises ValueError on all ranks if one of them has none or
+    another one, or if another one taught an earlier step of the run."""
+    try:
+        teacher = find_teacher(name)
+        found, fault = teacher.digest(), ""
+    except ValueError as error:
+        found, fault = "", str(error)
+    of_ranks = ranks.gather((found, fault))
+    if faults := [fault for _, fault in of_ranks if fault]:
+        raise ValueError(faults[0])
+    if any(digest != found for digest, _ in of_ranks):
+        raise ValueError(f"train.teacher.model: {name} is not the same model on every training worker")
+    for iteration in count():
+        manifest = run.directory.read_manifest(iteration, "train")
+        before = None if manifest is None else manifest.data.get("teacher")
+        if before not in (None, found):
+            raise ValueError(
+                f"train.teacher.model: {name} is not the model that taught iteration {iteration}: the "
+                "setting or its files have changed; go on with what they were"
+            )
+        if manifest is None or before is not None:
+            return teacher, found
+    raise AssertionError("unreachable")
 
 
 def _refuse_missing(run: TrainedRun, version: int) -> None:

@@ -8,9 +8,10 @@ ready instead, for many passes. With an adapter only its factors are trained, be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from sf_core.models.decoder import (
     rotations,
 )
 from sf_core.models.projections import has_fast_products
-from sf_core.models.scoring import score
+from sf_core.models.scoring import Target, score
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.held_weights import HeldLayer, HeldTensors, fuse_through
 from storage.tensors.weights import load_adapter
@@ -39,7 +40,7 @@ _SHORT = 256
 
 
 class Network:
-    """A causal LM from a Hugging Face folder, in float32; or an adapter of one that is frozen."""
+    """A causal LM from a Hugging Face folder; or an adapter of one that is frozen."""
 
     def __init__(
         self,
@@ -49,19 +50,17 @@ class Network:
         recompute: bool = False,
         values: bool = False,
         adapter: str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | Literal["auto"] = torch.float32,
     ) -> None:
         """`recompute`: a backward pass computes each block again instead of keeping what was within it.
         `values`: a linear function of what the head is given, at first 0, takes the place of log-probs.
-        `adapter`: the folder of one, whose factors alone are trained, in float32; `dtype` is that of the
-        frozen weights then. Raises ValueError, one sentence, if the head of the model is given no hidden
-        states, or if only the package peft can train an adapter of it and is missing."""
+        `adapter`: the folder of one, whose factors alone are trained, in float32. `dtype`: that of the other
+        weights; auto: the one that they are stored in. Raises ValueError, one sentence, if the head of the
+        model is given no hidden states, or if only the package peft can train an adapter of it and is
+        missing."""
         # In evaluation mode: dropout would make these log-probs differ from the engine's.
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32 if adapter is None else dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
+            model_dir, dtype=dtype, use_safetensors=True, trust_remote_code=False
         ).eval()
         names = self.model._no_split_modules or ()
         self.blocks = [module for module in self.model.modules() if type(module).__name__ in names]
@@ -115,8 +114,8 @@ class Network:
         }
 
     def fuse_frozen(self) -> None:
-        """Fuse the frozen weights of each layer of a lean model for all passes to come, and keep them in this
-        form alone."""
+        """Fuse the weights of each layer of a lean model for all passes to come, and keep them in this form
+        alone; factors stay by themselves."""
         for block in self.blocks:
             block.fuse_frozen()
 
@@ -135,11 +134,18 @@ class Network:
             for module in modules:
                 module.held = None
 
-    def scores(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [M] of the trained tokens and the entropies [M], differentiable, as `models.scoring` has
-        them; or their values [M] and zeros. The microbatch must be on the network's device."""
-        scores: tuple[torch.Tensor, torch.Tensor] = self.model(microbatch)
+    def scores(self, microbatch: Microbatch, target: Target | None = None) -> tuple[torch.Tensor, ...]:
+        """Log-probs [M] of the trained tokens, the entropies [M], and with a target the divergences [M],
+        differentiable, as `models.scoring` has them; or their values [M] and zeros. The microbatch must be on
+        the network's device."""
+        scores: tuple[torch.Tensor, ...] = self.model(microbatch, partial(_score, microbatch, target))
         return scores
+
+    def outputs(self, microbatch: Microbatch) -> Outputs:
+        """What predicts each trained token [M, width], and the weight of the head that makes logits of it;
+        None if these are the logits."""
+        outputs: Outputs = self.model(microbatch, lambda *outputs: outputs)
+        return outputs
 
     def logits(self, microbatch: Microbatch) -> torch.Tensor:
         """[M, vocabulary], one row per trained token: the logits that predict it. Of a large vocabulary they
@@ -148,33 +154,40 @@ class Network:
         return outputs if head is None else F.linear(outputs, head)
 
 
-class _Scoring(nn.Module):
-    """What predicts tokens, and from it their scores."""
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
-    def forward(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs, head = self.outputs(microbatch)
-        drawn = microbatch.sampling
-        return score(outputs, head, microbatch.targets, drawn["temperature"], drawn["top_p"], drawn["top_k"])
 
-    def outputs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What predicts each trained token [M, width], and the weight of the head that makes logits of it;
-        None if these are the logits."""
+def _score(
+    microbatch: Microbatch, target: Target | None, outputs: torch.Tensor, head: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    drawn, ids = microbatch.sampling, microbatch.targets
+    return score(outputs, head, ids, drawn["temperature"], drawn["top_p"], drawn["top_k"], target=target)
+
+
+class _Predicting(nn.Module):
+    """What predicts tokens."""
+
+    def forward(self, microbatch: Microbatch, then: Callable[..., Any]) -> Any:
+        """What the function makes of the outputs while the weights are there."""
+        return then(*self.outputs(microbatch))
+
+    def outputs(self, microbatch: Microbatch) -> Outputs:
         raise NotImplementedError
 
 
-class _Valued(_Scoring):
+class _Valued(_Predicting):
     """A model whose scores are values."""
 
     value_head: nn.Parameter
     """[width]"""
 
-    def forward(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, microbatch: Microbatch, then: Callable[..., Any]) -> Any:
         outputs, _ = self.outputs(microbatch)
         values = outputs.float() @ self.value_head.float()
         return values, torch.zeros_like(values)
 
 
-class _Lean(_Scoring):
+class _Lean(_Predicting):
     """A model of an architecture that the lean decoder knows."""
 
     spec: DecoderSpec
@@ -190,7 +203,7 @@ class _Lean(_Scoring):
         norm, head = norm_and_head(dict(self.named_parameters()))
         return {"embedding": self.model.embed_tokens.weight, "norm": norm, "head": head}
 
-    def outputs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def outputs(self, microbatch: Microbatch) -> Outputs:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attention(q, k, v, microbatch)
 
@@ -241,12 +254,12 @@ class _LeanLayer(nn.Module):
         return layer(x, turns, attend)
 
 
-class _Whole(_Scoring):
+class _Whole(_Predicting):
     """A model that transformers' own code runs."""
 
     head_is_last: bool
 
-    def outputs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def outputs(self, microbatch: Microbatch) -> Outputs:
         """Run the whole model. Its head is given nothing if it is the last, else the trained positions."""
         trained: list[torch.Tensor] = []
 
@@ -256,7 +269,7 @@ class _Whole(_Scoring):
 
         head = self.get_output_embeddings()  # type: ignore[operator]
         with head.register_forward_pre_hook(select):
-            whole: Any = super(_Scoring, self).forward
+            whole: Any = super(_Predicting, self).forward
             logits: torch.Tensor = whole(microbatch.padded_ids, use_cache=False).logits
         return (trained[0], head.weight) if self.head_is_last else (logits.squeeze(0), None)
 

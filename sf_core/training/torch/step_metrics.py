@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow as pa
 import torch
 
 from sf_core.recipes.losses import Kl, PolicyLoss, Tokens
+from sf_core.recipes.samples import Score, Values
 from sf_core.training.packing import Row
 from storage.tables.trajectories import first_rows
 
@@ -26,6 +28,7 @@ MEANS = {
     "ratio": "ratio_mean",
     "ratio_square": "ratio_second_moment",
     "kl_reference": "kl_reference",
+    "teacher_kl": "teacher_kl",
     "value_loss": "value_loss",
     "logprob_difference": "logprob_difference_mean",
     "engine_difference": "engine_difference_mean",
@@ -44,7 +47,7 @@ MAX_PARTS = 16
 _UNWELCOME = re.compile(r"[^\w. /-]")
 """Characters that trackers refuse in the name of a metric."""
 
-OPTIONAL = {"kl_reference", "value_loss"}
+OPTIONAL = {"kl_reference", "teacher_kl", "value_loss"}
 """Metrics that some steps do not have."""
 
 
@@ -108,6 +111,15 @@ def _mean(parts: list[Summary]) -> float:
         return parts[0].mean
     tokens = sum(part.count for part in parts)
     return sum(part.mean * part.count for part in parts) / tokens if tokens else math.nan
+
+
+def teacher_metrics(rows: Sequence[Row], scores: Mapping[Score, Values]) -> dict[str, float]:
+    """The divergence KL(policy || teacher) as the sampled tokens estimate it, if there are scores of one."""
+    if "teacher" not in scores:
+        return {}
+    triples = zip(rows, scores["start"], scores["teacher"], strict=True)
+    gaps = np.concatenate([(start - teacher)[row.loss_mask] for row, start, teacher in triples])
+    return {"teacher_kl": float(gaps.mean(dtype=np.float64)) if gaps.size else math.nan}
 
 
 def batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:

@@ -5,8 +5,8 @@ advantages, weights and losses need. Not in the engines, so that a stored step c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 
 from sf_core.config import TrainConfig
+from sf_core.config.train_config import TeacherConfig
 from sf_core.recipes.advantages import Gae
 from sf_core.recipes.losses import LossConfig, PolicyLoss, mean_over
 from sf_core.recipes.samples import Samples, Score, Values
@@ -21,12 +22,54 @@ from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import weigh
 from sf_core.training.packing import Microbatch, Row, share
 from sf_core.training.torch.ranks import Ranks
-from sf_core.training.torch.trained_model import TrainedModel
+from sf_core.training.torch.trained_model import HeldModel, TrainedModel
 from storage.tables.batches import select_training_rows
+from storage.tables.parquet import numpy_rows
 
-References = Callable[[int, TrainedModel], AbstractContextManager[TrainedModel]]
-"""(version, the model that is trained) -> the policy of the version, held by the same ranks, for as long as
-the block runs. The trained model itself may stand in for it, and is what it was afterwards."""
+Name = int | str
+"""Of a model that is not trained: a version of the run, or what `train.teacher.model` says."""
+
+Load = Callable[[Name, TrainedModel], tuple[HeldModel, str]]
+"""(name, the model that is trained) -> the model of that name, held by the same ranks, and the digest of its
+files, which versions of the run need not have. The trained model itself may stand in for it."""
+
+
+def _load_none(name: Name, _: TrainedModel) -> NoReturn:
+    raise ValueError(f"a trainer that was given no frozen models needs {name}")
+
+
+class FrozenModels:
+    """The models of a step that are not trained. Each is loaded when a step first needs it, and stays until
+    another one takes its place."""
+
+    def __init__(self, load: Load = _load_none, *, keeps: bool = True) -> None:
+        """`keeps`: whether they stay."""
+        self._load, self._keeps = load, keeps
+        self._held: dict[str, tuple[Name, HeldModel, str]] = {}
+
+    def take(self, role: Literal["reference", "teacher"], name: Name, trained: TrainedModel) -> HeldModel:
+        """The model that has this role in the step."""
+        known = {held[0]: held for held in self._held.values()}
+        # a device may have no room for the one before too
+        self._held.pop(role, None)
+        found = known.get(name)
+        del known
+        found = found or (name, *self._load(name, trained))
+        if self._keeps:
+            self._held[role] = found
+        return found[1]
+
+    def digest_of(self, name: Name) -> str:
+        """The digest of a model that is held; empty if it has none."""
+        return next((digest for held, _, digest in self._held.values() if held == name), "")
+
+    def rest(self) -> None:
+        for _, model, _ in self._held.values():
+            model.rest()
+
+    def wake(self) -> None:
+        for _, model, _ in self._held.values():
+            model.wake()
 
 
 def scores_of(
@@ -35,25 +78,53 @@ def scores_of(
     model: TrainedModel,
     ranks: Ranks,
     version: int,
-    references: References,
+    frozen: FrozenModels,
     critic: TrainedModel | None,
+    stored: Mapping[Score, Values],
 ) -> dict[Score, Values]:
     """The scores of all rows that the configuration needs, the same on every rank; 0 where nothing is
-    trained. `version` is the one that the model holds."""
-    needs = config.needs | config.loss.needs
-    found: dict[Score, Values] = {}
+    trained. `version` is the one that the model holds. Those that are `stored` are not made again. Raises
+    ValueError if the teacher's are not finite."""
+    needs = (config.needs | config.loss.needs) - stored.keys()
+    found = dict(stored)
     if needs & {"start", "entropy"}:
         found["start"], found["entropy"] = _score_rows(rows, config, model, ranks)
     if "reference" in needs:
-        with references(config.loss.reference_of(version), model) as reference:
-            found["reference"], _ = _score_rows(rows, config, reference, ranks)
+        reference = frozen.take("reference", config.loss.reference_of(version), model)
+        found["reference"], _ = _score_rows(rows, config, reference, ranks)
+    if "teacher" in needs and config.teacher is not None:
+        teacher = frozen.take("teacher", name_teacher(config.teacher), model)
+        found["teacher"], _ = _score_rows(rows, config, teacher, ranks)
+    for row, values in zip(rows, found.get("teacher", ()), strict=False):
+        if not np.isfinite(values).all():
+            raise teacher_fault(row)
     if "values" in needs and critic is not None:
         found["values"], _ = _score_rows(rows, config, critic, ranks)
     return found
 
 
+def name_teacher(settings: TeacherConfig) -> Name:
+    """The name of the teacher among frozen models; it is no server at an address."""
+    return 0 if settings.model is None else settings.model
+
+
+def read_stored_scores(batch: pa.Table) -> dict[Score, Values]:
+    """The scores of the rows that train which are stored with a batch: those of a teacher at an address."""
+    if "teacher_logprobs" not in batch.column_names:
+        return {}
+    return {"teacher": numpy_rows(select_training_rows(batch)["teacher_logprobs"])}
+
+
+def teacher_fault(row: Row) -> ValueError:
+    """What is raised if a number that the teacher gives for a row is not finite."""
+    return ValueError(
+        f"train.teacher gives a number that is not finite for session {row.session}, row {row.number} of "
+        "those that train: it cannot teach"
+    )
+
+
 def _score_rows(
-    rows: Sequence[Row], config: TrainConfig, model: TrainedModel, ranks: Ranks
+    rows: Sequence[Row], config: TrainConfig, model: HeldModel, ranks: Ranks
 ) -> tuple[Values, Values]:
     """Log-probs and entropies of all rows."""
     own: dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = {}
@@ -87,7 +158,7 @@ def prepare_rows(
     if config.needs:
         samples = replace(samples_of(select_training_rows(batch), version), scores=scores)
         samples = replace(samples, rewards=samples.rewards - _penalties(samples, loss))
-        advantages, weights = weigh(samples, config.advantage, config.weights)
+        advantages, weights = weigh(samples, config.advantage, config.weights, config.teacher)
         maps = zip(found, advantages, weights, strict=True)
         found = [replace(row, advantages=a, weights=w) for row, a, w in maps]
         if isinstance(config.advantage, Gae):

@@ -1,4 +1,4 @@
-"""The torch backend's model: a network whose parameters are sharded over the ranks by FSDP2.
+"""The torch backend's models, trained or frozen: networks whose parameters FSDP2 shards over the ranks.
 
 One rank holds a plain network, and the weights of a step ready in the dtype of computing. If the lean decoder
 does not run it, in another dtype than float32, one rank is a group of one (docs/decisions/032, 047).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -16,17 +17,106 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from sf_core.config.run_config import DtypeName
 from sf_core.engines.torch.transformers_model import unmap_params
 from sf_core.training.packing import Microbatch
-from sf_core.training.torch.network import Network
+from sf_core.training.torch.network import Network, Outputs
 from sf_core.training.torch.ranks import Ranks, exchange
-from sf_core.training.torch.trained_model import AdamSettings, TokenLoss
+from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
 from storage.tensors.shards import Slice, Slices
 
 
-class TorchModel:
-    """The TrainedModel of a Hugging Face folder, or of an adapter beside it."""
+class _Held:
+    """A network that the ranks of a step hold together."""
 
     measures = True
+
+    def __init__(self, network: Network, ranks: Ranks) -> None:
+        self.num_shares, self.share = ranks.size, ranks.rank
+        self.network, self._model = network, network.model
+        self.device = self._model.device
+
+    def _place(self, ranks: Ranks, dtype: torch.dtype, *, is_frozen: bool) -> bool:
+        """Fuse or shard the weights, for passes in this dtype. Returns whether they stay as they are on one
+        rank, for the lean decoder. `is_frozen`: none of them is trained but factors."""
+        is_whole = ranks.size == 1 and self.network.is_lean
+        if is_whole and is_frozen:
+            self.network.fuse_frozen()
+        elif not is_whole and (ranks.size > 1 or dtype != torch.float32):
+            _shard(self.network, ranks, dtype)
+        return is_whole and not is_frozen
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
+        if not microbatches:
+            return
+        with exchange(), self._ready():
+            for microbatch in microbatches:
+                here = microbatch.to(self.device)
+                loss(here, *self.network.scores(here))
+        if isinstance(self._model, FSDPModule):
+            # the outermost shard group stays whole after a forward pass, and would miss the next update
+            self._model.reshard()
+
+    @torch.no_grad()
+    def predict(self, microbatch: Microbatch) -> Outputs:
+        return self.network.outputs(microbatch)
+
+    def _ready(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def rest(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type != "cpu":
+            self._model.to(device)
+            torch.cuda.empty_cache()
+
+
+class FrozenModel(_Held):
+    """A model that is not trained, of a Hugging Face folder or with an adapter beside it."""
+
+    def __init__(
+        self,
+        model_dir: str,
+        ranks: Ranks,
+        *,
+        device: str = "cpu",
+        dtype: DtypeName | Literal["auto"] = "float32",
+        adapter: str | None = None,
+    ) -> None:
+        """`dtype`: that of weights and computing; auto: the one that the folder has."""
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        super().__init__(Network(model_dir, device, adapter=adapter, dtype=kind), ranks)
+        self._place(ranks, self._model.dtype, is_frozen=True)
+
+
+class StandIn:
+    """The trained model with other factors of its adapter, for as long as each pass takes."""
+
+    def __init__(self, model: TorchModel, factors: Mapping[str, torch.Tensor]) -> None:
+        self._model, self._factors = model, factors
+        self.num_shares, self.share, self.measures = model.num_shares, model.share, model.measures
+
+    def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
+        with self._model.standing_in(self._factors):
+            self._model.forward(microbatches, loss)
+
+    def predict(self, microbatch: Microbatch) -> Outputs:
+        with self._model.standing_in(self._factors):
+            return self._model.predict(microbatch)
+
+    def rest(self) -> None:
+        """The weights rest with the trained model."""
+
+    def wake(self) -> None:
+        """The weights wake with the trained model."""
+
+
+class TorchModel(_Held):
+    """The TrainedModel of a Hugging Face folder, or of an adapter beside it."""
 
     def __init__(
         self,
@@ -41,13 +131,10 @@ class TorchModel:
     ) -> None:
         """`dtype`: that of computing; what is trained and its moments are in float32. `values`: it gives
         values for log-probs. `adapter`: folder of the adapter that is trained."""
-        self.num_shares, self.share = ranks.size, ranks.rank
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self.network = Network(
-            model_dir, device, recompute=recompute, values=values, adapter=adapter, dtype=self._dtype
-        )
-        self._model = self.network.model
-        self.device = self._model.device
+        kind = torch.float32 if adapter is None else self._dtype
+        network = Network(model_dir, device, recompute=recompute, values=values, adapter=adapter, dtype=kind)
+        super().__init__(network, ranks)
         self._stored_names: dict[str, str | None] | None = None
         if adapter is None:
             parameters = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -57,33 +144,19 @@ class TorchModel:
             }
         if self._dtype == torch.bfloat16:
             spread(self.network.trained.values())
-        is_whole = ranks.size == 1 and self.network.is_lean
-        self._holds = is_whole and adapter is None
-        if is_whole and adapter is not None:
-            self.network.fuse_frozen()
-        elif not is_whole and (ranks.size > 1 or dtype != "float32"):
-            _shard(self.network, ranks, self._dtype)
+        self._holds = self._place(ranks, self._dtype, is_frozen=adapter is not None)
         self._parameters = self.network.trained
         # learning rate, betas and weight decay are set in every step
         self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss: TokenLoss, targets: Targets | None = None
+    ) -> None:
         with exchange(), self._ready():
             for microbatch in microbatches:
                 here = microbatch.to(self.device)
-                loss(here, *self.network.scores(here)).backward()
-
-    @torch.no_grad()
-    def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
-        if not microbatches:
-            return
-        with exchange(), self._ready():
-            for microbatch in microbatches:
-                here = microbatch.to(self.device)
-                loss(here, *self.network.scores(here))
-        if isinstance(self._model, FSDPModule):
-            # the outermost shard group stays whole after a forward pass, and would miss the next update
-            self._model.reshard()
+                target = None if targets is None else targets(here)
+                loss(here, *self.network.scores(here, target)).backward()
 
     def _ready(self) -> AbstractContextManager[None]:
         return self.network.holding(self._dtype) if self._holds else nullcontext()
@@ -146,19 +219,11 @@ class TorchModel:
             for name, tensor in kept.items():
                 own[name].copy_(tensor)
 
-    def rest(self) -> None:
-        self._move(torch.device("cpu"))
-
-    def wake(self) -> None:
-        self._move(self.device)
-
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu":
-            return
-        self._model.to(device)
-        for state in self._optimizer.state.values():
-            state.update({part: state[part].to(device) for part in (EXP_AVG, EXP_AVG_SQ)})
-        torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            for state in self._optimizer.state.values():
+                state.update({part: state[part].to(device) for part in (EXP_AVG, EXP_AVG_SQ)})
+        super()._move(device)
 
     def as_stored(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._stored_names is None:

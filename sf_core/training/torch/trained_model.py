@@ -8,11 +8,16 @@ from typing import Protocol
 
 import torch
 
+from sf_core.models.scoring import Target
 from sf_core.training.packing import Microbatch
 from storage.tensors.shards import Slice, Slices
 
-TokenLoss = Callable[[Microbatch, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(microbatch, log-probs [M], entropies [M]) -> the loss [], whose gradient flows through both."""
+TokenLoss = Callable[..., torch.Tensor]
+"""(microbatch, log-probs [M], entropies [M], divergences [M] if there are targets) -> the loss [], whose
+gradient flows through all of them."""
+
+Targets = Callable[[Microbatch], Target]
+"""What a teacher predicts of a microbatch, which is on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,10 @@ class AdamSettings:
     max_grad_norm: float
 
 
-class TrainedModel(Protocol):
-    """A policy in float32, its gradient and Adam's moments, which the ranks of a gang hold together. Every
-    rank makes the same calls in the same order; they raise ExchangeError if another rank is gone."""
+class HeldModel(Protocol):
+    """A model that the ranks of a gang hold together. Every rank makes the same calls in the same order; they
+    raise ExchangeError if another rank is gone."""
 
-    device: torch.device
     num_shares: int
     """Number of parts into which the rows of an optimiser step are dealt."""
     share: int
@@ -37,13 +41,38 @@ class TrainedModel(Protocol):
     measures: bool
     """Whether this rank's scores of its share count: of the ranks that work on a share, one does."""
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
-        """Add the gradient of the sum of the losses of all microbatches of all shares. Every share has as
-        many of them; some may train no token."""
+    def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
+        """Call the loss with the scores of each microbatch, without a gradient."""
         ...
 
-    def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
-        """Call the loss as `forward_backward` does, without a gradient."""
+    def rest(self) -> None:
+        """Give the device's memory back; everything waits in the host's."""
+        ...
+
+    def wake(self) -> None:
+        """Take what waits in the host's memory to the device."""
+        ...
+
+
+class TeacherModel(HeldModel, Protocol):
+    """A model that may teach by its whole distributions."""
+
+    def predict(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What predicts each trained token of a microbatch that is on the device [M, width], and the weight
+        of the head that makes logits of it; None if these are the logits."""
+        ...
+
+
+class TrainedModel(HeldModel, Protocol):
+    """A policy in float32, its gradient and Adam's moments."""
+
+    device: torch.device
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss: TokenLoss, targets: Targets | None = None
+    ) -> None:
+        """Add the gradient of the sum of the losses of all microbatches of all shares. Every share has as
+        many of them; some may train no token."""
         ...
 
     def update(self, settings: AdamSettings) -> float:
@@ -67,14 +96,6 @@ class TrainedModel(Protocol):
 
     def load(self, tensors: Mapping[str, torch.Tensor], optimizer_steps: int) -> None:
         """Take the `places` of each parameter and its moments, by PART/NAME, after so many steps."""
-        ...
-
-    def rest(self) -> None:
-        """Give the device's memory back; everything waits in the host's."""
-        ...
-
-    def wake(self) -> None:
-        """Take what waits in the host's memory to the device."""
         ...
 
     def as_stored(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +16,7 @@ import torch
 
 from sf_core.config import TrainConfig
 from sf_core.config.run_config import DtypeName
+from sf_core.models.scoring import Target
 from sf_core.recipes.losses import PolicyLoss, Tokens
 from sf_core.training.background import Background
 from sf_core.training.packing import Microbatch, Row, read_rows, share, split_groups
@@ -27,17 +28,22 @@ from sf_core.training.torch.step_metrics import (
     batch_metrics,
     divergence,
     summaries,
+    teacher_metrics,
     token_metrics,
 )
-from sf_core.training.torch.teaching import References, fit_policy_loss, prepare_rows, scores_of, weigh_rows
-from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
+from sf_core.training.torch.teaching import (
+    FrozenModels,
+    fit_policy_loss,
+    name_teacher,
+    prepare_rows,
+    read_stored_scores,
+    scores_of,
+    teacher_fault,
+    weigh_rows,
+)
+from sf_core.training.torch.trained_model import AdamSettings, Targets, TeacherModel, TrainedModel
 from storage.files import FileRef
 from storage.tensors.checkpoints import MASTER, PARTS, TrainerProgress, load_checkpoint, save_shard
-
-
-def _no_reference(version: int, _: TrainedModel) -> AbstractContextManager[TrainedModel]:
-    raise ValueError(f"a trainer that was given no references needs version {version}")
-
 
 PerToken = dict[str, list[torch.Tensor]]
 """Metrics of every trained token, from each microbatch."""
@@ -61,16 +67,16 @@ class ModelTrainer:
         seed: int,
         ranks: Ranks | None = None,
         dtype: DtypeName = "float32",
-        references: References = _no_reference,
+        frozen: FrozenModels | None = None,
         make_critic: Callable[[Ranks], TrainedModel] | None = None,
         adapter: bytes = b"",
         base: str = "",
     ) -> None:
-        """`dtype`: that of published weights. `references`: the policies that a penalty on divergence is
-        measured by. `adapter`: the content of `adapter_config.json`, if an adapter alone is trained, and
-        `base` the digest of the frozen weights."""
+        """`dtype`: that of published weights. `frozen`: the models that teach beside the batch. `adapter`:
+        the content of `adapter_config.json`, if an adapter alone is trained, and `base` the digest of the
+        frozen weights."""
         self.version = 0
-        self._references = references
+        self._frozen = frozen or FrozenModels()
         self.config, self._seed = config, seed
         self._ranks: Ranks = ranks or SingleRank()
         self.model = make_model(self._ranks)
@@ -89,7 +95,7 @@ class ModelTrainer:
         the trainer must not be used after that."""
         started, cpu_started = time.perf_counter(), time.process_time()
         self._steps_before = self._optimizer_steps
-        rows, policy_loss = self._prepare_batch(batch)
+        rows, policy_loss, of_teacher = self._prepare_batch(batch)
         random = np.random.default_rng((self._seed, self.version))
         per_token: PerToken = defaultdict(list)
         grad_norms = [
@@ -104,6 +110,7 @@ class ModelTrainer:
         self.version += 1
         return {
             **token_metrics([own for own, _, _ in of_ranks]),
+            **of_teacher,
             **batch_metrics(batch, rows),
             **({} if self._critic is None else {"explained_variance": explained_variance(rows)}),
             "grad_norm": float(np.mean(grad_norms)),
@@ -112,19 +119,23 @@ class ModelTrainer:
             "cpu_seconds": sum(cpu_seconds for _, cpu_seconds, _ in of_ranks),
         }
 
-    def _prepare_batch(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss]:
-        """The rows of a batch with what they teach, and the policy's part of their loss."""
+    def _prepare_batch(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss, dict[str, float]]:
+        """The rows of a batch with what they teach, the policy's part of their loss, and metrics of what a
+        teacher says of them."""
         rows, config = read_rows(batch), self.config
-        if not (needs := config.needs | config.loss.needs):
-            return rows, config.loss.policy
-        if self._base and self.device == "cpu" and "reference" in needs:
+        needs = config.needs | config.loss.needs
+        is_start = config.teacher is not None and config.teacher.weights == "start"
+        if self._base and self.device == "cpu" and ("reference" in needs or is_start):
             # a checkpoint that is being stored reads the factors that those of a reference stand in for
             self.await_checkpoint()
+        if not needs:
+            return rows, config.loss.policy, {}
+        stored = read_stored_scores(batch)
         scores = scores_of(
-            rows, config, self.model, self._ranks, self.version, self._references, self._critic
+            rows, config, self.model, self._ranks, self.version, self._frozen, self._critic, stored
         )
         taught = prepare_rows(rows, batch, scores, config, self.version)
-        return taught, fit_policy_loss(taught, scores, config.loss)
+        return taught, fit_policy_loss(taught, scores, config.loss), teacher_metrics(rows, scores)
 
     def _optimise(self, rows: list[Row], policy_loss: PolicyLoss, per_token: PerToken) -> float:
         """One optimiser step on these rows; appends the metrics of every token, returns the gradient norm."""
@@ -132,9 +143,11 @@ class ModelTrainer:
         weighted, total = weigh_rows(rows, config.loss)
         noted = per_token if self.model.measures else defaultdict(list)
         loss = partial(self._loss, total, policy_loss, noted)
-        teaches = [config.loss.teaches_all or bool(row.advantages.any()) for row in weighted]
+        targets = self._find_targets()
+        teaches_all = config.loss.teaches_all or targets is not None
+        teaches = [teaches_all or bool(row.advantages.any()) for row in weighted]
         teaching = [row for row, does in zip(weighted, teaches, strict=True) if does]
-        self.model.forward_backward(self._share(teaching), loss)
+        self.model.forward_backward(self._share(teaching), loss, targets)
         # the others need no backward pass: a third of the work
         others = [row for row, does in zip(weighted, teaches, strict=True) if not does]
         self.model.forward(self._share(others), loss)
@@ -145,6 +158,7 @@ class ModelTrainer:
             self.await_checkpoint()
         grad_norm = self.model.update(adam)
         if not np.isfinite(grad_norm):
+            self._check_teacher(rows, noted)
             raise self._divergence("the gradient")
         if self._critic is not None and config.critic is not None:
             adam = replace(adam, learning_rate=config.critic.learning_rate)
@@ -153,6 +167,23 @@ class ModelTrainer:
             if not np.isfinite(norm):
                 raise self._divergence("the critic's gradient")
         return grad_norm
+
+    def _find_targets(self) -> Targets | None:
+        """What gives the targets of a teacher by whose distributions the policy learns."""
+        settings = self.config.teacher
+        if settings is None or not settings.is_loss:
+            return None
+        teacher = cast(TeacherModel, self._frozen.take("teacher", name_teacher(settings), self.model))
+        return lambda microbatch: Target(*teacher.predict(microbatch), settings.divergence)
+
+    def _check_teacher(self, rows: list[Row], per_token: PerToken) -> None:
+        """Raises ValueError if numbers of the teacher are not finite where the policy's are."""
+        lists = zip(*(per_token.get(name, ()) for name in ("teacher_kl", "entropy", "row")), strict=False)
+        faulty = [row[~kl.isfinite() & entropy.isfinite()] for kl, entropy, row in lists]
+        numbers = {int(number) for some in faulty for number in some}
+        found: set[int] = set().union(*self._ranks.gather(numbers))
+        if found:
+            raise teacher_fault(next(row for row in rows if row.number == min(found)))
 
     @property
     def _learning_rate(self) -> float:
@@ -177,6 +208,7 @@ class ModelTrainer:
         microbatch: Microbatch,
         logprobs: torch.Tensor,
         entropies: torch.Tensor,
+        divergences: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The microbatch's part of the loss, which is a sum over tokens divided by `total`."""
         settings, old = self.config.loss, microbatch.logprobs
@@ -190,9 +222,14 @@ class ModelTrainer:
             losses = losses + settings.kl.coefficient * settings.kl(logprobs, microbatch.reference)
         if settings.entropy:
             losses = losses - settings.entropy * entropies
+        if divergences is not None and (teacher := self.config.teacher) is not None:
+            losses = losses + teacher.coefficient * divergences
         loss = microbatch.weights * losses
         metrics = divergence(tokens, policy_loss, old, microbatch.reference)
         metrics |= {"loss": loss.detach(), "entropy": entropies.detach()}
+        if divergences is not None:
+            metrics["teacher_kl"] = divergences.detach()
+            metrics["row"] = torch.from_numpy(microbatch.numbers)[microbatch.row.cpu()]
         lag = self.version - microbatch.policy_versions
         metrics["lag"] = lag.float()
         # with different weights the difference would not be the engine's
@@ -201,6 +238,21 @@ class ModelTrainer:
         for name, values in metrics.items():
             per_token[name].append(values)
         return loss.sum() / total
+
+    @property
+    def teacher_digest(self) -> str:
+        name = None if self.config.teacher is None else self.config.teacher.model
+        return "" if name is None else self._frozen.digest_of(name)
+
+    def rest(self) -> None:
+        """Give the device's memory back, between steps."""
+        self.held.rest()
+        self._frozen.rest()
+
+    def wake(self) -> None:
+        """Be as before `rest`."""
+        self.held.wake()
+        self._frozen.wake()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what transformers would save, under the names it would save it, in the published dtype;

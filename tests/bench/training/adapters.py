@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from sf_core.config import TrainConfig
 from sf_core.config.run_config import DtypeName
 from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.training.torch.ranks import Ranks, SingleRank
-from sf_core.training.torch.torch_model import TorchModel
-from sf_core.training.torch.trained_model import TrainedModel
+from sf_core.training.torch.teaching import FrozenModels, Name
+from sf_core.training.torch.torch_model import StandIn, TorchModel
+from sf_core.training.torch.trained_model import HeldModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import MASTER
 from storage.tensors.weights import load_weights, save_adapter
@@ -72,11 +72,9 @@ def make_trainer(folder: str, dtype: DtypeName = "float32", **settings: Any) -> 
 def train_adapter(folder: str, dtype: DtypeName, settings: dict[str, Any], ranks: Ranks) -> ModelTrainer:
     """Its reference is the adapter that it starts from."""
 
-    @contextmanager
-    def reference(_: int, model: TrainedModel) -> Iterator[TrainedModel]:
+    def load(_: Name, model: TrainedModel) -> tuple[HeldModel, str]:
         assert isinstance(model, TorchModel)
-        with model.standing_in(load_weights(adapter_of(folder))):
-            yield model
+        return StandIn(model, load_weights(adapter_of(folder))), ""
 
     return ModelTrainer(
         partial(TorchModel, folder, dtype=dtype, adapter=adapter_of(folder)),
@@ -84,7 +82,7 @@ def train_adapter(folder: str, dtype: DtypeName, settings: dict[str, Any], ranks
         seed=0,
         ranks=ranks,
         dtype=dtype,
-        references=reference,
+        frozen=FrozenModels(load),
         adapter=Path(adapter_of(folder), "adapter_config.json").read_bytes(),
         base="a digest",
     )

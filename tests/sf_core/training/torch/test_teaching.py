@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,8 @@ from sf_core.models.builtin import make_policy
 from sf_core.recipes.losses import LossConfig, Tokens
 from sf_core.training.packing import Row, read_rows
 from sf_core.training.torch.ranks import Ranks, SingleRank
-from sf_core.training.torch.torch_model import TorchModel
+from sf_core.training.torch.teaching import FrozenModels
+from sf_core.training.torch.torch_model import FrozenModel, TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from storage.tensors.checkpoints import EXP_AVG
 from tests.bench.training.batches import grouped_rows, make_batch
@@ -110,7 +110,7 @@ def gradients(
             config_of(loss, tokens_per_microbatch=max_tokens),
             seed=0,
             ranks=ranks,
-            references=lambda version, _: nullcontext(TorchModel(reference, ranks)),
+            frozen=FrozenModels(lambda *_: (FrozenModel(reference, ranks), "")),
         )
         trainer.step(drawn())
         slices = {key.partition("/")[2]: one for key, one in trainer.model.slices([EXP_AVG]).items()}
@@ -257,7 +257,7 @@ def test_a_penalty_in_the_reward_moves_advantages_and_has_no_gradient_of_its_own
         partial(TorchModel, policy_and_reference[0]),
         config_of({"policy": "plain", "kl": kl}, advantage="leave_one_out"),
         seed=0,
-        references=lambda version, _: nullcontext(TorchModel(policy_and_reference[1], SingleRank())),
+        frozen=FrozenModels(lambda *_: (FrozenModel(policy_and_reference[1], SingleRank()), "")),
     )
     batch = drawn()
     metrics = trainer.step(batch)
