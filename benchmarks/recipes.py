@@ -43,7 +43,11 @@ def main(
 
 
 def compare_arms(
-    arms: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], iterations: int, every: int
+    arms: Mapping[str, Mapping[str, Any]],
+    seeds: Sequence[int],
+    iterations: int,
+    every: int,
+    goal: float = GOAL,
 ) -> dict[str, Any]:
     """Run the quickstart with the settings of each arm on top, for each seed. Returns what `measure` says of
     the runs, and the tokens to the goal of each over those of the first arm."""
@@ -58,7 +62,7 @@ def compare_arms(
                 for name, own in arms.items():
                     config = _config(f"{name}-{seed}", own, seed, iterations, every, folder, services)
                     run_flow(config, folder, env)
-                    found[name].append(measure(RunDirectory(config.run_dir), iterations))
+                    found[name].append(measure(RunDirectory(config.run_dir), iterations, goal))
     first = next(iter(arms))
     baseline = [run["tokens_to_goal"] for run in found[first]]
     line = {
@@ -71,10 +75,10 @@ def compare_arms(
         }
         for name, runs in found.items()
     }
-    return {"goal": GOAL, "seeds": list(seeds)} | line
+    return {"goal": goal, "seeds": list(seeds)} | line
 
 
-def measure(run: RunDirectory, iterations: int) -> dict[str, Any]:
+def measure(run: RunDirectory, iterations: int, goal: float = GOAL) -> dict[str, Any]:
     """Held-out rewards by version, and the number of trained tokens at which they first reach the goal, on
     the line between two evaluations; None if they do not."""
     steps = [read_metrics(run.metrics_file("train", i)) for i in range(iterations)]
@@ -84,8 +88,8 @@ def measure(run: RunDirectory, iterations: int) -> dict[str, Any]:
     rewards = RunView(run).read_held_out(range(iterations + 1))
     reached, (before, low) = None, (0, rewards[0])
     for version, reward in sorted(rewards.items()):
-        if reward >= GOAL:
-            share = (GOAL - low) / (reward - low) if reward > low else 0.0
+        if reward >= goal:
+            share = (goal - low) / (reward - low) if reward > low else 0.0
             reached = round(tokens[before] + share * (tokens[version] - tokens[before]))
             break
         before, low = version, reward
@@ -97,6 +101,7 @@ def measure(run: RunDirectory, iterations: int) -> dict[str, Any]:
         "entropy": round(last["entropy"], 3),
         "kl_reference": round(last.get("kl_reference", 0.0), 4),
         "explained_variance": round(last.get("explained_variance", 0.0), 3),
+        **{name: round(last[name], 4) for name in ("teacher_kl",) if name in last},
     }
 
 

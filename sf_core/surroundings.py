@@ -32,6 +32,11 @@ def run_key() -> str | None:
     return os.environ.get("SF_RUN_KEY") or None
 
 
+def judge_key(name: str) -> str:
+    """Key of a judge at a URL (SF_JUDGE_KEY_NAME, with its name in capitals); empty without one."""
+    return os.environ.get(f"SF_JUDGE_KEY_{name.upper()}", "")
+
+
 def openai_key() -> str | None:
     """Key of an endpoint elsewhere that an agent is tried with."""
     return os.environ.get("OPENAI_API_KEY") or None
@@ -93,6 +98,11 @@ def vllm_python() -> str:
 def vllm_key() -> str | None:
     """Key of the server that `engine.vllm.url` names (SF_VLLM_KEY)."""
     return os.environ.get("SF_VLLM_KEY") or None
+
+
+def teacher_key() -> str | None:
+    """Key of the server that `train.teacher.url` names (SF_TEACHER_KEY)."""
+    return os.environ.get("SF_TEACHER_KEY") or None
 
 
 _NOT_INHERITED = re.compile(

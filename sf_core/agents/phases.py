@@ -12,15 +12,18 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from sf_core.agents.command import CommandEnd, CommandError
+from sf_core.agents.judges.judges import Judges, takes_judges
 from sf_core.agents.threads import Threads
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import CODE_ERRORS, Cause
 from sf_core.settings import quote
-from sf_core.types import Endpoint, Scored, Task
+from sf_core.types import Endpoint, NotJudged, Scored, Task
 from sf_core.user_code import name_function
+from storage.tables.judgements import Judgement
 
 Phase = Literal["tasks", "prepare", "agent", "reward"]
 
@@ -28,6 +31,9 @@ Prepare = Callable[[Task], AbstractAsyncContextManager[Any]]
 
 
 _COROUTINE = "a coroutine: `await` it in an `async def`"
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+"""Seconds between two times that an answer is scored because it was not judged: twice as many each time."""
 
 
 class LateError(Exception):
@@ -45,6 +51,8 @@ class Work:
     """What would have failed, if it failed now."""
     told: Cause | None = None
     """Cause of its failure where a command as agent tells it."""
+    judgements: list[Judgement] = field(default_factory=list)
+    """What was asked and noted while its answer was scored. The first of a group has those of all."""
 
     def cause_of(self, error: BaseException) -> Cause:
         if self.told is not None:
@@ -64,9 +72,11 @@ class Phases:
         reward: Callable[[Task, Any], Any],
         prepare: Prepare | None,
         group_reward: Callable[[Task, list[Any]], Any] | None = None,
+        judges: Judges | None = None,
     ) -> None:
+        """`judges` must be entered while answers are scored."""
         self._rules, self._agent, self._reward, self._prepare = rules, agent, reward, prepare
-        self._group_reward = group_reward
+        self._group_reward, self._judges = group_reward, judges or Judges({}, {})
         # reads the file of the function
         self._reward_name = name_function(reward)
         self._max_scored = rules.score_concurrency or rules.concurrency
@@ -115,25 +125,26 @@ class Phases:
         return answer
 
     async def score(self, work: Work, task: Task, answer: Any) -> dict[str, Any]:
-        """The fields of a report on what an answer earned."""
+        """The fields of a report on what an answer earned. Raises NotJudged if that could not be had."""
         self.ended.add(work.session_id)
         async with self._scoring:
             work.phase = "reward"
-            async with limit_time("scoring took", "score_timeout_s", self._rules.score_timeout_s):
-                return as_reward(await self._score(task, answer), self._reward_name)
+            given = await self._score(work, task, answer)
+            return _take_noted(work, as_reward(given, self._reward_name))
 
     async def judge(
         self, works: Sequence[Work], task: Task, answers: list[Any]
     ) -> list[dict[str, Any]] | None:
-        """The fields of the reports on what the answers of a group earned; None: the group is dropped."""
+        """The fields of the reports on what the answers of a group earned; None: the group is dropped. Raises
+        NotJudged if it could not be had."""
         assert self._group_reward is not None
         self.ended.update(work.session_id for work in works)
         async with self._scoring:
             for work in works:
                 work.phase = "reward"
-            async with limit_time("scoring took", "score_timeout_s", self._rules.score_timeout_s):
-                given = await self._threads.call(self._group_reward, task, answers)
-        return as_rewards(given, len(answers), name_function(self._group_reward))
+            given = await self._until_judged(works[0], self._group_reward, task, answers)
+        rewards = as_rewards(given, len(answers), name_function(self._group_reward))
+        return rewards and [_take_noted(*pair) for pair in zip(works, rewards, strict=True)]
 
     @asynccontextmanager
     async def _hold_prepared(self, work: Work, task: Task) -> AsyncIterator[tuple[Any, ...]]:
@@ -161,14 +172,46 @@ class Phases:
             answer = answer.answer
         return answer
 
-    async def _score(self, task: Task, answer: Any) -> Any:
+    async def _score(self, work: Work, task: Task, answer: Any) -> Any:
         try:
-            return await self._threads.call(self._reward, task, answer)
+            return await self._until_judged(work, self._reward, task, answer)
         except Exception as error:
-            if answer is not None:
+            if answer is not None or isinstance(error, LateError | NotJudged):
                 raise
             told = f"the agent {name_function(self._agent)} answered None, of which the reward function"
             raise ValueError(f"{told} {self._reward_name} made {type(error).__name__}: {error}") from error
+
+    async def _until_judged(self, work: Work, function: Callable[..., Any], *args: Any) -> Any:
+        """What a reward function returns, which is called again when it raises NotJudged. Raises that if its
+        time is over then, or it waits for a judge when its time is over."""
+        unjudged: NotJudged | None = None
+        pause = FIRST_PAUSE_S
+        with self._judges.record() as (judges, record):
+            call = partial(function, judges=judges) if takes_judges(function) else function
+            try:
+                async with limit_time("scoring took", "score_timeout_s", self._rules.score_timeout_s):
+                    while True:
+                        try:
+                            return await self._threads.call(call, *args)
+                        except NotJudged as error:
+                            unjudged = error
+                        await asyncio.sleep(pause)
+                        pause = min(2 * pause, LONGEST_PAUSE_S)
+            except LateError as error:
+                if record.is_waiting and unjudged is None:
+                    unjudged = NotJudged(f"{error}, and waited for a judge")
+                if unjudged is None:
+                    raise
+                raise unjudged from None
+            finally:
+                work.judgements += record.judgements
+
+
+def _take_noted(work: Work, scored: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a report, without numbers that are only noted."""
+    for name, number in scored.pop("noted", {}).items():
+        work.judgements.append(Judgement(item=name, verdict=repr(number)))
+    return scored
 
 
 @asynccontextmanager
@@ -220,11 +263,14 @@ def as_reward(value: Any, function: str) -> dict[str, Any]:
         value.close()
         raise ValueError(f"the reward function {function} returned {_COROUTINE}")
     steps: dict[str, float] = {}
+    noted: dict[str, Any] = {}
     if isinstance(value, Scored):
         steps = {str(answer): number(step, f" for {answer!r}") for answer, step in value.steps.items()}
+        if value.noted:
+            noted = {"noted": {str(name): number(one, f" as {name!r}") for name, one in value.noted.items()}}
         value = value.reward
     parts = {}
     if isinstance(value, Mapping) and value:
         parts = {str(name): number(part, f" as {name!r}") for name, part in value.items()}
     total = number(sum(parts.values()) if parts else value)
-    return {"reward": total, "reward_parts": parts, "step_rewards": steps}
+    return {"reward": total, "reward_parts": parts, "step_rewards": steps, **noted}

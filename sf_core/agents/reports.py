@@ -53,7 +53,7 @@ class Reports:
                 "and the names of the reward's parts must be text"
             ) from None
 
-    def add_failure(self, session_id: str, reason: str, cause: Cause = "agent", **facts: str) -> None:
+    def add_failure(self, session_id: str, reason: str, cause: Cause = "agent", **facts: Any) -> None:
         """Queue a failure. `facts` are further fields of the report, where they are known."""
         self._waiting.put_nowait(_failure(session_id, reason, cause, **facts))
 
@@ -109,11 +109,20 @@ def as_text(words: str) -> str:
     return words.encode(errors="backslashreplace").decode()
 
 
-def _failure(session_id: str, reason: str, cause: Cause, **facts: str) -> Report:
+def shorten(reason: str) -> str:
+    """A reason as reports have it."""
     reason = as_text(reason)
-    if len(reason) > MAX_ERROR:
-        reason = reason[:MAX_ERROR] + " ..."
-    failure = {"session_id": session_id, "status": "failed", "error": reason, "cause": cause, **facts}
+    return reason if len(reason) <= MAX_ERROR else reason[:MAX_ERROR] + " ..."
+
+
+def _failure(session_id: str, reason: str, cause: Cause, **facts: Any) -> Report:
+    failure = {
+        "session_id": session_id,
+        "status": "failed",
+        "error": shorten(reason),
+        "cause": cause,
+        **facts,
+    }
     return session_id, orjson.dumps(failure)
 
 

@@ -13,19 +13,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from traceback import extract_tb, format_exception
 from typing import Any, Literal
 
 import httpx
+import msgspec
 import orjson
 
+from sf_core.agents.judges.judges import Judges
 from sf_core.agents.loop_watch import watch_for_blocks
 from sf_core.agents.phases import Phase, Phases, Prepare, Work
-from sf_core.agents.reports import Reports, as_text
+from sf_core.agents.reports import Reports, as_text, shorten
 from sf_core.config import RolloutConfig
 from sf_core.surroundings import reach_directly
-from sf_core.types import Endpoint, Task
+from sf_core.types import Endpoint, NotJudged, Task
 from sf_core.user_code import own_place
 
 log = logging.getLogger(__name__)
@@ -63,15 +65,18 @@ class AgentRunner:
         seed: int,
         work: Literal["agent", "reward"] = "agent",
         patience_s: float = 60.0,
+        judges: Judges | None = None,
     ) -> None:
-        """A runner with `work` "reward" claims answers only. See `run` for `patience_s`."""
+        """A runner with `work` "reward" claims answers only. See `run` for `patience_s`. It opens and closes
+        the judges."""
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._attempt = attempt
         """Attempt of the flow: when a later one begins, the data plane releases this runner."""
         self._tasks, self._kind, self._patience_s = tasks, work, patience_s
         self._judges_groups = group_reward is not None
-        self._phases = Phases(rules, agent, reward, prepare, group_reward)
+        self._judges = judges
+        self._phases = Phases(rules, agent, reward, prepare, group_reward, judges)
         self._alone_since: float | None = None
         """Monotonic time of the first claim that failed since one was answered."""
         self._is_scored_elsewhere = False
@@ -101,8 +106,10 @@ class AgentRunner:
         direct = httpx.AsyncHTTPTransport(limits=limits)
         reach_directly(self._url)
         http = httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=timeout, transport=direct)
-        async with http:
-            self._http = http
+        async with AsyncExitStack() as stack:
+            self._http = await stack.enter_async_context(http)
+            if self._judges is not None:
+                await stack.enter_async_context(self._judges)
             reporter = asyncio.create_task(self._reports.send(http))
             try:
                 with self._send_heartbeats(), watch_for_blocks(lambda: len(self._sessions)):
@@ -208,11 +215,11 @@ class AgentRunner:
         """Claims one by one, but the answers of a group together if it is judged as a whole."""
         groups: dict[Any, list[dict[str, Any]]] = {}
         for claim in claims:
-            is_judged = self._judges(claim) and claim["answer"] is not None
+            is_judged = self._judges_together(claim) and claim["answer"] is not None
             groups.setdefault(claim["group"] if is_judged else claim["session_id"], []).append(claim)
         return list(groups.values())
 
-    def _judges(self, claim: dict[str, Any]) -> bool:
+    def _judges_together(self, claim: dict[str, Any]) -> bool:
         return self._judges_groups and claim["split"] == "train"
 
     async def _work(self, claims: list[dict[str, Any]], run_key: str | None) -> None:
@@ -221,7 +228,7 @@ class AgentRunner:
         try:
             reports = await self._make_reports(claims, works, run_key or self._key or "none")
             for work, report in zip(works, reports, strict=True):
-                self._reports.add(work.session_id, report)
+                self._reports.add(work.session_id, report | _name_judgements(work))
                 self._due[work.session_id] += 1
         # user code may raise anything, exit the program or cancel itself: that fails its sessions only
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -240,7 +247,8 @@ class AgentRunner:
             trace = as_text("".join(format_exception(error)))
             log.warning("session %s failed: %s\n%s", works[0].session_id, as_text(sentence), trace)
         for work in works:
-            self._reports.add_failure(work.session_id, sentence, work.cause_of(error), **work.facts)
+            more = work.facts | _name_judgements(work)
+            self._reports.add_failure(work.session_id, sentence, work.cause_of(error), **more)
             self._due[work.session_id] += 1
 
     def _note_reported(self, session_id: str) -> None:
@@ -269,16 +277,24 @@ class AgentRunner:
         if claim["answer"] is None:
             url = f"{self._url}/sessions/{claim['session_id']}/v1"
             answers = [await self._phases.run(work, task, Endpoint(url, key, "policy"))]
-            if self._is_scored_elsewhere or self._judges(claim):
+            if self._is_scored_elsewhere or self._judges_together(claim):
                 return [{"status": "answered", "answer": as_json(answers[0]), **work.facts}]
         else:
             answers = [orjson.loads(each["answer"]) for each in claims]
-        if not self._judges(claim):
-            scores = [await self._phases.score(work, task, answers[0])]
-        elif (judged := await self._phases.judge(works, task, answers)) is None:
-            return [{"status": "failed", "cause": "group", **each.facts} for each in works]
-        else:
-            scores = judged
+        try:
+            if not self._judges_together(claim):
+                scores = [await self._phases.score(work, task, answers[0])]
+            elif (judged := await self._phases.judge(works, task, answers)) is None:
+                return [{"status": "failed", "cause": "group", **each.facts} for each in works]
+            else:
+                scores = judged
+        except NotJudged as error:
+            said = {"status": "unjudged", "error": shorten(_describe_error(error, "reward"))}
+            told = zip(works, claims, answers, strict=True)
+            return [
+                said | {"answer": as_json(answer), "scoring": each["scoring"], **one.facts}
+                for one, each, answer in told
+            ]
         names = {"task_id": task.task_id, "environment": task.environment}
         pairs = zip(works, scores, strict=True)
         return [{"status": "finished", **score, **each.facts, **names} for each, score in pairs]
@@ -300,6 +316,11 @@ def _name_task(task: Task) -> dict[str, str]:
     return names if is_told and all(isinstance(name, str) for name in names.values()) else {}
 
 
+def _name_judgements(work: Work) -> dict[str, Any]:
+    """What was asked and noted of an answer, as a field of its report."""
+    return {"judgements": msgspec.to_builtins(work.judgements)} if work.judgements else {}
+
+
 def _describe_error(error: BaseException, phase: Phase) -> str:
     """What was raised and, if it was in the user's own code, where and by which of the functions."""
     try:
@@ -317,5 +338,5 @@ def as_json(answer: Any) -> str:
     except TypeError as error:
         raise ValueError(
             f"the agent answered {type(answer).__name__}, which is not JSON ({error}); "
-            "answers that `reward` workers score must be"
+            "answers that `reward` workers score, or that are scored again, must be"
         ) from None

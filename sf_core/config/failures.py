@@ -23,9 +23,9 @@ prepare_error: what its agent needs could not be prepared. not_recorded: it coul
 
 Rule = Literal["zero", "retry_then_zero", "retry_then_exclude"]
 
-Status = Literal["finished", "finished_after_overflow"] | Reason
+Status = Literal["finished", "finished_after_overflow", "not_judged"] | Reason
 """How a session ended. finished_after_overflow: it has an ordinary reward, although its last request did not
-fit into the context window."""
+fit into the context window. not_judged: a held-out one that has no reward, because none could be had."""
 
 Cause = Literal["prepare", "agent", "code", "time", "reward", "group"]
 """What ended a failed session: an error while it was prepared, an error of its agent (`code`: one that no

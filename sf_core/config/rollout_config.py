@@ -63,6 +63,11 @@ class EnvironmentConfig(Settings):
     left after its agent. What it gives is the agent's third argument. Empty: the environment's, if the agent
     is."""
 
+    @property
+    def served_judges(self) -> dict[str, str]:
+        """The models of the judges that `reward` workers serve, by their names."""
+        return {name: judge.model for name, judge in self.judges.items() if judge.model is not None}
+
 
 class RolloutConfig(Settings):
     """How sessions are sampled, and when a batch is full."""

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, field_validator
+import msgspec
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    SecretStr,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
 
 from sf_core.config.failures import Cause
 from sf_core.config.rollout_config import MAX_TOGETHER, RolloutConfig
 from sf_core.waits import Facts
+from storage.tables.judgements import Judgement
 
 MAX_OUTPUT = 70_000
 """Maximum length of captured agent output (command agents keep less: agents/command_output.py)."""
@@ -20,6 +31,8 @@ MAX_INDEX = 2**31 - 1
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+
+_OF_JUDGES = ("judge_budgets", "scored_apart")
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -46,6 +59,11 @@ class RunSpec(Body):
     context_length: int = Field(ge=2)
     judges_groups: bool = False
     """The answers of a training group are scored together, by one runner."""
+    judge_budgets: dict[str, int] = {}
+    """Most tokens that judges may take from one batch to the next, by their names. Those without are not
+    bounded."""
+    scored_apart: bool = False
+    """Only runners that claim answers score: agents' runners cannot ask all of its judges."""
     follows_grammars: bool = False
     """Its engines hold answers to JSON Schemas."""
     max_waiting: int = Field(20_000, ge=1)
@@ -79,6 +97,12 @@ class RunSpec(Body):
         if key is not None and ":" in key.get_secret_value():
             raise ValueError("a key must not contain a colon: what follows one names a session")
         return key
+
+    @model_serializer(mode="wrap")
+    def _leave_out_judges(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Of a run without judges the journal is as it was before there were any."""
+        written: dict[str, Any] = serialise(self)
+        return {name: value for name, value in written.items() if value or name not in _OF_JUDGES}
 
     @property
     def agents_key(self) -> str | None:
@@ -149,9 +173,10 @@ class RewardBody(Body):
 
 
 class FinishBody(Body):
-    status: Literal["finished", "failed", "answered"]
+    status: Literal["finished", "failed", "answered", "unjudged"]
     """answered: the agent is done, and its reward follows: another runner scores the answer, or, where the
-    agent came by itself, another report has it."""
+    agent came by itself, another report has it. unjudged: a runner could not have the answer judged, which is
+    scored again. Of answers that are scored together it is reported with each, and counts once."""
     answer: str | None = None
     """The agent's answer, as JSON."""
     reward: FiniteFloat | None = None
@@ -163,8 +188,23 @@ class FinishBody(Body):
     error: str | None = None
     cause: Cause = "agent"
     """Cause of a failure."""
+    judgements: list[dict[str, Any]] = []
+    """What judges were asked for the reward, and what was noted, in the columns of the table `judgements`."""
+    scoring: str = ""
+    """Of an unjudged answer that was claimed: what the claim said."""
     task_id: str = ""
     environment: str = ""
+
+    @field_validator("judgements")
+    @classmethod
+    def _are_judgements(cls, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        msgspec.convert(given, list[Judgement])
+        return given
+
+    @property
+    def asked(self) -> list[Judgement]:
+        """`judgements` as values."""
+        return msgspec.convert(self.judgements, list[Judgement])
 
     @property
     def has_reward(self) -> bool:

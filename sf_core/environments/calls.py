@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import orjson
@@ -20,16 +20,20 @@ class NoTaskError(ValueError):
     """What a function returned is no task."""
 
 
-def check_call(function: Callable[..., Any], source: str, arguments: Iterable[str]) -> None:
-    """Raises ValueError with one sentence if the function cannot be called with these arguments."""
+def check_call(
+    function: Callable[..., Any], source: str, arguments: Sequence[str], named: Sequence[str] = ()
+) -> None:
+    """Raises ValueError with one sentence if the function cannot be called with these arguments, and these by
+    their names."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in another language
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError as error:
-        told = f"{add_place(source, function)} takes {signature} and is called with ({', '.join(arguments)})"
+        called = ", ".join([*arguments, *named])
+        told = f"{add_place(source, function)} takes {signature} and is called with ({called})"
         raise ValueError(f"{told}: {error}") from None
 
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, field_validator
 
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.agents.phases import as_reward
 from sf_core.agents.threads import Threads
 from sf_core.config import EnvironmentConfig
@@ -82,6 +83,8 @@ def _can_be_joined(config: EnvironmentConfig) -> EnvironmentConfig:
             raise ValueError("a mixture cannot be a part of another: name its parts in this one")
         if config.group_reward is not None:
             raise ValueError("group_reward: a part has none of its own; name one for the run")
+        if config.judges:
+            raise ValueError("judges: a part has none of its own; name them for the run")
     except ValueError as error:
         raise ValueError(_within(error)) from None
     return config
@@ -138,9 +141,10 @@ class Mixture(Environment):
         given = () if part.prepare is None else prepared
         return await self._threads.call(part.agent, own, endpoint, *given)
 
-    async def reward(self, task: Task, answer: Any) -> Reward:
+    async def reward(self, task: Task, answer: Any, judges: Any = None) -> Reward:
         part, own = self._origin(task)
-        found: Reward = await self._threads.call(part.reward, own, answer)
+        reward = partial(part.reward, judges=judges) if takes_judges(part.reward) else part.reward
+        found: Reward = await self._threads.call(reward, own, answer)
         # refused here, by the name of the part's function
         as_reward(found, part.reward_name)
         return found

@@ -15,6 +15,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from sf_core.agents.command import CommandAgent
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import faults
@@ -29,6 +30,7 @@ from sf_core.user_code import add_place
 SHIPPED = {
     "quickstart": "sf_core.environments.quickstart:Quickstart",
     "instructions": "sf_core.environments.instructions.environment:Instructions",
+    "manners": "sf_core.environments.judged.manners:Manners",
     "prompts": "sf_core.environments.prompts:Prompts",
     "repositories": "sf_core.environments.repositories.environment:Repositories",
     "reasoning_gym": "sf_core.environments.reasoning_gym:ReasoningGym",
@@ -36,6 +38,9 @@ SHIPPED = {
     "mixture": "sf_core.environments.mixture:Mixture",
 }
 """Classes by the short names of their environments. Each is imported when it is needed."""
+
+REWARDS = ("reward", "group_reward")
+"""Functions that may ask judges."""
 
 EXAMPLES = {
     "programs": "examples.programs.environment:Programs",
@@ -127,8 +132,9 @@ def _function(config: EnvironmentConfig, name: str, *arguments: str) -> Callable
     """The function of a run that has this name, which can be called with these arguments."""
     reference = getattr(config, name)
     found = getattr(environment_of(config), name) if reference is None else _load(name, reference)
+    judges = ["judges"] * (name in REWARDS and takes_judges(found))
     try:
-        check_call(found, source_of(config, name), arguments)
+        check_call(found, source_of(config, name), arguments, judges)
     except ValueError as error:
         raise ValueError(f"environment.{name if reference else 'name'}: {error}") from None
     return cast(Callable[..., Any], found)

@@ -105,7 +105,9 @@ def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
     here is never stored: a run may resume on other hardware. Raises ValueError, one sentence, if these GPUs
     are too few for trainers and engines."""
     workers = config.cluster.workers
-    share = [name for name, w in workers.items() if w.device is None and COMPUTING & {*w.tags}]
+    # vLLM serves the judges there
+    takes = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
+    share = [name for name, w in workers.items() if w.device is None and takes & {*w.tags}]
     is_apart = _keeps_engines_apart(config)
     if num_gpus == 1 and share and is_apart and config.engine.vllm.url is None:
         raise ValueError(
@@ -160,6 +162,11 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         raise ValueError(
             f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
             f"workers: {_list_offers(workers)}"
+        )
+    if not held["reward"] and (name := next(iter(config.environment.served_judges), None)):
+        raise ValueError(
+            f"environment.judges.{name}.model is served by a worker that carries reward, and neither agent "
+            f"nor rollout, and there is none; workers: {_list_offers(workers)}"
         )
     return Plan(trainers=tuple(worker.name for worker in trainers), lent=lent, **held)
 

@@ -36,7 +36,7 @@ def evaluate(run: OpenRun, version: int, num_tasks: int | None = None) -> StageR
     run.dataplane.wait_for_evaluation(version, settings.batch_timeout_s, settings.absence_timeout_s)
     sealed = run.dataplane.seal_evaluation(version, run.ref.attempt)
     sealed["num_tasks"] //= run.config.evaluate.answers
-    files = [FileRef(**ref) for ref in sealed.pop("files")]
+    files = [FileRef(**ref) for ref in [*sealed.pop("files"), *sealed.pop("judgements", ())]]
     rewards = {"reward_mean": sealed["reward_mean"]}
     rewards |= {f"reward_{name}": value for name, value in sealed["by_environment"].items()}
     files.append(write_metrics(run.directory, "evaluation", version, [rewards]))
@@ -61,9 +61,12 @@ class Evaluation:
         manifest = RunDirectory(self.config.run_dir).read_manifest(self.version, "evaluate")
         assert manifest is not None, f"version {self.version} must be measured first"
         parts = ", ".join(f"{name} {reward:.3f}" for name, reward in manifest.data["by_environment"].items())
+        unjudged = manifest.data.get("unjudged", 0)
         return (
             f"held-out reward of version {self.version}: {manifest.data['reward_mean']:.3f} ({parts}) "
-            f"over {manifest.data['sessions']} sessions" + (", measured before" if self.measured else "")
+            f"over {manifest.data['sessions'] - unjudged} sessions"
+            + (f", {unjudged} were not judged" if unjudged else "")
+            + (", measured before" if self.measured else "")
         )
 
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from sf_core.reports.view import RunView
-from sf_core.training.policy_folder import check_weights_folder, policy_folder
-from storage.files import describe, join, list_files, local_folder
+from sf_core.training.policy_folder import check_weights_folder, policy_folder, read_model_config
+from storage.files import describe, exists, join, list_files, local_folder, read_bytes
 from storage.run_directory import RunDirectory
 from storage.scratch import scratch_folder
 from storage.tensors.weight_delta import FILE_NAME as DELTA
@@ -59,6 +61,12 @@ class TeacherFolder:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def is_here(model: str) -> bool:
+    """Whether the folder or the run that `train.teacher.model` names is on this host."""
+    found = _VERSION.fullmatch(model)
+    return Path(policy_folder(model)).is_dir() or (found is not None and RunDirectory(found[1]).exists())
+
+
 def find_teacher(model: str) -> TeacherFolder:
     """The teacher that `train.teacher.model` names: a folder, one that `sf model` has made, or RUN@VERSION.
     Raises ValueError, one sentence, if it is none of them or its weights cannot be loaded."""
@@ -89,3 +97,41 @@ def _name_of(uri: str) -> str:
 
 def _is_weights(name: str) -> bool:
     return name != DELTA and any(fnmatch(name, pattern) for pattern in WEIGHT_FILES[:2])
+
+
+def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) -> None:
+    """Raises ValueError, which names the setting and the first token that differs, if a token of the policy's
+    has another id at the teacher, whose tokenizer and configuration are in the folder. `rows`: number of ids
+    that the policy may sample, of which the teacher must know all."""
+    file = join(folder, "tokenizer.json")
+    if not exists(file):
+        raise ValueError(f"{setting}: {folder} has no tokenizer.json, which is compared with the policy's")
+    own, taught = policy.get_vocab(), Tokenizer.from_str(read_bytes(file).decode()).get_vocab()
+    for token, number in sorted(own.items(), key=lambda item: item[1]):
+        if taught.get(token) != number:
+            there = next((repr(other) for other, found in taught.items() if found == number), "no token")
+            raise ValueError(
+                f"{setting}: {folder} has another vocabulary than the policy, to which id {number} is "
+                f"{token!r}, and {there} to the teacher: name a teacher of the policy's family"
+            )
+    if (known := count_rows(folder)) is not None and known < rows:
+        raise ValueError(
+            f"{setting}: {folder} knows {known:,} ids, and the policy may sample {rows:,}: name a teacher "
+            "whose vocabulary is at least as large"
+        )
+
+
+def count_rows(folder: str) -> int | None:
+    """Number of ids that the model of this folder knows; None if its configuration is not there or does not
+    say."""
+    if not exists(join(folder, "config.json")):
+        return None
+    shape = read_model_config(folder, SETTING)
+    return shape.get("vocab_size") or (shape.get("text_config") or {}).get("vocab_size")
+
+
+def count_ids(folder: str) -> int:
+    """Number of ids that the teacher with the tokenizer in this folder knows for sure."""
+    if (rows := count_rows(folder)) is not None:
+        return rows
+    return Tokenizer.from_str(read_bytes(join(folder, "tokenizer.json")).decode()).get_vocab_size()

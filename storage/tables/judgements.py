@@ -7,6 +7,7 @@ Owns the columns. What they mean is in docs/data.md.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 import pyarrow as pa
@@ -62,15 +63,21 @@ SCHEMA = pa.schema(
 
 
 def write_judgements(
-    run: RunDirectory, iteration: int, judged: Iterable[tuple[str, Judgement]], part: str
+    run: RunDirectory,
+    iteration: int,
+    judged: Iterable[tuple[str, Judgement]],
+    part: str,
+    kind: Literal["trajectories", "evaluations"] = "trajectories",
 ) -> FileRef:
-    """Write the judgements of sessions, each with the session's id. Equal rows give equal bytes under the
-    same name. Raises OSError if the storage fails."""
+    """Write the judgements of sessions, each with the session's id, of an iteration, or of the evaluation of
+    a version. Equal rows give equal bytes under the same name. Raises OSError if the storage fails."""
+    # no two manifests may name files of one folder
+    folder = "judgements" if kind == "trajectories" else "judgements/evaluations"
     rows = [
         {"run_id": run.run_id, "session_id": session_id, **msgspec.structs.asdict(judgement)}
         for session_id, judgement in judged
     ]
-    uri = f"{run.partition('judgements', iteration)}/{part}.parquet"
+    uri = f"{run.partition(folder, iteration)}/{part}.parquet"
     return run.relative(parquet.write_table(uri, pa.Table.from_pylist(rows, schema=SCHEMA)))
 
 

@@ -139,6 +139,7 @@ async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
                 "member": claim.place.member,
                 "attempt": claim.attempt,
                 "answer": session.answer,
+                "scoring": session.scoring,
             }
             for session in sessions
             if (claim := session.claim) is not None

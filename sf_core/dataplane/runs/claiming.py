@@ -17,7 +17,7 @@ from sf_core.dataplane.runs.endings import refuse_other_task
 from sf_core.dataplane.runs.events import OpenedSession
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.runs.runners import Runner
+from sf_core.dataplane.runs.runners import Runner, give_to
 from sf_core.dataplane.sessions.session import Session
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ async def claim(run: ServedRun, body: ClaimBody) -> tuple[list[Session], bool]:
     finally:
         runner.num_polls -= 1
         runner.silent_s = 0.0
+    for session in sessions:
+        if session.answer is not None:
+            session.began_at = run.state.serving_s
     if any(session.answer is None for session in sessions):
         # if this is refused, the runner does not name them in its next claim, and they are taken back
         await run.journal.attend(run.journal.flush())
@@ -89,7 +92,7 @@ def retire(run: ServedRun, name: str) -> None:
 
 def is_scored_elsewhere(run: ServedRun) -> bool:
     """Whether agent runners leave the scoring to reward runners."""
-    return run.runners.count("reward", run.spec.attempt) > 0
+    return run.spec.scored_apart or run.runners.count("reward", run.spec.attempt) > 0
 
 
 def take_from_silent_runners(run: ServedRun, elapsed_s: float) -> None:
@@ -163,9 +166,10 @@ def _take_judged(run: ServedRun, runner: str, limit: int) -> list[Session]:
     due = run.state.scoring.groups
     while due and len(taken) < limit:
         if (group := run.state.ledger.groups.get(due.popleft())) is not None:
-            taken += _take_whole(run, group)
-    for session in taken:
-        session.runner = runner
+            # at once: a group that is judged again may be queued twice
+            for session in (whole := _take_whole(run, group)):
+                give_to(runner, session)
+            taken += whole
     return taken
 
 

@@ -16,7 +16,15 @@ from sf_core.config.failures import REASONS, failures_text
 from sf_core.dataplane.bodies import FinishBody, RewardBody, RunSpec
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.runs import decide
-from sf_core.dataplane.runs.events import Answered, Closed, Failed, Finished, Rewarded
+from sf_core.dataplane.runs.events import (
+    Answered,
+    Closed,
+    Failed,
+    Finished,
+    Rewarded,
+    Unjudged,
+    finished,
+)
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.ledger import Ledger
 from sf_core.dataplane.runs.run import ServedRun
@@ -31,11 +39,14 @@ log = logging.getLogger(__name__)
 MAX_DROPPED_BATCHES = 10
 """Batches whose groups may all be dropped, one after the other, before the run ends."""
 
+SCORING_GRACE_S = 30.0
+"""Seconds in which a runner that scores an answer may tell that its time is over."""
+
 ALL_DROPPED = "all_dropped"
 """Why the groups are rejected that are in flight when it ends by that."""
 
 NOT_JUDGED = "not_judged"
-"""Why a group is rejected for which `environment.group_reward` gives no rewards."""
+"""Why a group is rejected for which `environment.group_reward` gives no rewards, or no judge does."""
 
 
 async def reward(run: ServedRun, session: Session, body: RewardBody) -> None:
@@ -53,6 +64,8 @@ async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
         if run.sessions.get(session.session_id) is not session:
             return  # it ended before this report came
         refusal = _end(run, session, report.or_earlier(session.earned))
+        if fault := run.state.spent.explain_excess(run.spec.judge_budgets):
+            run.end_by(fault, "overspent", [])
         await run.journal.flush()
         run.changed.notify()
         if refusal is not None:
@@ -67,6 +80,9 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
     if report.status == "answered":
         if session.answer is None:
             run.record(Answered(session.session_id, report.answer or "null", report.output))
+        return None
+    if report.status == "unjudged":
+        _score_again(run, session, report)
         return None
     if claim is None or (claim.is_outside and not run.state.counts(session)):
         return _end_opened(run, session, report)
@@ -102,7 +118,7 @@ def _end_opened(run: ServedRun, session: Session, report: FinishBody) -> ApiErro
     if not result.trajectories:
         run.record(closed)
         return None
-    run.record(Finished(result))
+    run.record(finished(result))
     run.counters["opened_sessions"] += 1
     return None
 
@@ -125,6 +141,8 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
             session.session_id, claim, earned, session.environment, None, None, [], "not_recorded"
         )
     ended = _decide_end(run.state.ledger, claim, result, error)
+    if isinstance(ended, Failed):
+        run.state.spent.add(result.judgements[len(session.judgements) :])
     if result.status in REASONS:
         run.counters["failed_sessions"] += 1
         run.counters[f"failures.{result.status}"] += 1
@@ -133,6 +151,46 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
     run.record(ended)
     _judge(run, claim)
     return refusal
+
+
+def _score_again(run: ServedRun, session: Session, report: FinishBody) -> None:
+    """Have an answer that could not be judged scored again, unless that was the last time."""
+    claim = session.claim
+    if claim is None or session.is_external:
+        raise WrongField("status", "Only a runner's session can be unjudged: end this one without a reward.")
+    if session.answer is None:
+        run.record(Answered(session.session_id, report.answer or "null", report.output))
+    elif report.scoring != session.scoring or not session.scoring:
+        return  # it was told before, or another runner has the answer by now
+    error = report.error or "no reason given"
+    run.record(Unjudged(session.session_id, error, report.asked))
+    if session.num_unjudged < run.spec.rollout.session_attempts:
+        return
+    if claim.place.split == "train":
+        _reject_judged(run, claim)
+    else:
+        _end_unjudged(run, session, claim, report, error)
+
+
+def _end_unjudged(run: ServedRun, session: Session, claim: Claim, report: FinishBody, error: str) -> None:
+    """End a held-out session without a reward. As long as none of its evaluation was judged it stays, and the
+    run ends when that is so of all."""
+    group = run.state.ledger.evaluations.get(claim.place.group)
+    if group is None:
+        return
+    if any(result.status not in REASONS for result in group.results):
+        # what was asked is with the session
+        _end_given(run, session, claim, report.model_copy(update={"judgements": [], "error": error}))
+        return
+    attempts = run.spec.rollout.session_attempts
+    waiting = [one for one in run.state.sessions_of("holdout", group.index) if one.num_unjudged >= attempts]
+    if len(waiting) == group.num_left:
+        run.end_by(
+            f"nothing of the evaluation of version {group.index} could be judged, each of {len(waiting)} "
+            f"answers was tried {attempts} times: {error}. See that the judges answer, then resume the run",
+            NOT_JUDGED,
+            [],
+        )
 
 
 def _take_out(run: ServedRun, session: Session, report: FinishBody) -> FinishedSession:
@@ -178,7 +236,11 @@ def refuse_other_task(run: ServedRun, session: Session) -> bool:
 async def end_expired(run: ServedRun) -> None:
     """End the sessions whose time is over."""
     rules, now = run.spec.rollout, run.state.serving_s
-    expired = [s for s in run.sessions.values() if s.began_at + time_of(s, rules) < now]
+    # a runner that scores tells of the end of its time by itself, and whether it waits for a judge
+    grace_s = {True: SCORING_GRACE_S, False: 0.0}
+    expired = [
+        s for s in run.sessions.values() if s.began_at + time_of(s, rules) + grace_s[bool(s.scoring)] < now
+    ]
     ending = (_end_expired(run, s) for s in expired if s.session_id not in run.closing)
     await asyncio.gather(*ending)
 
@@ -199,12 +261,12 @@ def _decide_end(ledger: Ledger, claim: Claim, result: FinishedSession, error: st
         result.status = "context_overflow" if has_overflowed else "agent_error"
         error = "the agent finished without an answer from the policy"
     if result.status not in REASONS:
-        return Finished(result)
+        return finished(result)
     result.error = error
     can_train = result.min_version is not None
     if decide.worth(ledger, claim, result.status, can_train) is None:
         return Failed(claim, result.status, error)
-    return Finished(result)
+    return finished(result)
 
 
 def _describe_failure(report: FinishBody, session: Session, rules: RolloutConfig, error: str) -> FinishBody:
@@ -290,6 +352,8 @@ def explain_drops(state: RunState) -> str:
 def _way_out(state: RunState, dropped: Mapping[str, int]) -> str:
     """What to do when groups are dropped for these reasons."""
     most = max(dropped, key=lambda reason: dropped[reason])
+    if most == NOT_JUDGED and state.counters["unjudged"]:
+        return f"see that the judges answer, the last reason was {state.recent.last_error or 'not recorded'}"
     if most == NOT_JUDGED:
         return "environment.group_reward returns None for them; take larger groups, or other tasks"
     if most not in GATE_REASONS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -13,11 +14,12 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.runs.ledger import Batch
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.finished import FinishedSession, JudgedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import TurnEvent
 from sf_core.recipes.outcomes import Pick
 from sf_core.types import WeightsRef
+from storage.tables.judgements import Judgement
 
 
 class Registered(Event):
@@ -85,6 +87,14 @@ class Answered(Event):
     output: str | None = None
 
 
+class Unjudged(Event):
+    """An answer, or all answers of its group, could not be judged and is to be scored again."""
+
+    session_id: str
+    error: str
+    judgements: list[Judgement]
+
+
 class Closed(Event):
     """An external session ended without a result."""
 
@@ -93,6 +103,12 @@ class Closed(Event):
 
 class Finished(Event):
     result: FinishedSession
+
+
+class Judged(Finished):
+    """A session finished for whose reward judges were asked."""
+
+    result: JudgedSession
 
 
 class Failed(Event):
@@ -150,9 +166,87 @@ class Released(Event):
 
 
 RunEvent = (
-    Registered | Published | EvaluationStarted | Admitted | Opened | Rewarded | Named | Answered | Closed
-    | Finished | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed | Released
-    | TurnEvent
+    Registered | Published | EvaluationStarted | Admitted | Opened | Rewarded | Named | Answered | Unjudged
+    | Closed | Finished | Judged | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed
+    | Released | TurnEvent
 )  # fmt: skip
 
+
+def finished(result: FinishedSession) -> Finished:
+    """The event of a session's end."""
+    return Judged(result) if isinstance(result, JudgedSession) else Finished(result)
+
+
 read_event: Callable[[bytes], RunEvent] = reader(RunEvent)
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a restart of a run needs of its journal."""
+
+    run_id: str
+    origin: str
+    is_released: bool
+    sessions: set[str]
+    """Open sessions."""
+    unstored: set[str]
+    """External sessions whose rows are not stored."""
+    groups: set[int]
+    """Those of the last batch, those that left since then, and those that are there."""
+    newest_evaluation: int
+    last_batch: int
+
+    def keeper(self) -> Callable[[RunEvent], bool]:
+        """Says of the events of a journal, in their order, which to keep. It is called in another thread,
+        while the run goes on."""
+        reopened: set[str] = set()
+        """Sessions of agents outside that a restart opens: what ended them must be kept."""
+        is_ours = True
+        """Whether the event is of the run that is served, and not of one that it replaced."""
+
+        def counts(claim: Claim | None) -> bool:
+            if claim is None:
+                return False
+            split, group, _ = claim.place
+            return group in self.groups if split == "train" else group >= self.newest_evaluation
+
+        def keep(event: RunEvent) -> bool:
+            nonlocal is_ours
+            match event:
+                case Registered(spec):
+                    is_ours = spec.origin == self.origin
+                    return False  # the head has what it led to
+                case Finished(result) if not is_ours:
+                    return result.session_id in self.unstored
+                case Stored(session_ids) if not is_ours:
+                    return not self.unstored.isdisjoint(session_ids)
+                case _ if not is_ours:
+                    return False
+                case Published() | Revoked() | Paused() | Resumed():
+                    return False  # the head has what they led to
+                case EvaluationStarted(version):
+                    return version >= self.newest_evaluation
+                case Opened(opened):
+                    is_kept = any(one.session_id in self.sessions or counts(one.claim) for one in opened)
+                    external = [one for one in opened if one.claim is None or one.claim.is_outside]
+                    reopened.update(one.session_id for one in external if is_kept)
+                    return is_kept
+                case Closed(session_id):
+                    return session_id in reopened
+                case Finished(result) if result.claim is None or result.claim.is_outside:
+                    return result.session_id in reopened or result.session_id in self.unstored
+                case Finished(result):
+                    return counts(result.claim)
+                case Failed(claim) | Lost(claim):
+                    return counts(claim) or claim.session_id(self.run_id) in reopened
+                case Rejected(group) | Admitted(group):
+                    return group in self.groups
+                case Sealed(index):
+                    return index == self.last_batch
+                case Stored(session_ids):
+                    return not reopened.union(self.unstored).isdisjoint(session_ids)
+                case Released():
+                    return self.is_released
+            return event.session_id in self.sessions
+
+        return keep

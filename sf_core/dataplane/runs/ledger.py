@@ -130,8 +130,9 @@ class Ledger:
         if (group := self.group_of(claim)) is not None:
             group.note_started(claim, version)
 
-    def finish(self, claim: Claim, result: Result, min_version: int | None) -> None:
-        """Count a finished session; `min_version` is that of its oldest token."""
+    def finish(self, claim: Claim, result: Result | None, min_version: int | None) -> None:
+        """Count a finished session; `min_version` is that of its oldest token. A held-out one that was not
+        judged has no result."""
         group = self._group_begun(claim)
         # the end of a session may have been recorded while another one made its group complete
         if group is not None and not group.is_complete:

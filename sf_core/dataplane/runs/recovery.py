@@ -272,7 +272,7 @@ def _go_on(run: ServedRun) -> None:
     for index, reason in decide.judge_again(ledger):
         run.reject([index], reason)
     run.reject_halves(ledger.groups.values())
-    run.fault = explain_drops(run.state)
+    run.fault = explain_drops(run.state) or run.state.spent.explain_excess(run.spec.judge_budgets)
     for session in _list_claimed(run):
         if not run.state.counts(session):
             run.state.forget(session.session_id)

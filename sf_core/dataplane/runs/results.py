@@ -67,9 +67,11 @@ class Results:
         return {"length_kept": _mean(kept_lengths), "length_cut": _mean(cut), "cut_sessions": len(cut)}
 
 
-def result_of(finished: FinishedSession, success: Success | None) -> Result:
-    """What a session counts as in its group."""
+def result_of(finished: FinishedSession, success: Success | None) -> Result | None:
+    """What a session counts as in its group; None if it was not judged."""
     rows = finished.trajectories
+    if finished.reward is None:
+        return None
     score = finished.reward
     if success is not None and success.part is not None:
         score = rows[0].reward_parts.get(success.part, 0.0) if rows else 0.0
@@ -125,7 +127,8 @@ class RecentResults:
         """Count a session with its reward, also one whose failure counts as the policy's."""
         self.failures_in_a_row = 0
         self.last_error = result.error or self.last_error
-        self._rewards.append(result.reward)
+        if result.reward is not None:
+            self._rewards.append(result.reward)
         self._tokens.append(_num_sampled(result))
 
     def note_failed(self, error: str) -> None:

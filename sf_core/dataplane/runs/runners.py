@@ -7,6 +7,7 @@ Answers of a group wait for each other, and do not age meanwhile: a group is nev
 from __future__ import annotations
 
 import math
+import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Scoring:
 
     def queue(self, session: Session) -> None:
         """Queue the answer of a session; no runner works on the session until it is scored."""
-        session.runner = ""
+        session.runner = session.scoring = ""
         self._answers.append(session)
 
     def take(self, runner: str, limit: int, open_ones: Mapping[str, Session]) -> list[Session]:
@@ -75,13 +76,14 @@ class Scoring:
         while self._answers and len(taken) < limit:
             session = self._answers.popleft()
             if open_ones.get(session.session_id) is session and not session.runner:
-                session.runner = runner
+                give_to(runner, session)
                 taken.append(session)
         return taken
 
     def hold_back(self, session: Session) -> None:
         """Have an answer, which no runner has, wait for others of its group."""
-        session.runner, session.began_at, session.waits_for_group = "", math.inf, True
+        session.runner = session.scoring = ""
+        session.began_at, session.waits_for_group = math.inf, True
 
     def queue_group(self, group: Group, answered: Sequence[Session], now: float) -> None:
         """Queue a group if the last of its sessions has answered; `now` is on the clock of sessions."""
@@ -90,3 +92,8 @@ class Scoring:
             for session in waiting:
                 session.waits_for_group, session.began_at = False, now
             self.groups.append(group.index)
+
+
+def give_to(runner: str, session: Session) -> None:
+    """Have a runner score the answer of a session, under a name that no other claim of it has."""
+    session.runner, session.scoring = runner, secrets.token_hex(8)

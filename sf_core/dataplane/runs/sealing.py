@@ -28,9 +28,11 @@ from sf_core.dataplane.runs.results import row_of
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.judgements import summarise
 from sf_core.recipes.gates import Kind, kind_of
 from sf_core.recipes.outcomes import SEALED, Outcome, Success
 from storage.run_directory import RunDirectory
+from storage.tables.judgements import write_judgements
 from storage.tables.outcomes import write_outcomes
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import TrajectoryKind, write_trajectories
@@ -159,18 +161,22 @@ class Sealer:
         run.state.close_evaluation(version)
         by_environment: dict[str, list[float]] = defaultdict(list)
         for session in sessions:
-            if session.environment or session.status not in REASONS:  # unknown if it failed at once
+            # the environment is unknown of one that failed at once
+            if session.reward is not None and (session.environment or session.status not in REASONS):
                 by_environment[session.environment].append(session.reward)
         failures = count_failures(session.status for session in sessions)
         # read again with fewer rollout.session_attempts, a journal ends tasks that have no result
         num_missing = group.size - len(sessions)
-        earned = sum(session.reward for session in sessions) + num_missing * run.spec.rollout.failed_reward
+        rewards = [session.reward for session in sessions if session.reward is not None]
+        earned = sum(rewards) + num_missing * run.spec.rollout.failed_reward
+        if num_unjudged := len(sessions) - len(rewards):
+            answer["unjudged"] = num_unjudged
         return answer | {
             "version": version,
             "num_tasks": group.size,
             "failed": num_missing + sum(failures.values()),
             "failures": failures,
-            "reward_mean": earned / group.size,
+            "reward_mean": earned / (group.size - num_unjudged),
             "by_environment": {name: float(np.mean(rewards)) for name, rewards in by_environment.items()},
         }
 
@@ -252,19 +258,25 @@ def has_failed_by_itself(session: FinishedSession, was_warmed: bool) -> bool:
 async def write_sessions(
     run: ServedRun, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
 ) -> Answer:
-    """Write one file and describe what it holds. Raises ApiError 500 if it cannot be written."""
+    """Write one file and describe what it holds; and one of what judges were asked, if they were. Raises
+    ApiError 500 if it cannot be written."""
     directory = RunDirectory(run.spec.run_dir)
+    asked = [(session.session_id, one) for session in sessions for one in session.judgements]
 
     def write() -> Answer:
         rows = [row for session in sessions for row in session.trajectories]
         ref = write_trajectories(directory, index, rows, part, kind)
-        return {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
+        answer = {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
+        if asked and kind != "opened":
+            told = write_judgements(directory, index, asked, part, kind)
+            answer |= {"judgements": [asdict(told)], **summarise(asked)}
+        return answer
 
     try:
         written = await asyncio.to_thread(write)
     except OSError as error:
         raise ApiError(500, f"{kind} {index} cannot be written: {error}.") from error
-    rewards = [session.reward for session in sessions]
+    rewards = [session.reward for session in sessions if session.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     bounds = {"reward_min": min(rewards), "reward_max": max(rewards)} if rewards else {}
     return written | {"sessions": len(sessions), "reward_mean": mean, **bounds}

@@ -8,7 +8,7 @@ queues of answers, and statistics.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from sf_core.config.failures import REASONS
@@ -22,6 +22,7 @@ from sf_core.dataplane.runs.results import RecentResults, Results, result_of
 from sf_core.dataplane.runs.runners import Scoring
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.judgements import Spent
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed, Sampled, TurnEnded, TurnEvent
@@ -63,6 +64,7 @@ class RunState:
         """Seconds in which an engine served and turns were recorded: the clock of session timeouts."""
         self.scoring = Scoring()
         self.recent = RecentResults()
+        self.spent = Spent()
         self.counters: Counter[str] = Counter()
 
     def apply(self, event: RunEvent) -> list[Dropped]:
@@ -86,6 +88,8 @@ class RunState:
                 self._name(sessions[session_id], event)
             case events.Answered(session_id) if session_id in sessions:
                 self._answer(sessions[session_id], event)
+            case events.Unjudged(session_id) if session_id in sessions:
+                self._score_again(sessions[session_id], event)
             case events.Closed(session_id):
                 self.forget(session_id)
             case events.Finished(result):
@@ -107,6 +111,7 @@ class RunState:
                 ledger.seal(index, batch)
                 self.answers[index] = answer
                 self.answers.pop(index - 2, None)
+                self.spent.clear()
                 self.recent.discarded -= Counter(answer.get("discarded", {}))
                 for group in batch.groups:
                     self._drop_results(group)
@@ -240,7 +245,28 @@ class RunState:
         elif not session.is_external:
             self.scoring.queue(session)
 
+    def _score_again(self, session: Session, event: events.Unjudged) -> None:
+        self.counters["unjudged"] += 1
+        self.recent.last_error = event.error
+        session.judgements += event.judgements
+        self.memory.weigh(session)
+        self.spent.add(event.judgements)
+        group = self.ledger.train_group_of(session.claim)
+        if not self.judges(session) or group is None:
+            session.num_unjudged += 1
+            session.began_at = self.serving_s
+            self.scoring.queue(session)
+            return
+        # what one of them says holds for all, which were scored together
+        for other in self.list_answered(group):
+            other.num_unjudged += 1
+            self.scoring.hold_back(other)
+        self.queue_group(session.claim)
+
     def _finish(self, result: FinishedSession) -> list[Dropped]:
+        session = self.sessions.get(result.session_id)
+        # those of before were counted then
+        self.spent.add(result.judgements[len(session.judgements) if session else 0 :])
         self.forget(result.session_id)
         if (claim := result.claim) is None:
             self.results.keep_opened(result)
@@ -326,62 +352,14 @@ class RunState:
         head: list[RunEvent] = [events.Registered(self.spec.model_copy(update=progress))]
         head += map(events.Revoked, sorted(self.revoked_leases))
         head += map(events.Paused, sorted(self.paused, key=str))
-        return head, self._keeper(last, {*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected})
-
-    def _keeper(self, last_batch: int, groups: set[int]) -> Callable[[RunEvent], bool]:
-        """Says of the events of a journal, in their order, which to keep. It goes by what is known now: it is
-        called in another thread, while the run goes on."""
-        run_id, origin, is_released = self.spec.run_id, self.spec.origin, self.released
-        sessions, unstored = set(self.sessions), set(self.results.opened)
-        newest_evaluation = max(self.ledger.evaluations, default=0)
-        reopened: set[str] = set()
-        """Sessions of agents outside that a restart opens: what ended them must be kept."""
-        is_ours = True
-        """Whether the event is of the run that is served, and not of one that it replaced."""
-
-        def counts(claim: Claim | None) -> bool:
-            if claim is None:
-                return False
-            split, group, _ = claim.place
-            return group in groups if split == "train" else group >= newest_evaluation
-
-        def keep(event: RunEvent) -> bool:
-            nonlocal is_ours
-            match event:
-                case events.Registered(spec):
-                    is_ours = spec.origin == origin
-                    return False  # the head has what it led to
-                case events.Finished(result) if not is_ours:
-                    return result.session_id in unstored
-                case events.Stored(session_ids) if not is_ours:
-                    return not unstored.isdisjoint(session_ids)
-                case _ if not is_ours:
-                    return False
-                case events.Published() | events.Revoked() | events.Paused() | events.Resumed():
-                    return False  # the head has what they led to
-                case events.EvaluationStarted(version):
-                    return version >= newest_evaluation
-                case events.Opened(opened):
-                    is_kept = any(one.session_id in sessions or counts(one.claim) for one in opened)
-                    external = [one for one in opened if one.claim is None or one.claim.is_outside]
-                    reopened.update(one.session_id for one in external if is_kept)
-                    return is_kept
-                case events.Closed(session_id):
-                    return session_id in reopened
-                case events.Finished(result) if result.claim is None or result.claim.is_outside:
-                    return result.session_id in reopened or result.session_id in unstored
-                case events.Finished(result):
-                    return counts(result.claim)
-                case events.Failed(claim) | events.Lost(claim):
-                    return counts(claim) or claim.session_id(run_id) in reopened
-                case events.Rejected(group) | events.Admitted(group):
-                    return group in groups
-                case events.Sealed(index):
-                    return index == last_batch
-                case events.Stored(session_ids):
-                    return not reopened.union(unstored).isdisjoint(session_ids)
-                case events.Released():
-                    return is_released
-            return event.session_id in sessions
-
-        return keep
+        needed = events.Needed(
+            run_id=self.spec.run_id,
+            origin=self.spec.origin,
+            is_released=self.released,
+            sessions=set(self.sessions),
+            unstored=set(self.results.opened),
+            groups={*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected},
+            newest_evaluation=max(ledger.evaluations, default=0),
+            last_batch=last,
+        )
+        return head, needed.keeper()

@@ -36,8 +36,8 @@ def export_session(
     stop_ids: tuple[int, ...],
     status: Status = "finished",
 ) -> list[Trajectory]:
-    """The report of its end has a reward, even for a failure."""
-    assert report.reward is not None
+    """The report of its end has a reward, even for a failure, unless the answer could not be judged."""
+    assert report.reward is not None or report.status == "unjudged"
     finished_at = time.time()
     steps = {session.find_turn_id(answer): step for answer, step in report.step_rewards.items()}
     rewards = {turn: steps.get(session.turn_id(turn.prompt, turn.sample)) for turn in session.turns}

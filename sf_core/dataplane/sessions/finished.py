@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
 
 from sf_core.config.failures import Status
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.session import Session
+from storage.tables.judgements import Judgement
 from storage.tables.schema import Trajectory
 
 RESULT_BYTES, TRAJECTORY_BYTES, SPAN_BYTES = 600, 1000, 200
@@ -22,12 +26,13 @@ TOKEN_BYTES = 4 + 1 + 4 + 4
 
 @dataclass(slots=True, eq=False)
 class FinishedSession:
-    """A session that is over and has its reward."""
+    """A session that is over."""
 
     session_id: str
     claim: Claim | None
     """None for a session that is of no group."""
-    reward: float
+    reward: float | None
+    """None: it was not judged."""
     environment: str
     min_version: int | None
     max_version: int | None
@@ -36,10 +41,20 @@ class FinishedSession:
     status: Status = "finished"
     error: str = ""
     """Why it failed, if it did."""
+    judgements: ClassVar[Sequence[Judgement]] = ()
+    """What judges were asked for its reward, and what was noted."""
 
     @property
     def num_bytes(self) -> int:
-        return RESULT_BYTES + sum(map(_trajectory_bytes, self.trajectories))
+        rows = sum(map(_trajectory_bytes, self.trajectories))
+        return RESULT_BYTES + rows + sum(map(size_of_judgement, self.judgements))
+
+
+@dataclass(slots=True, eq=False)
+class JudgedSession(FinishedSession):
+    """One for whose reward judges were asked, or of which something was noted."""
+
+    judgements: list[Judgement] = field(default_factory=list)  # type: ignore[misc]
 
 
 def _trajectory_bytes(trajectory: Trajectory) -> int:
@@ -52,8 +67,9 @@ def _trajectory_bytes(trajectory: Trajectory) -> int:
 def finish_session(
     spec: RunSpec, session: Session, report: FinishBody, stop_ids: tuple[int, ...]
 ) -> FinishedSession:
-    """The result of a session that is not served any more. The report has a reward, even for a failure."""
-    assert report.reward is not None
+    """The result of a session that is not served any more. The report has a reward, even for a failure; none
+    if the answer could not be judged."""
+    assert report.reward is not None or report.status == "unjudged"
     status = judge_status(session, report)
     trajectories = export_session(
         session,
@@ -65,7 +81,9 @@ def finish_session(
     )
     versions = [turn.versions for turn in session.turns if len(turn.versions)]
     session.release()
-    return FinishedSession(
+    judgements = [*session.judgements, *report.asked]
+    make = partial(JudgedSession, judgements=judgements) if judgements else FinishedSession
+    return make(
         session.session_id,
         session.claim,
         report.reward,
@@ -86,6 +104,8 @@ def _group_id(spec: RunSpec, session: Session) -> str | None:
 def judge_status(session: Session, report: FinishBody) -> Status:
     """How a session ended. A failure that the policy may have caused shows in the last
     request: its prompt did not fit, or its answer had a call that could not be parsed."""
+    if report.status == "unjudged":
+        return "not_judged"
     if report.status == "finished":
         return "finished_after_overflow" if session.has_overflowed else "finished"
     match report.cause:

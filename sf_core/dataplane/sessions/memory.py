@@ -6,10 +6,15 @@ external sessions (control/plane.py); what has begun goes on.
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.signals import Signal
+from storage.tables.judgements import Judgement
+
+JUDGEMENT_BYTES = 200
+"""Measured memory of the object, without texts."""
 
 
 class Sized(Protocol):
@@ -55,3 +60,9 @@ class Memory:
         if was_full and not self.is_full:
             for signal in self.watchers:
                 signal.notify()
+
+
+def size_of_judgement(judgement: Judgement) -> int:
+    """Approximate memory of a judgement in bytes."""
+    texts = judgement.messages, judgement.reply, judgement.verdict
+    return JUDGEMENT_BYTES + sum(map(sys.getsizeof, texts))

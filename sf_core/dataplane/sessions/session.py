@@ -26,6 +26,7 @@ from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.encoding import Encoded, encode_request
 from sf_core.dataplane.sessions.identity import Conversation, Conversations
+from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.tree import (
     NO_TEXT,
     Prompt,
@@ -45,6 +46,7 @@ from sf_core.dataplane.sessions.turn_events import (
     TurnEvent,
 )
 from sf_core.types import FinishReason, Ids
+from storage.tables.judgements import Judgement
 
 __all__ = ["Prompt", "Session", "Turn"]
 
@@ -74,6 +76,12 @@ class Session:
     """The agent's answer as JSON, from the end of the agent until another runner has scored it."""
     waits_for_group: bool = False
     """Its answer is scored together with those of its group, of which some are missing."""
+    scoring: str = ""
+    """Names the claim of its answer by the runner that scores it; empty while none does."""
+    num_unjudged: int = 0
+    """How often its answer could not be judged."""
+    judgements: list[Judgement] = field(default_factory=list)
+    """What judges were asked then."""
     output: str | None = None
     """What the agent's process wrote, likewise."""
     earned: RewardBody | None = None
@@ -250,6 +258,7 @@ class Session:
         """Approximate memory in bytes; takes no longer than what each request does anyway."""
         sampled = sum(12 * len(recorded.tokens.ids) for recorded in self.recorded if recorded.turn is None)
         kept = self._tapes.num_bytes + self._conversations.num_bytes
+        kept += sum(map(size_of_judgement, self.judgements))
         return SESSION_BYTES + size_of(self.metadata) + self._num_bytes + kept + sampled
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
 """The vLLM server of this process: its command line and environment, its start, its last words and its end.
 
-Owns the Unix socket. Knows no HTTP.
+Owns the Unix socket of an engine's server. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _LONGEST_SOCKET_PATH = 100
 """The kernel takes some 108 bytes."""
 
 _ENVIRONMENT = {
-    # the routes for weights, pauses and sleep
-    "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -99,7 +97,11 @@ def make_arguments(
 class VllmServer:
     """A running server, or one that is starting. It ends with this process, however that ends."""
 
-    def __init__(self, model_dir: str, arguments: Sequence[str], *, on_cpu: bool) -> None:
+    def __init__(
+        self, model_dir: str, arguments: Sequence[str], *, on_cpu: bool, key: str | None = None
+    ) -> None:
+        """`key`: what a server requires that others ask too, at the port that the arguments name. None: it is
+        reached by the socket alone, and has the routes that engines need."""
         self._folder = scratch_folder(_find_short_folder())
         # this package alone: others beside it may be in vLLM's environment too, in other versions
         modules = Path(self._folder.name, "modules")
@@ -108,7 +110,7 @@ class VllmServer:
         self.socket = f"{self._folder.name}/socket"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
-        command += ["--uds", self.socket, *arguments]
+        command += [*arguments] if key else ["--uds", self.socket, *arguments]
         # several processes, of which those that compute outlive the one that serves HTTP
         self._channel, self._keeper = start_kept(
             command,
@@ -116,7 +118,7 @@ class VllmServer:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             cwd=self._folder.name,
-            env=_make_environment(self._folder.name, arguments, on_cpu) | {"PYTHONPATH": str(modules)},
+            env=_make_environment(self._folder.name, arguments, on_cpu, key) | {"PYTHONPATH": str(modules)},
         )
 
     @property
@@ -144,8 +146,10 @@ def _find_short_folder() -> str:
     return folder if len(folder) + len("/sf-scratch-12345678/socket") < _LONGEST_SOCKET_PATH else "/tmp"
 
 
-def _make_environment(folder: str, arguments: Sequence[str], on_cpu: bool) -> dict[str, str]:
+def _make_environment(folder: str, arguments: Sequence[str], on_cpu: bool, key: str | None) -> dict[str, str]:
     own = select_inherited() | _ENVIRONMENT | {"TMPDIR": folder}
+    # the routes for weights, pauses and sleep
+    own |= {"VLLM_API_KEY": key} if key else {"VLLM_SERVER_DEV_MODE": "1"}
     if TAKES_ADAPTERS in arguments:
         own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return own | (_ENVIRONMENT_ON_CPU if on_cpu else {})

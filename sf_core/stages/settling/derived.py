@@ -16,6 +16,7 @@ from sf_core.config.train_config import CHECKPOINT_BYTES, LORA_RATES, interval_f
 from sf_core.environments.registry import draw_tasks
 from sf_core.models.context import longest_context
 from sf_core.stages.settling.lora import TrainedAdapter
+from sf_core.stages.settling.teacher import teacher_context
 from sf_core.training.policy_folder import read_model_config
 from storage.run_directory import RunDirectory
 
@@ -130,7 +131,10 @@ def _by_policy(
         interval_for(num_trained), f"{trained} of {CHECKPOINT_BYTES} bytes in a checkpoint"
     )
     if folder is not None and config.leaves_open("engine.context_length"):
-        found["engine.context_length"] = _context(config.rollout.turn_tokens, folder, prompts)
+        most = [longest_context(read_model_config(folder)), teacher_context(config)]
+        found["engine.context_length"] = _context(
+            config.rollout.turn_tokens, folder, prompts, min((own for own in most if own), default=None)
+        )
     # torch is imported for it
     return found | ({"policy.dtype": _dtype()} if config.leaves_open("policy.dtype") else {})
 
@@ -141,8 +145,9 @@ def _by_adapter(trained: TrainedAdapter) -> dict[str, Derived]:
     return {f"train.lora.{name}": Derived(value, why) for name, value in values.items()}
 
 
-def _context(tokens: int, folder: str, prompts: Sequence[str]) -> Derived:
-    """The context length for answers of up to `tokens` tokens."""
+def _context(tokens: int, folder: str, prompts: Sequence[str], most: int | None) -> Derived:
+    """The context length for answers of up to `tokens` tokens. `most`: tokens that policy and teacher are
+    for."""
     # tokenizers and templates, which most processes that read a configuration do not use
     from sf_core.dataplane.chat.renderer import open_renderer
 
@@ -151,7 +156,7 @@ def _context(tokens: int, folder: str, prompts: Sequence[str]) -> Derived:
         len(renderer.encode(renderer.render([{"role": "user", "content": one}], []))) for one in prompts
     ]
     longest = max(lengths, default=_ASSUMED_PROMPT)
-    wanted, most = longest + _ANSWERS * tokens, longest_context(read_model_config(folder))
+    wanted = longest + _ANSWERS * tokens
     prompt = (
         f"the longest of the first {len(lengths)} prompts has {longest:,} tokens"
         if lengths

@@ -20,6 +20,7 @@ from sf_core.stages.settling.start_folder import (
     name_built_in_shape,
 )
 from sf_core.stages.settling.stored_config import OF_AN_ADAPTER
+from sf_core.stages.settling.teacher import explain_teacher, frozen_bytes
 from sf_core.training.policy_folder import count_parameters, read_model_config
 
 _TRAINED_BYTES = 16
@@ -45,7 +46,11 @@ class PolicySizes:
     """What an engine reserves for KV; 0 if it reserves nothing, or the model's shape is unknown."""
     rank: int
     """What each rank trains, with its gradient and moments, and the weights that stay: its part of these."""
+    frozen: int
+    """Of `rank`, its part of the teacher and of the reference of `train.loss.kl`."""
     checkpoint: int
+    parameters: int
+    """Number of the policy's."""
     activations: int
     """What a rank keeps of a micro-batch for the backward pass, about; 0 if the model's shape is unknown."""
     adapter: TrainedAdapter | None
@@ -87,12 +92,18 @@ class PolicySizes:
         if adapter is not None:
             kept = parameters * itemsize
             rank += -(-kept // config.train.workers)
+        shared_by = (
+            config.train.ranks_per_policy if config.train.backend == "megatron" else config.train.workers
+        )
+        frozen = -(-frozen_bytes(config, parameters * itemsize) // shared_by)
         return cls(
             weights=kept + trained * itemsize,
             version=trained * itemsize,
             cache=cache or 0,
-            rank=rank,
+            rank=rank + frozen,
+            frozen=frozen,
             checkpoint=trained * CHECKPOINT_BYTES * networks,
+            parameters=parameters,
             activations=_activation_bytes(shape, parameters, config),
             adapter=adapter,
             derived=derived,
@@ -102,9 +113,10 @@ class PolicySizes:
     @property
     def held(self) -> str:
         """What a rank holds, in words."""
-        if self.adapter is None:
-            return "weights, gradient and Adam's moments"
-        return "the policy's weights, and the factors, their gradient and Adam's moments"
+        held = "weights, gradient and Adam's moments"
+        if self.adapter is not None:
+            held = "the policy's weights, and the factors, their gradient and Adam's moments"
+        return f"{held}, with {_gb(self.frozen)} of models that are not trained" if self.frozen else held
 
 
 def _rank_bytes(parameters: int, config: RunConfig) -> int:
@@ -187,6 +199,7 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         **({"warm start": warm} if warm else {}),
         **_explain_derived(config, sizes.derived),
         **({} if sizes.adapter is None else {"adapter": _explain_adapter(sizes.adapter)}),
+        **({} if train.teacher is None else {"teacher": explain_teacher(sizes.config, sizes.parameters)}),
         "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; "
         f"{ranks}: {_gb(sizes.rank)} of {sizes.held}{activations}",
         "storage": f"each iteration writes {_gb(sizes.version)} of {written}, {_explain_kept(sizes)}; "

@@ -14,6 +14,7 @@ from sf_core.models.adapter import list_linears, read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
 from sf_core.scheduling.cluster import scheduler_of
+from sf_core.stages.settling.judges import check_judges
 from sf_core.stages.settling.lora import (
     TrainedAdapter,
     check_lora,
@@ -22,6 +23,7 @@ from sf_core.stages.settling.lora import (
     shape_adapter,
 )
 from sf_core.stages.settling.stored_config import has_started
+from sf_core.stages.settling.teacher import check_teacher, check_tokens
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from sf_core.training.policy_folder import check_model_folder, policy_folder, read_model_config
 from sf_core.training.registry import trainer_kind
@@ -41,8 +43,11 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
 
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
     check_lora(config)
+    check_judges(config)
+    check_teacher(config, by_a_worker)
     kind = trainer_kind(config)
     length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
+    folder = None
     if not has_started(config):
         check_demonstrations(config)
     if config.policy.model is None:
@@ -61,6 +66,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
                 encode(open_renderer(folder), shown)
     else:
         return
+    check_tokens(config, folder, by_a_worker)
     kind.check_shape(shape, config.train)
     if scheduler_of(config) is None:
         # then the workers are of this machine

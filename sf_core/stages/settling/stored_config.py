@@ -8,11 +8,12 @@ because the form in the Prefect UI sends all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
 from sf_core.config import RunConfig
+from sf_core.config.judges import JudgeConfig
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import find_differences
 from sf_core.reports.view import RunView
@@ -41,6 +42,9 @@ FIXED = (
 )
 """Settings that cannot change once there is a batch, because the result would be another run. A critic is
 made with the trainer: only its own settings may change. An evaluation that has begun keeps its sessions."""
+
+OF_A_JUDGE = ("url", "timeout_s", "concurrency", "max_tokens_per_iteration")
+"""Settings of a judge that may change all the same: where it is, and how it is asked."""
 
 DERIVED = (
     "rollout.max_tokens",
@@ -114,9 +118,16 @@ def _changes_to_another(config: RunConfig) -> list[tuple[str, Any, Any]]:
     return [
         (key, before, given)
         for key, before, given in find_differences(read_with_derived(run), config)
-        if not {key, key.split(".")[0]}.isdisjoint(FIXED)
+        if not {key, key.split(".")[0]}.isdisjoint(FIXED) and not _are_same_judges(key, before, given)
         if given != _default(key.split(".")) and not _stays_derived(key, config)
     ]
+
+
+def _are_same_judges(key: str, before: Any, given: Any) -> bool:
+    def identify(judges: Mapping[str, JudgeConfig]) -> dict[str, Any]:
+        return {name: judge.model_dump(exclude={*OF_A_JUDGE}) for name, judge in judges.items()}
+
+    return key == "environment.judges" and identify(before) == identify(given)
 
 
 def _stays_derived(key: str, config: RunConfig) -> bool:

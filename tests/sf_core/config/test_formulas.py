@@ -121,11 +121,54 @@ def stages(*parts: dict[str, Any]) -> dict[str, Any]:
     return curriculum(pool=None, stages=[{"shares": {"calculator": 1}, **part} for part in parts])
 
 
+def judge(**settings: Any) -> dict[str, Any]:
+    return {"environment": {"judges": {"quality": settings}}}
+
+
 def select(keep: int, **settings: Any) -> dict[str, Any]:
     return {"train": {"select": {"kind": "extremes", "keep": keep}, **settings}}
 
 
+def taught(rollout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    """Rewards teach nothing."""
+    settings = {"advantage": "none", "teacher": {"model": "teacher"}, **train}
+    return {"rollout": rollout or {}, "train": settings}
+
+
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "train.advantage none learns nothing from rewards, so it needs a teacher": taught(teacher=None),
+    "rollout.gate varied chooses groups by their rewards, which teach nothing": taught({"gate": "varied"}),
+    "rollout.curriculum chooses tasks by their rewards, which teach nothing": taught(
+        {"curriculum": {"pool": 100}}
+    ),
+    "train.select extremes chooses sessions by their rewards, which teach nothing": taught(
+        select={"kind": "extremes", "keep": 2}
+    ),
+    "train.loss.kl with place reward changes rewards, which teach nothing": taught(
+        loss={"kl": {"coefficient": 1, "place": "reward"}}
+    ),
+    "train.teacher.weights start is the policy itself before it learns": taught(teacher={"weights": "start"}),
+    "train.critic has no use with train.advantage none": taught(critic={}),
+    "train.teacher.url tells log-probs at temperature 1 of the whole vocabulary": taught(
+        {"top_k": 5},
+        teacher={"url": "http://host:8000", "tokenizer": "folder", "divergence": "sampled"},
+    ),
+    "one of model, url and weights names the teacher; given: none of them": taught(teacher={}),
+    "one of model, url and weights names the teacher; given: model and weights": taught(
+        teacher={"model": "teacher", "weights": "start"}
+    ),
+    "a server at url tells the log-probs of sampled tokens alone": taught(
+        teacher={"url": "http://host:8000", "tokenizer": "folder"}
+    ),
+    "url and tokenizer go together": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
+    "give one of url and model, which say where the judge is; given: neither": judge(),
+    "give one of url and model, which say where the judge is; given: both": judge(
+        url="http://host:8000/v1", model="folder"
+    ),
+    "name is that of a model at url; a judge given as model needs none": judge(model="folder", name="it"),
+    "max_tokens_per_iteration (99) is below one reply of max_tokens (256)": judge(
+        model="folder", max_tokens_per_iteration=99
+    ),
     "train.advantage group compares the sessions of a group, and rollout.group_size is 1": {
         "rollout": {"group_size": 1}
     },

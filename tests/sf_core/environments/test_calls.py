@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import EnvironmentConfig
 from sf_core.environments.calls import NoTaskError, check_call, find_difference, require_tasks
-from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
+from sf_core.environments.registry import (
+    agent_of,
+    group_reward_of,
+    prepare_of,
+    reward_of,
+    tasks_of,
+)
 from sf_core.types import Task
 from sf_core.user_code import place_of
 
@@ -65,6 +72,26 @@ def test_an_agent_must_take_what_is_prepared_for_it() -> None:
     config = {"agent": f"{__name__}:agent", "prepare": f"{__name__}:agent_alone"}
     with pytest.raises(ValueError, match=r"is called with \(task, endpoint, prepared\)"):
         agent_of(EnvironmentConfig.model_validate(config))
+
+
+def asks_first(judges: Any, task: Task, answer: str) -> float:
+    return 0.0
+
+
+def asks_by_name(task: Task, answers: list[str], *, judges: Any) -> list[float]:
+    return [0.0]
+
+
+def test_a_reward_function_is_given_judges_by_their_name() -> None:
+    config = {"reward": f"{__name__}:asks_first", "group_reward": f"{__name__}:asks_by_name"}
+    with pytest.raises(ValueError, match=r"is called with \(task, answer, judges\): multiple values for"):
+        reward_of(EnvironmentConfig.model_validate(config))
+    group_reward = group_reward_of(EnvironmentConfig.model_validate(config))
+    assert group_reward is asks_by_name and takes_judges(group_reward)
+    assert not takes_judges(agent_alone) and not takes_judges(max)
+    # an agent gets none
+    with pytest.raises(ValueError, match=r"is called with \(task, endpoint\)"):
+        agent_of(EnvironmentConfig.model_validate({"agent": f"{__name__}:asks_by_name"}))
 
 
 def test_a_function_whose_arguments_python_does_not_know_is_taken() -> None:

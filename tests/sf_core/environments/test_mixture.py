@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import EnvironmentConfig, RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.environments.environment import Demonstration, Environment
@@ -187,6 +188,23 @@ def test_a_reward_of_the_users_scores_the_tasks_of_all_parts() -> None:
     config = mixing(words=WORDS, rules=RULES).model_copy(update={"reward": f"{__name__}:my_reward"})
     assert reward_of(config) is my_reward
     assert agent_of(config) == environment_of(config).agent
+
+
+async def asks_judges(task: Task, answer: Any, judges: Mapping[str, float]) -> float:
+    return judges["quality"]
+
+
+def test_parts_that_ask_judges_are_given_those_of_the_run() -> None:
+    config = mixing(words=WORDS, own={**OWN, "reward": f"{__name__}:asks_judges"})
+    reward = reward_of(config)
+
+    def score(source: str, answer: str) -> Any:
+        task = tasks_of(config)("train", 0, source)
+        return asyncio.run(reward(task, answer, judges={"quality": 0.25}))
+
+    assert takes_judges(reward) and score("own", "") == 0.25
+    right = tasks_of(config)("train", 0, "words").answer
+    assert score("words", right) == scored(config, tasks_of(config)("train", 0, "words"), right)
 
 
 def test_a_reward_that_is_no_number_is_told_with_the_function_of_the_part() -> None:

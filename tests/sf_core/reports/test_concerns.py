@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, TrainConfig
 from sf_core.reports.concerns import concerns_of, failures_line, sum_run_concerns
 from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView
@@ -68,6 +68,14 @@ def test_a_reward_that_is_the_same_in_three_batches_is_told(tmp_path: Path) -> N
     view, config = run_of(tmp_path, {}, same, same, same, {})
     assert [list(concerns_of(view, number, config)) for number in range(5)] == [[], [], [], ["constant"], []]
     assert "earned 0.5: is my_agent:reward constant?" in concerns_of(view, 3, config)["constant"]
+    taught = TrainConfig.model_validate({"advantage": "none", "teacher": {"model": "teacher"}})
+    assert not concerns_of(view, 3, config.model_copy(update={"train": taught}))
+
+
+def test_no_advantage_is_no_concern_where_a_teacher_alone_teaches(tmp_path: Path) -> None:
+    view, config = run_of(tmp_path, {"filter": {"zero_advantage_share": 1.0}})
+    taught = TrainConfig.model_validate({"advantage": "none", "teacher": {"model": "teacher"}})
+    assert not concerns_of(view, 0, config.model_copy(update={"train": taught}))
 
 
 def test_a_run_of_an_earlier_version_whose_manifests_have_less_has_no_concerns(tmp_path: Path) -> None:

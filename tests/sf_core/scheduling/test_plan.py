@@ -55,6 +55,34 @@ def test_a_run_whose_agents_are_all_outside_needs_no_worker_for_them() -> None:
         )
 
 
+SERVED = RunConfig.model_validate({"environment": {"judges": {"quality": {"model": "/judge"}}}})
+
+
+@pytest.mark.parametrize("tags", ["", "agent reward", "reward train rollout"])
+def test_a_judge_to_serve_needs_a_worker_that_does_nothing_but_score(tags: str) -> None:
+    without = workers(t0="rollout train", a0="agent", c0="cpu")
+    others = [Worker("x", frozenset(tags.split()))] if tags else []
+    with pytest.raises(ValueError) as refused:
+        make_plan([*without, *others], SERVED)
+    check_sentence(
+        str(refused.value), "environment.judges.quality.model is served by a worker that carries reward"
+    )
+    assert make_plan([*without, *workers(s0="reward")], SERVED).reward == ("s0",)
+    at_url = {"environment": {"judges": {"quality": {"url": "http://127.0.0.1:1/v1"}}}}
+    assert make_plan(without, RunConfig.model_validate(at_url)).reward == ()
+
+
+def test_a_gpu_that_is_left_goes_to_the_worker_that_serves_a_judge() -> None:
+    cluster = {"workers": RunConfig().cluster.model_dump()["workers"] | {"s0": {"tags": ["reward"]}}}
+    for config, device in ((SERVED, "cuda:2"), (RunConfig(), "cpu")):
+        found = local_workers(RunConfig.model_validate(config.model_dump() | {"cluster": cluster}), 3)
+        assert {name: found[name].device for name in ("t0", "r0", "s0")} == {
+            "t0": "cuda:0",
+            "r0": "cuda:1",
+            "s0": device,
+        }
+
+
 @pytest.mark.parametrize(
     ("tags", "duty"),
     [

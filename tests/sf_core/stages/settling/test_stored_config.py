@@ -153,6 +153,27 @@ def test_a_run_with_a_batch_does_not_go_on_with_another_policy_seed_or_environme
     assert "choose another run_id, or leave " in str(refused.value)
 
 
+def test_a_judge_may_move_and_be_asked_otherwise_but_stays_the_same_model(tmp_path: Path) -> None:
+    def judged(**changes: Any) -> RunConfig:
+        judge = {"url": "http://one:8000/v1", "name": "j"} | changes
+        return configured(tmp_path, environment={"judges": {"quality": judge}})
+
+    run = RunDirectory(judged().run_dir)
+    run.write_config(judged())
+    commit(run, 0, "rollout")
+    moved = {"url": "http://two:8000/v1", "timeout_s": 5, "concurrency": 2, "max_tokens_per_iteration": 9000}
+    assert said(judged(**moved))[0].environment == judged(**moved).environment
+    assert said(configured(tmp_path))[0].environment == judged().environment
+    for change in (
+        {"name": "k"},
+        {"temperature": 0.5},
+        {"max_tokens": 1},
+        {"url": None, "name": None, "model": "/j"},
+    ):
+        with pytest.raises(ValueError, match=r"run r was started with environment.judges .*; choose another"):
+            said(judged(**change))
+
+
 def test_a_run_without_a_batch_begins_anew_as_the_caller_says(tmp_path: Path, stored: RunConfig) -> None:
     commit(RunDirectory(stored.run_dir), 0, "evaluate")
     asked = configured(tmp_path, environment={"reward": "a:c"}, policy={"hidden_size": 32})

@@ -1,0 +1,1 @@
+"""Models that reward functions ask about answers, `environment.judges`."""

@@ -1,0 +1,199 @@
+"""What a reward function gets of a judge, and the record of what it asked."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+
+from sf_core.agents.judges.client import JudgeClient, Messages, RefusedError, Reply
+from sf_core.settings import quote
+from sf_core.types import Endpoint, NotJudged
+from storage.tables.judgements import Judgement
+
+MAX_LIKELY = 20
+"""Log-probs of a reply's first token that are asked for: as many as servers give."""
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What `read` raises of a reply that it cannot read."""
+
+
+class Record:
+    """What judges were asked while an answer, or the answers of a group, were scored."""
+
+    def __init__(self) -> None:
+        self.judgements: list[Judgement] = []
+        self._loop = asyncio.get_running_loop()
+        self._calls: set[Future[Any]] = set()
+        """Calls of plain functions, which wait for them in their threads."""
+        self._num_asked = 0
+        """Questions that are being asked, and those that were given up."""
+        self._is_over = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a judge is being asked, or was when the function that waited for it was given up."""
+        return self._num_asked > 0
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        self._num_asked += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._num_asked -= 1
+            raise
+        self._num_asked -= 1
+
+    def end(self) -> None:
+        """End the calls of a function that was given up."""
+        self._is_over = True
+        for call in self._calls:
+            call.cancel()
+
+    def reach(self, asking: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a call; where it is made on an event loop, what gives it when it is awaited."""
+        if self._is_over:
+            asking.close()
+            raise NotJudged("the time to score the answer is over")
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is self._loop:
+            return asking
+        call = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call.result() if here is None else asyncio.wrap_future(call)
+
+
+class Judge:
+    """A judge of `environment.judges`. Its methods are awaited in an `async def`; in a plain function they
+    block until the judge has answered. They raise NotJudged while it does not, or cannot be understood."""
+
+    def __init__(self, client: JudgeClient, record: Record) -> None:
+        self._client, self._record = client, record
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the judge is, for SDKs. What is asked there is not recorded. Without `name` in its settings
+        the model is empty before the first reply."""
+        return self._client.endpoint
+
+    def ask(self, messages: str | Messages, item: str = "", read: Callable[[str], Any] | None = None) -> Any:
+        """The judge's reply to messages, or to one of the user, as `read` reads it: it raises ValueError for
+        what it cannot read, and is shown another reply then. `item` says in the record what was asked for."""
+
+        def understand(reply: Reply) -> Any:
+            assert reply.text is not None
+            return reply.text if read is None else read(reply.text)
+
+        return self._record.reach(self._ask(messages, item, understand))
+
+    def choose(self, messages: str | Messages, words: Sequence[str], item: str = "") -> Any:
+        """The probabilities of words as the beginning of the reply, by the words, made to add up to 1. They
+        come from the log-probs of the first token, so that nothing is parsed; words that begin with the same
+        token cannot be told apart."""
+        return self._record.reach(self._choose(messages, words, item))
+
+    def prefer(self, question: str, a: str, b: str, item: str = "") -> Any:
+        """Which of two texts is the better answer to a question: 1.0 if a is, 0.0 if b is. Asked in both
+        orders, because judges prefer places; 0.5 if they disagree."""
+        return self._record.reach(self._prefer(question, a, b, item))
+
+    async def _prefer(self, question: str, a: str, b: str, item: str) -> float:
+        pair = secrets.randbits(31)
+        orders = [_compare(question, a, b), _compare(question, b, a)]
+        asking = (self._choose(one, "AB", item, pair) for one in orders)
+        # both are recorded, also if one fails
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        for failure in found:
+            if isinstance(failure, BaseException):
+                raise failure
+        first, second = (chosen for chosen in found if not isinstance(chosen, BaseException))
+        return (float(first["A"] > first["B"]) + float(second["B"] > second["A"])) / 2
+
+    async def _choose(
+        self, messages: str | Messages, words: Sequence[str], item: str, pair: int | None = None
+    ) -> dict[str, float]:
+        def understand(reply: Reply) -> dict[str, float]:
+            if not reply.likely:
+                raise RefusedError(f"judge {self._client.name} gives no log-probs, which `choose` needs")
+            return weigh_words(reply.likely, words)
+
+        options = {"max_tokens": 1, "logprobs": True, "top_logprobs": MAX_LIKELY}
+        chosen: dict[str, float] = await self._ask(messages, item, understand, pair, **options)
+        return chosen
+
+    async def _ask(
+        self,
+        messages: str | Messages,
+        item: str,
+        understand: Callable[[Reply], Any],
+        pair: int | None = None,
+        **options: Any,
+    ) -> Any:
+        asked: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        error = ""
+        for anew in (False, True):
+            with self._record.asking():
+                reply = await self._client.ask(asked, anew, **options)
+            verdict, is_read = None, False
+            if reply.text is None:
+                error = reply.error
+            else:
+                try:
+                    verdict, is_read = understand(reply), True
+                except UNREADABLE as raised:
+                    said = f"{quote(reply.text)} ({type(raised).__name__}: {raised})"
+                    error = f"the reply of judge {self._client.name} cannot be read: {said}"
+            self._record.judgements.append(
+                Judgement(
+                    judge=self._client.name,
+                    item=item,
+                    pair=pair,
+                    messages=orjson.dumps(asked).decode(),
+                    reply=reply.text,
+                    verdict=orjson.dumps(verdict, default=str).decode() if is_read else None,
+                    tokens=reply.tokens,
+                    seconds=reply.seconds,
+                    attempts=reply.attempts,
+                    cached=reply.cached,
+                )
+            )
+            if is_read:
+                return verdict
+            if reply.text is None:
+                break
+        raise NotJudged(error)
+
+
+def weigh_words(likely: Mapping[str, float], words: Sequence[str]) -> dict[str, float]:
+    """Probabilities of words, by the log-probs of tokens that one of them begins with. Raises ValueError if
+    there are none."""
+    weights = dict.fromkeys(words, 0.0)
+    for token, logprob in likely.items():
+        start = token.strip().casefold()
+        begun = [word for word in words if start and word.casefold().startswith(start)]
+        if len(begun) == 1:
+            weights[begun[0]] += math.exp(logprob)
+    total = sum(weights.values())
+    if not total:
+        raise ValueError(f"none of {', '.join(words)} is among its {len(likely)} likeliest tokens")
+    return {word: weight / total for word, weight in weights.items()}
+
+
+def _compare(question: str, first: str, second: str) -> str:
+    return (
+        f"{question}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}\n\n"
+        "Which answer is better? Reply with A or B and nothing else."
+    )

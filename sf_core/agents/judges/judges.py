@@ -1,0 +1,64 @@
+"""The judges of a runner, by their names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+
+from sf_core.agents.judges.client import JudgeClient
+from sf_core.agents.judges.judge import Judge, Record
+from sf_core.config.judges import JudgeConfig
+from sf_core.settings import quote
+from sf_core.surroundings import judge_key
+from sf_core.types import Endpoint
+
+
+class Judges:
+    """Must be entered before one of them is asked."""
+
+    def __init__(self, settings: Mapping[str, JudgeConfig], endpoints: Mapping[str, Endpoint]) -> None:
+        """`endpoints` says where each judge is; an empty model is that which the server lists first."""
+        self._settings, self._endpoints = settings, endpoints
+        self._clients: dict[str, JudgeClient] = {}
+
+    async def __aenter__(self) -> Judges:
+        async with AsyncExitStack() as stack:
+            for name, settings in self._settings.items():
+                client = JudgeClient(name, settings, self._endpoints[name])
+                self._clients[name] = await stack.enter_async_context(client)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @contextmanager
+    def record(self) -> Iterator[tuple[Mapping[str, Judge], Record]]:
+        """The judges for the scoring of one answer, or of a group's, and what is recorded of it."""
+        record = Record()
+        try:
+            yield _Named({name: Judge(client, record) for name, client in self._clients.items()}), record
+        finally:
+            record.end()
+
+
+class _Named(dict[str, Judge]):
+    def __missing__(self, name: str) -> Judge:
+        known = ", ".join(self) or "none"
+        raise ValueError(f"there is no judge {quote(name)}; environment.judges has {known}")
+
+
+def endpoint_of(name: str, settings: JudgeConfig) -> Endpoint:
+    """Where a judge with a `url` is. Its key is in the environment (SF_JUDGE_KEY_NAME), never in files."""
+    assert settings.url is not None
+    return Endpoint(settings.url, judge_key(name), settings.name or "")
+
+
+def takes_judges(function: Callable[..., Any]) -> bool:
+    """Whether a reward function is given the judges, as its parameter `judges`."""
+    try:
+        return "judges" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in another language
+        return False

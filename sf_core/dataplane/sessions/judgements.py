@@ -1,0 +1,78 @@
+"""What judges were asked for the rewards of sessions: figures of it, and the tokens that it took."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from storage.tables.judgements import Judgement
+
+Asked = tuple[str, Judgement]
+"""A judgement with the id of its session."""
+
+
+class Spent(Counter[str]):
+    """Tokens that judges have taken since the last batch, by their names. After a restart of the process
+    those for sessions that the journal does not hold any more are missing."""
+
+    def add(self, judgements: Iterable[Judgement]) -> None:
+        for judgement in judgements:
+            if judgement.judge is not None:
+                self[judgement.judge] += judgement.tokens
+
+    def explain_excess(self, budgets: Mapping[str, int]) -> str:
+        """Why a run ends whose judges have taken more than they may; empty if they have not."""
+        for name, budget in budgets.items():
+            if self[name] > budget:
+                setting = f"environment.judges.{name}.max_tokens_per_iteration"
+                return (
+                    f"judge {name} has taken {self[name]} tokens since the last batch, and {setting} is "
+                    f"{budget}: raise it and resume the run"
+                )
+        return ""
+
+
+def summarise(asked: Sequence[Asked]) -> dict[str, Any]:
+    """Means of what was noted, and figures of each judge, as manifests have them."""
+    noted, judges = defaultdict[str, list[float]](list), defaultdict[str, list[Asked]](list)
+    for session_id, judgement in asked:
+        if judgement.judge is not None:
+            judges[judgement.judge].append((session_id, judgement))
+        elif judgement.verdict is not None:
+            noted[judgement.item].append(float(judgement.verdict))
+    found: dict[str, Any] = {}
+    if noted:
+        found["noted"] = {name: float(np.mean(noted[name])) for name in sorted(noted)}
+    if judges:
+        found["judges"] = {name: _describe(judges[name]) for name in sorted(judges)}
+    return found
+
+
+def _describe(asked: Sequence[Asked]) -> dict[str, Any]:
+    rows = [judgement for _, judgement in asked]
+    seconds = [row.seconds for row in rows if row.attempts]
+    return {
+        "calls": sum(row.attempts for row in rows),
+        "tokens": sum(row.tokens for row in rows),
+        "p95_seconds": float(np.percentile(seconds, 95)) if seconds else 0.0,
+        # a reply came that could not be read
+        "unread": sum(row.reply is not None and row.verdict is None for row in rows),
+        "cached": sum(row.cached for row in rows),
+        "agreement": _agreement(asked),
+    }
+
+
+def _agreement(asked: Sequence[Asked]) -> float | None:
+    """Share of comparisons whose two orders gave the same answer; None if nothing was compared."""
+    pairs = defaultdict[tuple[str, int], list[bool]](list)
+    for session_id, row in asked:
+        if row.pair is not None and row.verdict is not None:
+            chosen = msgspec.json.decode(row.verdict, type=dict[str, float])
+            pairs[session_id, row.pair].append(chosen["A"] > chosen["B"])
+    # the second order has the texts the other way round
+    agree = [first is not second for first, second in (pair for pair in pairs.values() if len(pair) == 2)]
+    return float(np.mean(agree)) if agree else None

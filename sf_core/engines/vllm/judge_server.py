@@ -1,0 +1,155 @@
+"""Judges that a worker serves to itself: vLLM servers on its loopback, each with a key that only this process
+knows. One that ends is started again, at the same address."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+
+from sf_core.config.judges import JudgeConfig
+from sf_core.engines.vllm.limits import check_cpu_build
+from sf_core.engines.vllm.server import VllmServer
+from sf_core.models.cache_size import cache_bytes
+from sf_core.surroundings import has_gpu, vllm_python
+from sf_core.types import Endpoint
+from sf_core.waits import waiting_for
+
+log = logging.getLogger(__name__)
+
+_START_S = 1800.0
+"""Longest start of a server."""
+
+_LOOK_EVERY_S = 0.2
+
+_MOST_FAILED_STARTS = 3
+"""After so many in a row a server is not started again."""
+
+_MOST_KV_BYTES = 2**30
+"""On the CPU. With less than all calls need the server lets some wait."""
+
+_GPU_SHARE = 0.9
+"""Share of a GPU's memory that the judges of a worker take together."""
+
+
+@contextmanager
+def serve_judges(judges: Mapping[str, tuple[JudgeConfig, str]]) -> Iterator[dict[str, Endpoint]]:
+    """Serve these judges, each with the folder of its model, until the block ends. Raises FileNotFoundError
+    or ValueError, one sentence, if this worker has no vLLM for its device, RuntimeError if a server does not
+    start."""
+    if judges and not has_gpu():
+        check_cpu_build(vllm_python())
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(JudgeServer(name, settings, folder, 1 / len(judges)))
+            for name, (settings, folder) in judges.items()
+        }
+        for server in servers.values():
+            server.await_start()
+        yield {name: server.endpoint for name, server in servers.items()}
+
+
+class JudgeServer:
+    """Serves a judge as long as it is entered."""
+
+    def __init__(self, name: str, settings: JudgeConfig, folder: str, share: float) -> None:
+        """`share`: part of this worker's device that the judge may take."""
+        self._name, self._folder = name, folder
+        # bound and never listened on: keeps the port for the servers, which may bind it too, as both reuse it
+        self._place = socket.socket()
+        self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._place.bind(("127.0.0.1", 0))
+        host, port = self._place.getsockname()
+        self._url = f"http://{host}:{port}"
+        self.endpoint = Endpoint(f"{self._url}/v1", secrets.token_urlsafe(), name)
+        self._on_cpu = not has_gpu()
+        self._arguments = [
+            f"--host={host}",
+            f"--port={port}",
+            f"--served-model-name={name}",
+            f"--max-num-seqs={settings.concurrency}",
+            # as long as its memory allows
+            "--max-model-len=auto",
+            # what the folder's generation_config.json says is not what the settings say
+            "--generation-config=vllm",
+            "--disable-uvicorn-access-log",
+            "--disable-log-stats",
+        ]
+        if self._on_cpu:
+            kv_bytes = _count_kv_bytes(folder, settings.concurrency)
+            self._arguments += ["--enforce-eager", f"--kv-cache-memory-bytes={kv_bytes}"]
+        else:
+            self._arguments += [f"--gpu-memory-utilization={_GPU_SHARE * share:.3f}"]
+        self._has_served, self._is_over = threading.Event(), threading.Event()
+        self._last_lines = ""
+        self._keeper = threading.Thread(target=self._keep, name=f"judge-{name}", daemon=True)
+
+    def __enter__(self) -> JudgeServer:
+        self._keeper.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._keeper.join()
+        self._place.close()
+
+    def await_start(self) -> None:
+        """Return once the judge answers. Raises RuntimeError if its server ends before."""
+        with waiting_for(f"vLLM to serve the judge {self._name}", _START_S) as wait:
+            while not self._has_served.wait(_LOOK_EVERY_S):
+                if not self._keeper.is_alive():
+                    raise RuntimeError(
+                        f"judge {self._name}: vLLM ended before it served {self._folder}:\n{self._last_lines}"
+                    )
+                wait.check()
+
+    def _keep(self) -> None:
+        """Have a server run until all is over."""
+        num_failed = 0
+        while num_failed < _MOST_FAILED_STARTS and not self._is_over.is_set():
+            key = self.endpoint.api_key
+            server = VllmServer(self._folder, self._arguments, on_cpu=self._on_cpu, key=key)
+            try:
+                if self._await_health(server):
+                    num_failed = 0
+                    self._has_served.set()
+                    while not server.has_ended and not self._is_over.wait(_LOOK_EVERY_S):
+                        pass
+                else:
+                    num_failed += 1
+                self._last_lines = server.last_lines()
+            finally:
+                server.end()
+            if not self._is_over.is_set():
+                log.warning("judge %s: its vLLM has ended:\n%s", self._name, self._last_lines)
+
+    def _await_health(self, server: VllmServer) -> bool:
+        """Whether the server answers; False if it has ended, took too long, or all is over."""
+        give_up_at = time.monotonic() + _START_S
+        with httpx.Client(base_url=self._url, timeout=10, trust_env=False) as http:
+            while not server.has_ended and time.monotonic() < give_up_at:
+                try:
+                    if http.get("/health").status_code == 200:
+                        return True
+                except httpx.HTTPError:
+                    pass
+                if self._is_over.wait(_LOOK_EVERY_S):
+                    break
+        return False
+
+
+def _count_kv_bytes(folder: str, num_calls: int) -> int:
+    """Memory for the KV of so many calls, each as long as the model's context, as far as it is given."""
+    shape = json.loads(Path(folder, "config.json").read_text())
+    length = (shape.get("text_config") or shape).get("max_position_embeddings") or 2**15
+    # one more: vLLM keeps a block for itself
+    needed = cache_bytes(shape, num_calls + 1, length)
+    return _MOST_KV_BYTES if needed is None else min(needed, _MOST_KV_BYTES)

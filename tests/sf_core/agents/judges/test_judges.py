@@ -1,0 +1,249 @@
+"""What reward functions get of judges, and what is recorded of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from sf_core.agents.judges import client as client_module
+from sf_core.agents.judges.client import RefusedError
+from sf_core.agents.judges.judge import Judge, Record, weigh_words
+from sf_core.agents.judges.judges import Judges, endpoint_of, takes_judges
+from sf_core.config.judges import JudgeConfig
+from sf_core.types import Endpoint, NotJudged
+from storage.tables.judgements import Judgement
+from tests.bench.judge_server import MODEL, JudgeServer
+
+Asking = Callable[[Mapping[str, Judge]], Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
+    with JudgeServer(getattr(request, "param", ())).serving() as served:
+        yield served
+
+
+def ask(server: JudgeServer, *several: Asking, **settings: Any) -> tuple[list[Any], list[Judgement]]:
+    """What each returns, or the error that it raises, and what is recorded of all; each is a scoring of its
+    own with the same judges."""
+    config = JudgeConfig(url=server.url, **settings)
+
+    async def scenario() -> tuple[list[Any], list[Judgement]]:
+        results, judgements = list[Any](), list[Judgement]()
+        async with Judges({"taste": config}, {"taste": endpoint_of("taste", config)}) as judges:
+            for one in several:
+                with judges.record() as (given, record):
+                    results += await asyncio.gather(one(given), return_exceptions=True)
+                judgements += record.judgements
+        return results, judgements
+
+    return asyncio.run(scenario())
+
+
+def test_a_question_is_answered_by_the_model_that_the_server_lists(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SF_JUDGE_KEY_TASTE", "secret")
+    [mark], [row] = ask(server, lambda judges: judges["taste"].ask("How good?", "style", read=int))
+    assert mark == len("How good?")
+    assert server.keys == ["Bearer secret"]
+    assert server.requests == [
+        {
+            "model": MODEL,
+            "temperature": 0.0,
+            "max_tokens": 256,
+            "messages": [{"role": "user", "content": "How good?"}],
+        }
+    ]
+    assert row.seconds > 0
+    assert row == Judgement(
+        judge="taste",
+        item="style",
+        messages='[{"role":"user","content":"How good?"}]',
+        reply="9",
+        verdict="9",
+        tokens=10,
+        seconds=row.seconds,
+        attempts=1,
+    )
+    assert "secret" not in str(row)
+
+
+def test_words_are_weighed_by_the_log_probs_of_the_first_token(server: JudgeServer) -> None:
+    questions = ["is 42 right?", "is 41 right?"]
+    chosen, rows = ask(server, *(lambda j, q=q: j["taste"].choose(q, ["yes", "no"]) for q in questions))
+    assert [one["yes"] for one in chosen] == [pytest.approx(0.8 / 0.9), pytest.approx(0.1 / 0.9)]
+    assert [sum(one.values()) for one in chosen] == [pytest.approx(1.0)] * 2
+    assert server.requests[0] | {"messages": 0, "model": 0} == {
+        "temperature": 0.0,
+        "max_tokens": 1,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "messages": 0,
+        "model": 0,
+    }
+    assert json.loads(rows[0].verdict or "") == chosen[0]
+
+
+def test_tokens_count_for_the_word_that_alone_begins_with_them() -> None:
+    likely = {" inc": -1.0, "In": -2.0, "correct": -1.5, "": -0.1, "  ": -0.1, "the": -0.1}
+    weights = weigh_words(likely, ["Correct", "Incorrect"])
+    assert weights["Correct"] == pytest.approx(1 / (1 + 2.718281828**0.5 + 2.718281828**-0.5))
+    with pytest.raises(ValueError, match=r"^none of yes, no is among its 1 likeliest tokens$"):
+        weigh_words({"the": -0.1}, ["yes", "no"])
+
+
+def test_a_preference_is_asked_in_both_orders(server: JudgeServer) -> None:
+    def preferring(a: str, b: str) -> Asking:
+        return lambda judges: judges["taste"].prefer("Why?", a, b, "depth")
+
+    # of equally long texts it likes the second
+    found, rows = ask(server, preferring("long", "no"), preferring("no", "long"), preferring("ab", "cd"))
+    assert found == [1.0, 0.0, 0.5]
+    pairs = [row.pair for row in rows]
+    assert pairs[::2] == pairs[1::2] and len(set(pairs)) == 3
+    assert {row.item for row in rows} == {"depth"}
+
+
+def test_a_plain_function_waits_in_its_thread(server: JudgeServer) -> None:
+    def reward(judges: Mapping[str, Judge]) -> float:
+        return float(judges["taste"].ask("12345", read=float)) + judges["taste"].prefer("?", "aa", "b")
+
+    [total], rows = ask(server, lambda judges: asyncio.to_thread(reward, judges))
+    assert (total, len(rows)) == (6.0, 3)
+
+
+def test_a_function_with_a_loop_of_its_own_waits_in_it(server: JudgeServer) -> None:
+    async def inside(judges: Mapping[str, Judge]) -> Any:
+        return await judges["taste"].ask("123", read=int)
+
+    [mark], _ = ask(server, lambda judges: asyncio.to_thread(lambda: asyncio.run(inside(judges))))
+    assert mark == 3
+
+
+async def twice(judges: Mapping[str, Judge]) -> list[Any]:
+    return await asyncio.gather(*(judges["taste"].ask("same") for _ in range(2)))
+
+
+def test_an_equal_question_is_asked_once_at_temperature_0(server: JudgeServer) -> None:
+    _, rows = ask(server, twice, twice)
+    assert len(server.requests) == 1
+    assert [(row.cached, row.attempts, row.tokens) for row in rows] == [(False, 1, 10), *[(True, 0, 0)] * 3]
+
+
+def test_an_equal_question_is_asked_again_at_another_temperature(server: JudgeServer) -> None:
+    _, rows = ask(server, twice, temperature=0.5)
+    assert len(server.requests) == 2
+    assert not any(row.cached for row in rows)
+
+
+AWAY = "judge taste at {url} does not answer: "
+
+
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [([503], "told to fail"), ([408], "told to fail"), ([429], "told to fail")]
+    + [(["broken"], "what it sent is no JSON"), (["slow"], "no reply within 0.2 s")],
+    indirect=["server"],
+)
+def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, why: str) -> None:
+    [error], [row] = ask(server, lambda judges: judges["taste"].ask("?"), timeout_s=0.2)
+    assert isinstance(error, NotJudged)
+    assert str(error) == AWAY.format(url=server.url) + why
+    assert len(server.requests) == client_module.TRIES
+    assert (row.reply, row.verdict, row.attempts, row.tokens) == (None, None, client_module.TRIES, 0)
+
+
+def test_a_server_that_is_gone_does_not_judge() -> None:
+    server = JudgeServer()
+    server.server.server_close()
+    [error], _ = ask(server, lambda judges: judges["taste"].ask("?"))
+    assert isinstance(error, NotJudged)
+    assert str(error).startswith(AWAY.format(url=server.url))
+
+
+@pytest.mark.parametrize("server", [[500, 429, ""]], indirect=True)
+def test_a_judge_that_fails_is_asked_again(server: JudgeServer) -> None:
+    [reply], [row] = ask(server, lambda judges: judges["taste"].ask("123"))
+    assert (reply, row.attempts, row.tokens) == ("3", 3, 10)
+
+
+@pytest.mark.parametrize("server", [[401]], indirect=True)
+def test_a_judge_that_refuses_is_no_matter_of_patience(server: JudgeServer) -> None:
+    [error], rows = ask(server, lambda judges: judges["taste"].ask("?"))
+    assert isinstance(error, RefusedError)
+    assert str(error) == f"judge taste at {server.url} refuses with status 401: told to fail"
+    assert (len(server.requests), rows) == (1, [])
+
+
+@pytest.mark.parametrize("server", [["garbage", ""]], indirect=True)
+def test_what_cannot_be_read_is_asked_once_more(server: JudgeServer) -> None:
+    [mark], rows = ask(server, lambda judges: judges["taste"].ask("123", read=int))
+    assert mark == 3
+    assert [(row.reply, row.verdict) for row in rows] == [("as an AI", None), ("3", "3")]
+
+
+@pytest.mark.parametrize("server", [["garbage"]], indirect=True)
+def test_what_cannot_be_read_twice_is_not_judged(server: JudgeServer) -> None:
+    [error], rows = ask(server, lambda judges: judges["taste"].ask("123", read=int))
+    assert isinstance(error, NotJudged)
+    assert str(error).startswith("the reply of judge taste cannot be read: 'as an AI' (ValueError: ")
+    assert [row.verdict for row in rows] == [None, None]
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("server", [["garbage"]], indirect=True)
+def test_words_that_no_token_begins_cannot_be_read(server: JudgeServer) -> None:
+    [error], rows = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
+    assert "none of yes, no is among its 2 likeliest tokens" in str(error)
+    assert isinstance(error, NotJudged) and len(rows) == 2
+
+
+def test_a_judge_without_log_probs_cannot_choose(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tests.bench.judge_server.answer", lambda body, _: {"choices": [{"message": {"content": "yes"}}]}
+    )
+    [error], _ = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
+    assert str(error) == "judge taste gives no log-probs, which `choose` needs"
+
+
+async def unknown(judges: Mapping[str, Judge]) -> Any:
+    return judges["test"]
+
+
+def test_an_unknown_name_lists_those_that_there_are(server: JudgeServer) -> None:
+    [error], _ = ask(server, unknown)
+    assert isinstance(error, ValueError)
+    assert str(error) == "there is no judge 'test'; environment.judges has taste"
+
+
+def test_a_function_that_was_given_up_asks_nobody(server: JudgeServer) -> None:
+    async def late() -> None:
+        with Judges({}, {}).record() as (_, record):
+            pass
+        with pytest.raises(NotJudged, match=r"^the time to score the answer is over$"):
+            await Judge(None, record).ask("?")  # type: ignore[arg-type]
+
+    asyncio.run(late())
+
+
+def test_a_judge_says_where_it_is() -> None:
+    config = JudgeConfig(url="http://h:1/v1", name="big")
+    assert endpoint_of("taste", config) == Endpoint("http://h:1/v1", "", "big")
+
+
+def test_judges_are_given_to_functions_that_have_a_parameter_for_them() -> None:
+    assert takes_judges(lambda task, answer, judges: 0.0)
+    assert not takes_judges(lambda task, answer: 0.0)
+    assert not takes_judges(Record.__init__)

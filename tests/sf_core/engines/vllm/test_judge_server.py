@@ -1,0 +1,97 @@
+"""Judges on this machine's loopback, asked by the openai client: a small policy judges."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import openai
+import pytest
+
+from sf_core.config.judges import JudgeConfig
+from sf_core.engines.vllm import judge_server
+from sf_core.engines.vllm.judge_server import serve_judges
+from sf_core.types import Endpoint
+from tests.bench.refusals import check_sentence
+from tests.patience import wait_until
+from tests.sf_core.engines.vllm.conftest import servers
+
+pytestmark = pytest.mark.system
+
+QUESTION = "Is the answer polite? Answer yes or no."
+
+
+def client_of(endpoint: Endpoint, key: str | None = None) -> openai.OpenAI:
+    return openai.OpenAI(base_url=endpoint.base_url, api_key=key or endpoint.api_key, max_retries=0)
+
+
+def ask(endpoint: Endpoint) -> list[tuple[str, float]]:
+    """The likeliest first tokens of the reply, with their log-probs."""
+    reply = client_of(endpoint).chat.completions.create(
+        model=endpoint.model,
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=1,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=5,
+    )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    return [(token.token, round(token.logprob, 4)) for token in logprobs.content[0].top_logprobs]
+
+
+def test_a_judge_answers_who_has_the_key_and_is_back_after_a_kill(
+    vllm: None, small_policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = JudgeConfig(model=small_policy, concurrency=2)
+    with serve_judges({"a": (judge, small_policy)}) as endpoints:
+        [one] = endpoints.values()
+        said = ask(one)
+        assert len(said) == 5 and one.model == "a"
+        assert one.base_url.startswith("http://127.0.0.1:")
+        with pytest.raises(openai.AuthenticationError):
+            client_of(one, "none").models.list()
+        processes = servers()
+        # others on this machine see command lines
+        assert not any(one.api_key in word for process in processes for word in process.cmdline())
+        with caplog.at_level(logging.WARNING):
+            for process in processes:
+                if f"--port={one.base_url.rpartition(':')[2].partition('/')[0]}" in process.cmdline():
+                    process.kill()
+            wait_until(lambda: "judge a: its vLLM has ended" in caplog.text)
+            wait_until(lambda: is_back(one))
+        assert ask(one) == said and one.api_key not in caplog.text
+    assert not servers()
+
+
+def is_back(endpoint: Endpoint) -> bool:
+    try:
+        client_of(endpoint).models.list()
+    except openai.APIConnectionError:
+        return False
+    return True
+
+
+def test_a_judge_that_does_not_start_is_told_with_the_end_of_its_log(
+    vllm: None, small_policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(small_policy, tmp_path / "broken")
+    config = tmp_path / "broken" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "nothing"}))
+    judges = {"a": (JudgeConfig(model=str(config.parent)), str(config.parent))}
+    monkeypatch.setattr(judge_server, "_MOST_FAILED_STARTS", 1)
+    told = r"^judge a: vLLM ended before it served .*broken:\n"
+    with pytest.raises(RuntimeError, match=told), serve_judges(judges):
+        raise AssertionError
+    assert not servers()
+
+
+def test_without_judges_nothing_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
+    with serve_judges({}) as endpoints:
+        assert endpoints == {}
+    with pytest.raises(FileNotFoundError) as refused, serve_judges({"a": (JudgeConfig(model="/j"), "/j")}):
+        raise AssertionError
+    check_sentence(str(refused.value), "/nowhere/python")

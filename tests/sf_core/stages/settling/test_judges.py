@@ -1,0 +1,117 @@
+"""Which judges a run can ask, and what is said of those that it cannot."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sf_core.config import RunConfig
+from sf_core.stages.settling.start_folder import check_start
+from sf_core.types import Task
+from sf_core.user_code import place_of
+from tests.bench.refusals import check_sentence
+
+AT_URL = {"quality": {"url": "http://127.0.0.1:1/v1"}}
+
+
+def asks(task: Task, answer: Any, judges: Any) -> float:
+    return 0.0
+
+
+def may_ask(task: Task, answer: Any, judges: Any = None) -> float:
+    return 0.0
+
+
+def may_ask_of_all(task: Task, answers: list[Any], *, judges: Any = None) -> list[float]:
+    return [0.0 for _ in answers]
+
+
+def asks_nobody(task: Task, answer: Any) -> float:
+    return 0.0
+
+
+def judged(judges: dict[str, Any], **functions: Any) -> RunConfig:
+    named = {name: f"{__name__}:{function.__name__}" for name, function in functions.items()}
+    return RunConfig.model_validate({"environment": {"judges": judges} | named})
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises((ValueError, OSError)) as refused:
+        check_start(config)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {"reward": asks},
+        {"reward": may_ask},
+        {"group_reward": may_ask_of_all},
+        {"reward": asks_nobody, "group_reward": may_ask_of_all},
+    ],
+)
+def test_judges_that_one_function_asks_are_taken(functions: dict[str, Any]) -> None:
+    check_start(judged(AT_URL, **functions))
+
+
+def test_a_function_that_may_ask_judges_can_do_without() -> None:
+    check_start(judged({}, reward=may_ask, group_reward=may_ask_of_all))
+
+
+def test_judges_that_nobody_asks_are_refused() -> None:
+    check_sentence(
+        refusal(judged(AT_URL, reward=asks_nobody)),
+        "environment.judges: no function asks them",
+        "give environment.reward or environment.group_reward a parameter `judges`",
+    )
+
+
+def test_a_function_that_asks_judges_is_refused_without_any() -> None:
+    check_sentence(
+        refusal(judged({}, reward=asks)),
+        f"environment.judges: {__name__}:asks ({place_of(asks)}) asks judges, and there are none",
+    )
+
+
+def test_a_judge_to_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, small_policy: str) -> None:
+    monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
+    served = {"quality": {"model": small_policy}}
+    sentence = refusal(judged(served, reward=asks))
+    check_sentence(sentence, "there is no /nowhere/python", "`make vllm`")
+    # workers elsewhere have their own
+    elsewhere = judged(served, reward=asks).model_dump() | {"cluster": {"scheduler": "tcp://127.0.0.1:1"}}
+    check_start(RunConfig.model_validate(elsewhere))
+
+
+def test_a_judge_on_the_cpu_needs_the_cpu_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_policy: str
+) -> None:
+    python = tmp_path / "bin" / "python"
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0.dist-info").mkdir(parents=True)
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("SF_VLLM_PYTHON", str(python))
+    workers: dict[str, Any] = RunConfig().model_dump()["cluster"]["workers"]
+
+    def on(device: str | None) -> RunConfig:
+        config = judged({"quality": {"model": small_policy}}, reward=asks).model_dump()
+        config["cluster"]["workers"] = workers | {"s0": {"tags": ["reward"], "device": device}}
+        return RunConfig.model_validate(config)
+
+    check_sentence(refusal(on("cpu")), "has vLLM for GPUs (vllm-0.32.0)", "cluster.workers.NAME.device")
+    check_start(on("cuda:0"))
+
+
+def test_a_judge_that_is_not_there_or_has_no_template_is_refused(tmp_path: Path, small_policy: str) -> None:
+    def told(model: Path) -> str:
+        return refusal(judged({"quality": {"model": str(model)}}, reward=asks))
+
+    named = f"environment.judges.quality.model: {tmp_path / 'judge'} "
+    check_sentence(told(tmp_path / "judge"), f"{named}is no Hugging Face folder here")
+    shutil.copytree(small_policy, tmp_path / "judge")
+    (tmp_path / "judge" / "chat_template.jinja").unlink()
+    check_sentence(told(tmp_path / "judge"), f"{named}has no chat template")

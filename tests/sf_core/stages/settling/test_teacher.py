@@ -1,0 +1,202 @@
+"""Which teachers a run can have, what they take, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from sf_core.config import RunConfig
+from sf_core.models.builtin import make_tokenizer
+from sf_core.scheduling.plan import Worker
+from sf_core.stages.settling.derived import derive
+from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
+from sf_core.stages.settling.start_folder import check_start
+from sf_core.training.policy_folder import count_parameters
+from tests.bench.policy_server import publish_run
+from tests.bench.refusals import check_sentence
+
+AT_URL = {"url": "http://teacher:8000", "divergence": "sampled"}
+
+
+def configured(teacher: dict[str, Any], policy: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    train = {"teacher": teacher} | sections.pop("train", {})
+    return RunConfig.model_validate({"policy": policy or {}, "train": train} | sections)
+
+
+def refused(config: RunConfig, *names: str, by_a_worker: bool = False) -> None:
+    with pytest.raises(ValueError) as raised:
+        check_start(config, by_a_worker=by_a_worker)
+    check_sentence(str(raised.value), *names)
+
+
+def rewrite(folder: Path, **facts: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+
+
+def add_token(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["more"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rewrite(folder, vocab_size=tokenizer.get_vocab_size())
+
+
+def test_the_same_tokens_are_taught_by_a_folder_a_version_and_a_server(
+    tmp_path: Path, small_policy: str
+) -> None:
+    run = publish_run(tmp_path)
+    for policy in ({}, {"model": small_policy}):
+        for teacher in ({"model": small_policy}, {"model": f"{run.uri}@3"}, {"weights": "start"}):
+            check_start(configured(teacher, policy))
+        check_start(configured(AT_URL | {"tokenizer": small_policy}, policy))
+
+
+def test_another_vocabulary_is_refused_by_its_first_token(small_policy: str, policy_copy: Path) -> None:
+    add_token(policy_copy)
+    # the teacher may know more
+    check_start(configured({"model": str(policy_copy)}, {"model": small_policy}))
+    policy = {"model": str(policy_copy)}
+    size = len(make_tokenizer())
+    names = (f"id {size} is 'more', and no token to the teacher", small_policy)
+    refused(configured({"model": small_policy}, policy), "train.teacher.model: ", *names)
+    refused(configured(AT_URL | {"tokenizer": small_policy}, policy), "train.teacher.tokenizer: ", *names)
+
+
+def test_the_built_in_policy_has_a_vocabulary_too(policy_copy: Path) -> None:
+    tokenizer = json.loads((policy_copy / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["€"] = tokenizer["model"]["vocab"].pop("a")
+    (policy_copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(
+        configured({"model": str(policy_copy)}), "train.teacher.model: ", "is 'a', and '€' to the teacher"
+    )
+
+
+def test_padding_of_the_policy_beyond_the_teachers_is_refused(small_policy: str, policy_copy: Path) -> None:
+    size = len(make_tokenizer())
+    rewrite(policy_copy, vocab_size=size + 28)
+    config = configured({"model": small_policy}, {"model": str(policy_copy)})
+    refused(config, f"knows {size:,} ids, and the policy may sample {size + 28:,}")
+
+
+def test_a_teacher_of_fewer_positions_is_refused_and_bounds_what_is_derived(
+    small_policy: str, policy_copy: Path
+) -> None:
+    rewrite(policy_copy, max_position_embeddings=300)
+    teacher = {"model": str(policy_copy)}
+    longer = configured(teacher, {"model": small_policy}, engine={"context_length": 301})
+    refused(longer, "engine.context_length is 301", "for at most 300 tokens")
+    refused(configured(teacher), "engine.context_length is 512", "for at most 300 tokens")
+    check_start(configured(teacher, engine={"context_length": 300}))
+    open_context = configured(teacher, {"model": small_policy}, rollout={"max_tokens": 100})
+    derived = derive(open_context, count_parameters(small_policy), small_policy)["engine.context_length"]
+    assert derived.value == 300 and "the most that the model is for" in derived.reason
+
+
+@pytest.mark.parametrize(
+    "teacher", [{"model": "/nowhere"}, {"weights": "start"}, AT_URL | {"tokenizer": "/nowhere"}]
+)
+def test_only_the_torch_backend_has_teachers(teacher: dict[str, Any]) -> None:
+    config = configured(teacher, train={"backend": "megatron"})
+    refused(config, "train.teacher: only train.backend torch learns from a teacher, not megatron")
+
+
+def test_a_teacher_that_is_not_here_is_one_of_a_worker(small_policy: str) -> None:
+    for name in ("/nowhere", "/nowhere/run@3"):
+        config = configured({"model": name}, {"model": small_policy, "dtype": "float32"})
+        refused(config, "train.teacher.model: ", name)
+        check_start(config, by_a_worker=True)
+        assert explained(config)["teacher"] == (
+            f"{name}, which is on a worker; each step has one more forward pass through it"
+        )
+    refused(
+        configured(AT_URL | {"tokenizer": "/nowhere"}), "/nowhere has no tokenizer.json", by_a_worker=True
+    )
+
+
+def explained(config: RunConfig) -> dict[str, str]:
+    return explain_sizes(config, PolicySizes.of(config))
+
+
+def sizes_of(config: RunConfig) -> PolicySizes:
+    sizes = PolicySizes.of(config)
+    assert sizes is not None
+    return sizes
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_rank_holds_its_part_of_the_teacher_and_of_the_reference(
+    small_policy: str, policy_copy: Path, workers: int
+) -> None:
+    rewrite(policy_copy, dtype="bfloat16")
+    policy, parameters = {"model": small_policy, "dtype": "float32"}, count_parameters(small_policy)
+    shared = {"workers": workers}
+    plain = PolicySizes.of(RunConfig.model_validate({"policy": policy, "train": shared}))
+    assert plain is not None and plain.frozen == 0
+
+    kl = {"loss": {"kl": {"coefficient": 0.1}}}
+    for sections, expected in (
+        ({"teacher": {"model": small_policy}}, 4 * parameters),
+        ({"teacher": {"model": str(policy_copy)}}, 2 * parameters),
+        (kl, 4 * parameters),
+        ({"teacher": {"weights": "start"}}, 4 * parameters),
+        ({"teacher": {"model": str(policy_copy)}} | kl, 6 * parameters),
+        ({"teacher": AT_URL | {"tokenizer": small_policy}}, 0),
+    ):
+        sizes = sizes_of(RunConfig.model_validate({"policy": policy, "train": shared | sections}))
+        assert sizes.frozen == sizes.rank - plain.rank == -(-expected // workers)
+    # an adapter stands in for the version before
+    lora = {"lora": {"rank": 2, "targets": ["q_proj"]}}
+    alone = sizes_of(RunConfig.model_validate({"policy": policy, "train": lora}))
+    for sections in ({"teacher": {"weights": "start"}}, kl):
+        held = sizes_of(RunConfig.model_validate({"policy": policy, "train": lora | sections}))
+        assert (held.frozen, held.rank) == (0, alone.rank)
+
+
+def test_a_teacher_that_a_worker_has_no_memory_for_is_refused(small_policy: str) -> None:
+    config = configured({"model": small_policy}, {"model": small_policy, "dtype": "float32"})
+    sizes = sizes_of(config)
+    worker = Worker("t0", frozenset({"train"}), memory=sizes.rank - 1)
+    with pytest.raises(ValueError) as refused:
+        check_memory(sizes, [worker])
+    held = f"Adam's moments, with {sizes.frozen / 1e3:,.0f} kB of models that are not trained: raise"
+    check_sentence(str(refused.value), "worker t0", held)
+
+
+def test_the_plan_says_what_a_teacher_costs(small_policy: str, policy_copy: Path) -> None:
+    rewrite(policy_copy, dtype="bfloat16")
+    policy = {"model": small_policy, "dtype": "float32"}
+    millions = f"{count_parameters(small_policy) / 1e6:,.1f}"
+    for teacher, sections, said in (
+        (
+            {"model": str(policy_copy)},
+            {},
+            f"{policy_copy}: qwen3, {millions} million parameters in bfloat16; each step has one more "
+            "forward pass through it, about 33% more computing",
+        ),
+        (
+            {"model": small_policy, "divergence": "sampled"},
+            {"train": {"recompute": True}},
+            f"{small_policy}: qwen3, {millions} million parameters in float32; each step has one more "
+            "forward pass through it and one through the policy, about 50% more computing",
+        ),
+        (
+            {"weights": "start"},
+            {"train": {"lora": {"rank": 2}}},
+            "version 0 of the policy, which takes no memory beside the adapter; each step has one more "
+            "forward pass through it, about 33% more computing",
+        ),
+        (
+            AT_URL | {"tokenizer": small_policy},
+            {},
+            "the server at http://teacher:8000, which the filter stage asks for the log-probs of each batch; "
+            "each step has one more forward pass through the policy",
+        ),
+    ):
+        assert explained(configured(teacher, policy, **sections))["teacher"] == said
+    assert "teacher" not in explained(RunConfig.model_validate({"policy": policy}))
+    told = explained(configured({"model": small_policy}, policy))["memory"]
+    assert "Adam's moments, with " in told and " kB of models that are not trained" in told
