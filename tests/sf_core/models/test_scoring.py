@@ -75,7 +75,8 @@ def test_scores_and_gradients_are_those_of_the_definition_wherever_chunks_end(
     settings = drawn(temperature, top_p, top_k, num_tokens)
     hidden, head, token_ids, gradient = example(num_tokens)
     logits = hidden @ head.t()
-    found = score(*(hidden, head) if has_head else (logits, None), token_ids, *settings)
+    predicted = (hidden, head) if has_head else (logits, None)
+    found = score(predicted[0], predicted[1], token_ids, *settings)
     expected = by_the_definition(logits, token_ids, settings)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=0)
@@ -118,7 +119,7 @@ def test_divergences_and_gradients_are_those_of_the_definition(
     hidden, head, token_ids, gradient = example(20)
     outputs, their_head = predicted(20, rows)
     theirs = outputs @ their_head.t()
-    target = Target(*(outputs, their_head) if has_head else (theirs, None), divergence)
+    target = Target(outputs, their_head, divergence) if has_head else Target(theirs, None, divergence)
     found = score(hidden, head, token_ids, *settings, target=target)
     logits = hidden @ head.t()
     exact = by_the_definition(logits, token_ids, settings)

@@ -57,7 +57,11 @@ def drawn(seed: int = 0, *, teaches: bool = False) -> pa.Table:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Models by name: policies of two architectures, and a teacher of another width and vocabulary."""
     root = tmp_path_factory.mktemp("models")
-    makes = {"lean": llama, "transformers": neox, "teacher": partial(qwen, hidden_size=48, vocab_size=80)}
+    makes: dict[str, Any] = {
+        "lean": llama,
+        "transformers": neox,
+        "teacher": partial(qwen, hidden_size=48, vocab_size=80),
+    }
     for seed, (name, make) in enumerate(makes.items()):
         torch.manual_seed(seed)
         make().save_pretrained(root / name)
