@@ -3,8 +3,8 @@ the KL reference. Prints one JSON line.
 
 Each arm trains the first stored batch of a finished run of configs/quickstart.yaml again and again, with a
 later version of the run as teacher, by one thread on a CPU. A process for each arm and round; arms take
-turns. CPU seconds are medians over the steps after the first, which loads the teacher; a ratio is the median of
-those to `plain` in the same round.
+turns. CPU seconds are medians over the steps after the first, which loads the teacher; a ratio is the median
+of those to `plain` in the same round.
 
 Predicted before the first run, from a prototype with one thread (plain 0.308 s, KL reference 0.602 s): KL
 reference 1.9 of plain, because every row has a gradient then; sampled 2.3, by two more forward passes;
@@ -76,7 +76,7 @@ def make_arms(teacher: str) -> dict[str, dict[str, Any]]:
 
 
 def train_again(uri: str, settings: dict[str, Any], steps: int) -> dict[str, float]:
-    """Median CPU seconds of a step, and the peak of memory above that of a process without a model, in MiB."""
+    """Median CPU seconds of a step, and the peak of memory above a process without a model, in MiB."""
     torch.set_num_threads(1)
     directory = RunDirectory(uri)
     run = OpenRun(RunRef(directory.run_id, uri, dataplane_url="", attempt=0))

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from sf_core.reports.evaluations.answers import compare_ends
 from sf_core.reports.evaluations.comparison import MEASURED, read_comparisons
+from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.series import RunSeries, record_devices
 from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window, by_worker
@@ -62,6 +63,7 @@ def run_figures(view: RunView) -> dict[str, Any]:
         "comparisons": read_comparisons(view.run.path(MEASURED)),
         "timeline": _timeline(series.spans, series.windows.values()),
         "tokens_sampled": series.tokens_sampled,
+        "judges": judge_rows(series.iterations),
         "groups": [row for iteration in series.iterations for row in _groups(view.run, iteration)],
     }
 

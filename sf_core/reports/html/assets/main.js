@@ -79,6 +79,7 @@ async function main() {
   drawOverview(figures);
   drawEvaluations(byId("evaluations"), figures);
   byId("iterations").append(iterationTable(figures));
+  if (figures.judges.length) byId("judges").append(judgeTable(figures.judges));
   const viewer = new Viewer(new Sessions(list, vocabulary));
   byId("groups").append(groupTable(figures.groups, (group) => viewer.openGroup(group)));
   listenToKeys(viewer);
