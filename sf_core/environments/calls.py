@@ -37,14 +37,6 @@ def check_call(
         raise ValueError(f"{told}: {error}") from None
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name."""
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in another language
-        return False
-
-
 def require_tasks(function: Callable[..., Any], source: str) -> Callable[..., Task]:
     """The function, which raises NoTaskError, one sentence, where it gives no task. It is given the name of a
     part if it is called with one."""

@@ -27,7 +27,8 @@ class Demonstration:
 
 
 class Environment(Settings):
-    """Base class. `agent` and `reward` may be plain functions or async ones."""
+    """Base class. `agent` and `reward` may be plain functions or async ones. A `reward` that asks judges has
+    one more parameter, `judges`."""
 
     @abstractmethod
     def tasks(self, split: Split, index: int) -> Task:

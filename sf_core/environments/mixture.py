@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, field_validator
 
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.agents.phases import as_reward
 from sf_core.agents.threads import Threads
 from sf_core.config import EnvironmentConfig
@@ -22,7 +23,6 @@ from sf_core.environments.registry import (
     environment_of,
     prepare_of,
     reward_of,
-    takes_judges,
     tasks_of,
 )
 from sf_core.environments.splits import HasTasks, Split, in_equal_parts
@@ -143,8 +143,7 @@ class Mixture(Environment):
 
     async def reward(self, task: Task, answer: Any, judges: Any = None) -> Reward:
         part, own = self._origin(task)
-        asks = judges is not None and takes_judges(part.reward)
-        reward = partial(part.reward, judges=judges) if asks else part.reward
+        reward = partial(part.reward, judges=judges) if takes_judges(part.reward) else part.reward
         found: Reward = await self._threads.call(reward, own, answer)
         # refused here, by the name of the part's function
         as_reward(found, part.reward_name)

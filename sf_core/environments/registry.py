@@ -15,10 +15,11 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from sf_core.agents.command import CommandAgent
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import faults
-from sf_core.environments.calls import check_call, require_tasks, takes
+from sf_core.environments.calls import check_call, require_tasks
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.settings import load_object, quote
@@ -29,6 +30,7 @@ from sf_core.user_code import add_place
 SHIPPED = {
     "quickstart": "sf_core.environments.quickstart:Quickstart",
     "instructions": "sf_core.environments.instructions.environment:Instructions",
+    "manners": "sf_core.environments.judged.manners:Manners",
     "prompts": "sf_core.environments.prompts:Prompts",
     "repositories": "sf_core.environments.repositories.environment:Repositories",
     "reasoning_gym": "sf_core.environments.reasoning_gym:ReasoningGym",
@@ -107,11 +109,6 @@ def reward_of(config: EnvironmentConfig) -> Callable[..., Any]:
 def group_reward_of(config: EnvironmentConfig) -> Callable[..., Any] | None:
     """What scores the answers of a group together; None if each is scored by itself."""
     return None if config.group_reward is None else _function(config, "group_reward", "task", "answers")
-
-
-def takes_judges(function: Callable[..., Any]) -> bool:
-    """Whether a reward function is given the judges of a run, as the argument `judges`."""
-    return takes(function, "judges")
 
 
 def check_host(config: EnvironmentConfig) -> None:

@@ -13,6 +13,7 @@ from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import concerns_of, sum_concerns
 from sf_core.reports.evaluations.answers import GivenAnswer, compare_ends
+from sf_core.reports.evaluations.judgements import judge_rows, sum_judges
 from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.series import RunSeries, read_devices, record_devices
@@ -81,6 +82,7 @@ class RunPage:
             "## Reward",
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
             *self._answers(),
+            *self._judges(view),
             "## Devices",
             _picture("what the devices did", draw_newest(view, newest)),
             "## Files",
@@ -105,6 +107,10 @@ class RunPage:
         rows = [[_cell(new.prompt), _show_answer(old), _show_answer(new)] for old, new in pairs]
         return ["## Answers to held-out tasks", _table(["task", f"version {first}", f"version {last}"], rows)]
 
+    def _judges(self, view: RunView) -> list[str]:
+        told = sum_judges(judge_rows(map(view.iteration, sorted(self._rows))))
+        return ["## Judges", "\n".join(f"- {sentence}" for sentence in told)] if told else []
+
     def _files(self, newest: int) -> str:
         run, made = self._run, newest + 1
         named = {
@@ -123,6 +129,8 @@ class RunPage:
         row: Row = {"iteration": number, "reward": _round(iteration.reward, 4)}
         if self._config.rollout.chooses:
             row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)
+        if self._config.train.teacher is not None:
+            row["KL to the teacher"] = _round(iteration.stages["train"].data.get("teacher_kl"), 4)
         return row | {
             # an iteration makes the next version
             "failed sessions": failures_text(failures_of(rollout)),

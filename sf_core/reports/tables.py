@@ -21,10 +21,17 @@ from sf_core.config.failures import failures_text
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GivenAnswer
+from sf_core.reports.evaluations.judgements import (
+    describe_judgement,
+    judge_rows,
+    judgements_of,
+    sum_judges,
+)
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import kinds_text, open_run
 from storage.run_directory import STAGES, RunDirectory
+from storage.tables.judgements import Judgement
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
 Decode = Callable[[list[int]], str]
@@ -87,6 +94,7 @@ def inspect_run(uri: str) -> RenderableType:
         table.add_row(*_figures(series, iteration.number), *kinds, stages)
     failed = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
     footer = [f"{what}: {failures_text(failures)}" for what, failures in failed.items() if failures]
+    footer += sum_judges(judge_rows(series.iterations))
     if adapter := series.view.describe_adapter():
         footer.append(adapter)
     footer += [
@@ -144,7 +152,9 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
         ("«sampled, not trained here»", CARRIED),
     )
     branches = [_branch(row, decode, fate) for row in found]
-    return Group(head, *branches, *([] if row.output is None else [_output(row.output)]))
+    judged = judgements_of(view, sampling, session_id)
+    parts = [*branches, *([] if row.output is None else [_output(row.output)])]
+    return Group(head, *parts, *([_judgements(judged)] if judged else []))
 
 
 def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], before: str, after: str) -> Table:
@@ -272,6 +282,11 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
 def _output(text: str) -> RenderableType:
     lines = "\n".join(map(make_printable, text.splitlines()))
     return Text.assemble(("\nwhat the command wrote\n", "italic"), lines)
+
+
+def _judgements(judged: Sequence[Judgement]) -> RenderableType:
+    lines = [f"{one.judge or 'noted'}: {make_printable(describe_judgement(one))}" for one in judged]
+    return Text.assemble(("\nwhat judges said, and what was noted\n", "italic"), "\n".join(lines))
 
 
 def _tools(definitions: str) -> str:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.runner import AgentRunner
-from sf_core.config import RunConfig
+from sf_core.config import EnvironmentConfig, RunConfig
 from sf_core.dataplane.bodies import Work
 from sf_core.engines.drivers.serve import serve_engine
+from sf_core.engines.vllm.judge_server import serve_judges
 from sf_core.engines.wire import Hello
 from sf_core.environments.registry import (
     agent_of,
@@ -28,6 +31,7 @@ from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import dataplane_key
+from sf_core.training.policy_folder import policy_folder
 from sf_core.training.registry import trainer_backend
 from sf_core.types import Task
 
@@ -79,22 +83,38 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
     run = OpenRun(ref)
     environment = run.config.environment
     check_host(environment)
-    runner = AgentRunner(
-        url=ref.dataplane_url,
-        key=dataplane_key(),
-        run_id=ref.run_id,
-        runner_id=lease.holder,
-        attempt=ref.attempt,
-        tasks=tasks_to_work_on(run.config),
-        agent=agent_of(environment),
-        reward=reward_of(environment),
-        group_reward=group_reward_of(environment),
-        prepare=prepare_of(environment),
-        rules=run.config.rollout,
-        seed=run.config.seed,
-        work=work,
-    )
-    return asyncio.run(runner.run())
+    with open_judges(environment, work) as judges:
+        runner = AgentRunner(
+            url=ref.dataplane_url,
+            key=dataplane_key(),
+            run_id=ref.run_id,
+            runner_id=lease.holder,
+            attempt=ref.attempt,
+            tasks=tasks_to_work_on(run.config),
+            agent=agent_of(environment),
+            reward=reward_of(environment),
+            group_reward=group_reward_of(environment),
+            prepare=prepare_of(environment),
+            rules=run.config.rollout,
+            seed=run.config.seed,
+            work=work,
+            judges=judges,
+        )
+        return asyncio.run(runner.run())
+
+
+@contextmanager
+def open_judges(environment: EnvironmentConfig, work: Work) -> Iterator[Judges | None]:
+    """The judges that a runner's functions may ask; None if it asks none. Runners of answers serve those that
+    are given as `model`. Raises as `serve_judges` does."""
+    served, judges = environment.served_judges, environment.judges
+    if not judges or (served and work != "reward"):
+        yield None
+        return
+    folders = {name: (judges[name], policy_folder(model)) for name, model in served.items()}
+    endpoints = {name: endpoint_of(name, judge) for name, judge in judges.items() if name not in served}
+    with serve_judges(folders) as here:
+        yield Judges(judges, endpoints | here)
 
 
 def tasks_to_work_on(config: RunConfig) -> Callable[..., Task]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import httpx
 import orjson
 from rich.console import Console
 
+from sf_core.agents.judges.judges import Judges
 from sf_core.agents.phases import Phases, Work, limit_time
 from sf_core.agents.runner import as_json
 from sf_core.cli.serving.blocking import BlockedError, not_blocking
@@ -28,6 +29,8 @@ from sf_core.config.failures import CODE_ERRORS
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.recipes.gates import All
+from sf_core.reports.evaluations.judgements import describe_judgement
+from sf_core.stages.lease import open_judges
 from sf_core.stages.settling.first_tasks import check_task
 from sf_core.types import Endpoint, Task
 
@@ -64,8 +67,8 @@ def try_one(config: RunConfig, split: str, index: int, elsewhere: Endpoint | Non
     task = _task(config, split, index)
     printer.say(f"task {task.task_id} of {task.environment}", task.prompt)
     open_endpoint = _at(elsewhere, printer) if elsewhere else _with_policy(config, task, printer)
-    with open_endpoint as served:
-        scored = asyncio.run(_run(config, task, served, printer))
+    with open_judges(config.environment, "reward") as judges, open_endpoint as served:
+        scored = asyncio.run(_run(config, task, served, printer, judges))
     parts = ", ".join(f"{name} {part:g}" for name, part in scored["reward_parts"].items())
     printer.say("reward", f"{scored['reward']:g}" + (f" ({parts})" if parts else ""))
     return float(scored["reward"])
@@ -81,12 +84,15 @@ def _task(config: RunConfig, split: str, index: int) -> Task:
     return task
 
 
-async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer) -> dict[str, Any]:
+async def _run(
+    config: RunConfig, task: Task, served: _Served, printer: Printer, judges: Judges | None
+) -> dict[str, Any]:
     """The fields of a report on the session."""
     environment, rules = config.environment, config.rollout
     agent, reward = agent_of(environment), reward_of(environment)
-    phases, work = Phases(rules, agent, reward, prepare_of(environment)), Work(NAME)
-    async with not_blocking():
+    phases = Phases(rules, agent, reward, prepare_of(environment), judges=judges)
+    work = Work(NAME)
+    async with not_blocking(), judges or nullcontext():
         try:
             answer = await _unless_engine_fails(_in_time(phases, work, task, served, rules), served)
             served.look()
@@ -98,6 +104,8 @@ async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer)
             if any("reward" in worker.tags for worker in config.cluster.workers.values()):
                 answer = orjson.loads(as_json(answer))
             scored = await phases.score(work, task, answer)
+            for judged in work.judgements:
+                printer.say(f"judge {judged.judge}" if judged.judge else "noted", describe_judgement(judged))
             named = {"task_id": task.task_id, "environment": task.environment}
             await served.finish({"status": "finished", **scored, **named})
         except _EngineLostError as error:

@@ -1,1 +1,2 @@
-"""What evaluations show: answers of two policy versions side by side, and how the versions compare."""
+"""What evaluations show: answers of two policy versions side by side, how the versions compare,
+and what judges said."""

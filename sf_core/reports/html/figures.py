@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from sf_core.reports.evaluations.answers import compare_ends
 from sf_core.reports.evaluations.comparison import MEASURED, read_comparisons
+from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.series import RunSeries, record_devices
 from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window, by_worker
@@ -26,7 +27,7 @@ from storage.tables.batches import read_batch
 from storage.tables.outcomes import outcomes_of
 from storage.tables.trajectories import read_trajectories
 
-TRAINING = ("entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
+TRAINING = ("entropy", "kl", "teacher_kl", "clip_fraction", "grad_norm", "length_mean")
 """Metrics of the train stage that are drawn if a run has them."""
 
 TIMELINE_STEPS = 4000
@@ -62,6 +63,7 @@ def run_figures(view: RunView) -> dict[str, Any]:
         "comparisons": read_comparisons(view.run.path(MEASURED)),
         "timeline": _timeline(series.spans, series.windows.values()),
         "tokens_sampled": series.tokens_sampled,
+        "judges": judge_rows(series.iterations),
         "groups": [row for iteration in series.iterations for row in _groups(view.run, iteration)],
     }
 
@@ -104,7 +106,7 @@ def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
     rows = []
     if "filter" in stages:
         columns = ["group_id", "session_id", "task_id", "reward", "decision"]
-        for ref in stages["filter"].outputs:
+        for ref in stages["filter"].files("batches"):
             rows += _group_rows(number, read_batch(run.path(ref.uri), columns))
     elif "rollout" in stages:
         columns = ["group_id", "session_id", "task_id", "reward"]

@@ -21,6 +21,7 @@ from sf_core.config.failures import failures_text
 from sf_core.models.token_bytes import token_bytes
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.concerns import sum_run_concerns
+from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.html.blocks import Embedded, compress, embed_sessions
 from sf_core.reports.html.figures import run_figures
 from sf_core.reports.series import RunSeries
@@ -77,6 +78,7 @@ def _collect_texts(view: RunView) -> dict[str, object]:
     failed = [f"failed sessions: {failures_text(series.failures)}"] if series.failures else []
     settings = series.config.model_dump(mode="json")
     return {
+        "is_judged": bool(judge_rows(series.iterations)),
         "adapter": view.describe_adapter(),
         "concerns": failed + sum_run_concerns(series),
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),

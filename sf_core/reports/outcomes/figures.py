@@ -10,6 +10,7 @@ from typing import Any
 
 from sf_core.recipes.gates import KINDS, Kind, kind_of, num_right
 from sf_core.recipes.outcomes import Result, Success
+from sf_core.reports.evaluations.judgements import judge_metrics
 from sf_core.reports.view import kinds_in
 from storage.manifests import Manifest
 
@@ -21,12 +22,14 @@ Row = Mapping[str, Any]
 
 
 def rollout_metrics(manifest: Manifest | None) -> dict[str, float]:
-    """What the metrics of a train step tell of its batch, for runs that choose; without what is not known."""
+    """What the metrics of a train step tell of its batch: for runs that choose, of judges, and of what was
+    noted; without what is not known."""
     if manifest is None:
         return {}
     groups = {f"groups_{kind}": number for kind, number in (kinds_in(manifest) or {}).items()}
     lengths = {name: manifest.data.get(name) for name in LENGTHS}
-    return {name: float(value) for name, value in (groups | lengths).items() if value is not None}
+    known = {name: float(value) for name, value in (groups | lengths).items() if value is not None}
+    return known | judge_metrics(manifest.data)
 
 
 @dataclass(slots=True)

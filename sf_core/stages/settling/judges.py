@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import RunConfig
 from sf_core.engines.vllm.limits import check_cpu_build
-from sf_core.environments.registry import group_reward_of, reward_of, takes_judges
+from sf_core.environments.registry import group_reward_of, reward_of
 from sf_core.scheduling.cluster import scheduler_of, workers_here
 from sf_core.surroundings import vllm_python
 from sf_core.training.policy_folder import policy_folder

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import EnvironmentConfig
 from sf_core.environments.calls import NoTaskError, check_call, find_difference, require_tasks
 from sf_core.environments.registry import (
@@ -18,7 +19,6 @@ from sf_core.environments.registry import (
     group_reward_of,
     prepare_of,
     reward_of,
-    takes_judges,
     tasks_of,
 )
 from sf_core.types import Task

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import EnvironmentConfig, RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.environments.environment import Demonstration, Environment
@@ -26,7 +27,6 @@ from sf_core.environments.registry import (
     parts_of,
     prepare_of,
     reward_of,
-    takes_judges,
     tasks_of,
 )
 from sf_core.environments.splits import Split

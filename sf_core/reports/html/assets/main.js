@@ -52,6 +52,7 @@ function drawOverview(figures) {
     lineChart("Switching a device, seconds", [{ name: "to train", points: device("to_train_mean_s") }, { name: "to rollout", points: device("to_rollout_mean_s") }], { from: 0 }),
     lineChart("Entropy", [{ name: "entropy", points: training("entropy") }]),
     lineChart("KL to the sampling policy, clipped share", [{ name: "kl", points: training("kl") }, { name: "clipped", points: training("clip_fraction") }]),
+    lineChart("KL to the teacher", [{ name: "kl", points: training("teacher_kl") }]),
     lineChart("Gradient norm", [{ name: "norm", points: training("grad_norm") }], { from: 0 }),
   ];
   byId("charts").append(...charts.filter(Boolean));
@@ -78,6 +79,7 @@ async function main() {
   drawOverview(figures);
   drawEvaluations(byId("evaluations"), figures);
   byId("iterations").append(iterationTable(figures));
+  if (figures.judges.length) byId("judges").append(judgeTable(figures.judges));
   const viewer = new Viewer(new Sessions(list, vocabulary));
   byId("groups").append(groupTable(figures.groups, (group) => viewer.openGroup(group)));
   listenToKeys(viewer);

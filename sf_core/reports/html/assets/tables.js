@@ -50,6 +50,21 @@ function iterationTable(figures) {
   ]);
 }
 
+function judgeTable(rows) {
+  const number = (name, of, show) => ({ name, value: (row) => row[of], cell: (row) => show(row[of]) });
+  return table(rows, [
+    { name: "iteration", value: (row) => row.iteration },
+    { name: "sessions", text: true, value: (row) => row.sessions },
+    { name: "judge", text: true, value: (row) => row.judge },
+    number("calls", "calls", whole),
+    number("tokens", "tokens", whole),
+    number("known before", "cached", whole),
+    number("not readable", "unread", whole),
+    number("p95, seconds", "p95_seconds", fixed(2)),
+    number("orders agree", "agreement", percent),
+  ]);
+}
+
 function failuresText(failures) {
   return Object.entries(failures ?? {}).map(([reason, number]) => `${reason} ${number}`).join(", ");
 }

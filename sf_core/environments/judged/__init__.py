@@ -1,0 +1,1 @@
+"""Environments whose rewards other models give."""

@@ -1,0 +1,82 @@
+"""What judges said and what was noted: figures of manifests, and the judgements of one session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow.compute as pc
+
+from sf_core.reports.view import Iteration, RunView, SessionSet
+from storage.tables.judgements import Judgement, read_judgements
+
+FIGURES = ("calls", "tokens", "p95_seconds", "unread", "cached", "agreement")
+"""Figures of a judge in a manifest, in the order of a table."""
+
+
+def judge_metrics(data: Mapping[str, Any]) -> dict[str, float]:
+    """What a manifest of a rollout or an evaluation tells of judges and of what was noted, by the names of
+    metrics; without what is not known."""
+    told = {f"noted_{name}": mean for name, mean in data.get("noted", {}).items()}
+    for judge, figures in data.get("judges", {}).items():
+        told |= {f"judge_{judge}_{name}": figures.get(name) for name in FIGURES}
+    told["unjudged"] = data.get("unjudged")
+    return {name: float(value) for name, value in told.items() if value is not None}
+
+
+def judge_rows(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
+    """The figures of every judge in each iteration's batch, and in the evaluation of the version that it
+    began with."""
+    return [
+        {"iteration": iteration.number, "sessions": what, "judge": judge, **figures}
+        for iteration in iterations
+        for stage, what in (("evaluate", "held-out"), ("rollout", "training"))
+        if stage in iteration.stages
+        for judge, figures in iteration.stages[stage].data.get("judges", {}).items()
+    ]
+
+
+def sum_judges(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What all of these rows tell of each judge, as sentences."""
+    of_judge: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        of_judge.setdefault(row["judge"], []).append(row)
+    return [f"judge {name}: {_sum(own)}" for name, own in of_judge.items()]
+
+
+def _sum(rows: list[Mapping[str, Any]]) -> str:
+    def total(name: str) -> int:
+        return sum(row[name] for row in rows)
+
+    slowest = max(row["p95_seconds"] for row in rows)
+    agreeing = [row["agreement"] for row in rows if row["agreement"] is not None]
+    told = [
+        f"{total('calls'):,} calls",
+        f"{total('tokens'):,} tokens",
+        f"{total('cached'):,} questions known before",
+        f"{total('unread'):,} replies that could not be read",
+        f"95 % of calls within {slowest:.2f} s",
+        *([f"orders agree in {sum(agreeing) / len(agreeing):.0%}"] if agreeing else []),
+    ]
+    return ", ".join(told)
+
+
+def judgements_of(view: RunView, found: SessionSet, session_id: str) -> list[Judgement]:
+    """What judges were asked for the reward of a session of this set, in order. Raises ValueError if a file
+    is missing or broken."""
+    stage = {"trains iteration": "rollout", "evaluates version": "evaluate"}.get(found.kind)
+    manifest = view.manifest(found.number, stage) if stage else None
+    if manifest is None:
+        return []
+    table = read_judgements(view.run, manifest)
+    rows = table.filter(pc.equal(table["session_id"], session_id))
+    return [Judgement(**row) for row in rows.select(Judgement.__struct_fields__).to_pylist()]
+
+
+def describe_judgement(one: Judgement) -> str:
+    """A judgement in one line."""
+    if one.judge is None:
+        return f"{one.item} {one.verdict}"
+    said = one.verdict or ("no reply" if one.reply is None else f"{one.reply}, which could not be read")
+    cost = "known before" if one.cached else f"{one.tokens} tokens, {one.attempts} calls, {one.seconds:.2f} s"
+    return " ".join(filter(None, (one.item, said, f"({cost})")))
