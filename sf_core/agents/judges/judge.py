@@ -53,6 +53,10 @@ class Record:
             raise
         self._num_asked -= 1
 
+    def drop_cached(self) -> None:
+        """Forget questions whose replies were known: the answer is scored again, and they are asked again."""
+        self.judgements = [one for one in self.judgements if not one.cached]
+
     def end(self) -> None:
         """End the calls of a function that was given up."""
         self._is_over = True

@@ -92,7 +92,7 @@ def test_an_answer_that_is_not_judged_is_scored_again(answer: Any) -> None:
 
 @pytest.mark.parametrize("answer", ["42", None])
 def test_when_its_time_is_over_it_is_left_to_others(answer: Any) -> None:
-    error, _ = scored(failing(10**9), answer=answer, timeout_s=0.2)
+    error, _ = scored(failing(10**9), answer=answer, timeout_s=1.0)
     assert isinstance(error, NotJudged)
     assert "left" in str(error)
 
@@ -197,7 +197,7 @@ def test_a_runner_has_its_answers_scored_again_until_they_are_judged(
         served_plane,
         "a0",
         "agent",
-        rules=RolloutConfig(concurrency=4, score_timeout_s=0.05),
+        rules=RolloutConfig(concurrency=4, score_timeout_s=1.0),
         reward=reward,
         group_reward=reward if judges_groups else None,
     )

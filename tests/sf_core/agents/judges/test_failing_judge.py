@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 from openai import AsyncOpenAI
 
 from sf_core.cli.stack.local import free_port
@@ -39,6 +40,7 @@ FAULTS = [503, "", "garbage", "", "", "broken", "", "", "slow", ""]
 NUM_TASKS, GROUPS, SIZE = 24, 12, 2
 
 
+@pytest.mark.system
 def test_a_judge_that_fails_costs_no_group_and_no_reward(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
