@@ -195,6 +195,7 @@ class Phases:
                             return await self._threads.call(call, *args)
                         except NotJudged as error:
                             unjudged = error
+                            record.drop_cached()
                         await asyncio.sleep(pause)
                         pause = min(2 * pause, LONGEST_PAUSE_S)
             except LateError as error:

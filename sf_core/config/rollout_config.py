@@ -133,7 +133,8 @@ class RolloutConfig(Settings):
     """Longest time that the agent of a session runs, pauses not counted; beyond it `on_failure.timeout`
     applies."""
     score_timeout_s: float = Field(600.0, gt=0)
-    """Longest time to score a session; beyond it `on_failure.reward_error` applies."""
+    """Longest time to score a session; beyond it `on_failure.reward_error` applies. An answer that a judge
+    could not judge until then is scored again by another worker, `session_attempts` times in all."""
     reward_patience_s: float = Field(600.0, gt=0)
     """Longest time between the answer of an agent outside and its reward, pauses not counted; beyond it
     `on_failure.reward_error` applies."""

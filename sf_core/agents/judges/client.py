@@ -51,6 +51,8 @@ class Reply:
     cached: bool = False
     error: str = ""
     """Why no reply came."""
+    question: bytes = b""
+    """Digest of the question that it is kept for."""
 
 
 class JudgeClient:
@@ -91,12 +93,16 @@ class JudgeClient:
             known = None if anew else self._known.get(digest)
             if known is not None:
                 return replace(known, tokens=0, seconds=0.0, attempts=0, cached=True)
-            reply = await self._call(question)
+            reply = replace(await self._call(question), question=digest)
             if reply.text is not None:
                 self._known[digest] = reply
                 if len(self._known) > MAX_KNOWN:
                     del self._known[next(iter(self._known))]
             return reply
+
+    def forget(self, reply: Reply) -> None:
+        """Do not keep a reply that cannot be read."""
+        self._known.pop(reply.question, None)
 
     async def _call(self, question: dict[str, Any]) -> Reply:
         async with self._places:

@@ -53,10 +53,14 @@ class Record:
             raise
         self._num_asked -= 1
 
+    def drop_cached(self) -> None:
+        """Forget questions whose replies were known: the answer is scored again, and they are asked again."""
+        self.judgements = [one for one in self.judgements if not one.cached]
+
     def end(self) -> None:
         """End the calls of a function that was given up."""
         self._is_over = True
-        for call in self._calls:
+        for call in list(self._calls):
             call.cancel()
 
     def reach(self, asking: Coroutine[Any, Any, Any]) -> Any:
@@ -154,6 +158,7 @@ class Judge:
                 try:
                     verdict, is_read = understand(reply), True
                 except UNREADABLE as raised:
+                    self._client.forget(reply)
                     said = f"{quote(reply.text)} ({type(raised).__name__}: {raised})"
                     error = f"the reply of judge {self._client.name} cannot be read: {said}"
             self._record.judgements.append(

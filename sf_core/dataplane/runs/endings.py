@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, failures_text
@@ -180,7 +181,8 @@ def _end_unjudged(run: ServedRun, session: Session, claim: Claim, report: Finish
         return
     if any(result.status not in REASONS for result in group.results):
         # what was asked is with the session
-        _end_given(run, session, claim, report.model_copy(update={"judgements": [], "error": error}))
+        nothing: dict[str, Any] = {"reward": None, "reward_parts": {}, "step_rewards": {}, "judgements": []}
+        _end_given(run, session, claim, report.model_copy(update={"error": error, **nothing}))
         return
     attempts = run.spec.rollout.session_attempts
     waiting = [one for one in run.state.sessions_of("holdout", group.index) if one.num_unjudged >= attempts]

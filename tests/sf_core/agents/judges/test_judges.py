@@ -17,6 +17,7 @@ from sf_core.config.judges import JudgeConfig
 from sf_core.types import Endpoint, NotJudged
 from storage.tables.judgements import Judgement
 from tests.bench.judge_server import MODEL, JudgeServer
+from tests.patience import patience
 
 Asking = Callable[[Mapping[str, Judge]], Awaitable[Any]]
 
@@ -156,7 +157,8 @@ AWAY = "judge taste at {url} does not answer: "
     indirect=["server"],
 )
 def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, why: str) -> None:
-    [error], [row] = ask(server, lambda judges: judges["taste"].ask("?"), timeout_s=0.2)
+    timeout_s = 0.2 if "0.2" in why else patience()
+    [error], [row] = ask(server, lambda judges: judges["taste"].ask("?"), timeout_s=timeout_s)
     assert isinstance(error, NotJudged)
     assert str(error) == AWAY.format(url=server.url) + why
     assert len(server.requests) == client_module.TRIES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -182,7 +181,11 @@ async def ask_for_an_answer(task: Task, endpoint: Endpoint) -> dict[str, str]:
 
 
 def run_runner(
-    plane: ServedPlane, name: str, work: Literal["agent", "reward"], **code: Callable[..., Any]
+    plane: ServedPlane,
+    name: str,
+    work: Literal["agent", "reward"],
+    rules: RolloutConfig | None = None,
+    **code: Any,
 ) -> None:
     def tasks(split: str, index: int) -> Task:
         return Task(f"{split}-{index}", "test", "?", "answer")
@@ -194,7 +197,7 @@ def run_runner(
         run_id="run",
         runner_id=name,
         tasks=tasks,
-        rules=RolloutConfig(concurrency=4),
+        rules=rules or RolloutConfig(concurrency=4),
         seed=0,
         work=work,
         **given,

@@ -1,0 +1,212 @@
+"""Rewards that could not be had: answers are scored again, then left to others; what was asked is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from sf_core.agents import phases as phases_module
+from sf_core.agents.judges.judge import Judge
+from sf_core.agents.judges.judges import Judges, endpoint_of
+from sf_core.agents.phases import LateError, Phases, Work
+from sf_core.config import RolloutConfig
+from sf_core.config.judges import JudgeConfig
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.types import NotJudged, Scored, Task
+from storage.tables.judgements import Judgement
+from tests.bench.dataplane.planes import ServedPlane, say
+from tests.bench.judge_server import JudgeServer
+from tests.patience import patience, wait_until
+from tests.sf_core.dataplane.runs.test_scoring import run_runner
+
+TASK = Task("t", "e", "6 * 7?", "42")
+
+Named = Mapping[str, Judge]
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases_module, "FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[JudgeServer]:
+    with JudgeServer(getattr(request, "param", ())).serving() as served:
+        yield served
+
+
+def scored(
+    reward: Callable[..., Any],
+    *,
+    answer: Any = "42",
+    server: JudgeServer | None = None,
+    answers: list[Any] | None = None,
+    timeout_s: float = patience(),
+) -> tuple[Any, list[list[Judgement]]]:
+    """What a runner would report of an answer, or of those of a group, or the error that it would report; and
+    what was asked, by answer."""
+    configs = {} if server is None else {"taste": JudgeConfig(url=server.url)}
+    works = [Work(f"s{number}") for number in range(len(answers or [answer]))]
+
+    async def scenario() -> Any:
+        endpoints = {name: endpoint_of(name, config) for name, config in configs.items()}
+        async with Judges(configs, endpoints) as judges:
+            rules = RolloutConfig(score_timeout_s=timeout_s)
+            phases = Phases(rules, agent, reward, None, reward, judges)
+            if answers is not None:
+                return await phases.judge(works, TASK, answers)
+            return await phases.score(works[0], TASK, answer)
+
+    try:
+        found = asyncio.run(scenario())
+    except Exception as error:
+        found = error
+    return found, [work.judgements for work in works]
+
+
+def agent(task: Task, endpoint: Any) -> str:
+    return "42"
+
+
+def failing(times: int, then: Any = 1.0) -> Callable[..., Any]:
+    """A reward function that is not judged so many times."""
+    left = [times]
+
+    def reward(task: Task, answer: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise NotJudged(f"{left[0]} left")
+        return then
+
+    return reward
+
+
+@pytest.mark.parametrize("answer", ["42", None])
+def test_an_answer_that_is_not_judged_is_scored_again(answer: Any) -> None:
+    assert scored(failing(3), answer=answer)[0] == {"reward": 1.0, "reward_parts": {}, "step_rewards": {}}
+
+
+@pytest.mark.parametrize("answer", ["42", None])
+def test_when_its_time_is_over_it_is_left_to_others(answer: Any) -> None:
+    error, _ = scored(failing(10**9), answer=answer, timeout_s=1.0)
+    assert isinstance(error, NotJudged)
+    assert "left" in str(error)
+
+
+def test_a_function_that_takes_too_long_by_itself_fails_as_ever() -> None:
+    async def reward(task: Task, answer: Any) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    error, _ = scored(reward, timeout_s=0.05)
+    assert isinstance(error, LateError)
+    assert str(error) == "scoring took longer than rollout.score_timeout_s of 0.05 s"
+
+
+async def wait_for_judge(task: Task, answer: Any, judges: Named) -> float:
+    return float(await judges["taste"].ask("?", read=float))
+
+
+def block_for_judge(task: Task, answer: Any, judges: Named) -> float:
+    return float(judges["taste"].ask("?", read=float))
+
+
+@pytest.mark.parametrize("server", [["slow"]], indirect=True)
+@pytest.mark.parametrize("reward", [wait_for_judge, block_for_judge])
+def test_a_function_that_waits_for_a_judge_is_not_to_blame(
+    server: JudgeServer, reward: Callable[..., Any]
+) -> None:
+    error, _ = scored(reward, server=server, timeout_s=0.3)
+    assert isinstance(error, NotJudged)
+    assert str(error) == ("scoring took longer than rollout.score_timeout_s of 0.3 s, and waited for a judge")
+
+
+@pytest.mark.parametrize("server", [["garbage", "garbage", ""]], indirect=True)
+@pytest.mark.parametrize("reward", [wait_for_judge, block_for_judge])
+def test_what_was_asked_is_told_of_all_times_that_it_was_scored(
+    server: JudgeServer, reward: Callable[..., Any]
+) -> None:
+    found, [asked] = scored(reward, server=server)
+    assert found["reward"] == 1.0
+    assert [one.verdict for one in asked] == [None, None, "1.0"]
+
+
+def test_what_was_asked_is_told_of_a_reward_that_fails(server: JudgeServer) -> None:
+    async def reward(task: Task, answer: Any, judges: Named) -> Any:
+        await judges["taste"].ask("?")
+        return "much"
+
+    error, [asked] = scored(reward, server=server)
+    assert "returned 'much', no finite number" in str(error)
+    assert len(asked) == 1
+
+
+def test_numbers_that_are_noted_are_no_part_of_the_reward() -> None:
+    found, [noted] = scored(failing(0, Scored({"right": 1.0}, noted={"length": 3})))
+    assert found == {"reward": 1.0, "reward_parts": {"right": 1.0}, "step_rewards": {}}
+    assert noted == [Judgement(item="length", verdict="3.0")]
+
+
+def test_a_noted_number_must_be_finite() -> None:
+    error, [noted] = scored(failing(0, Scored(1.0, noted={"length": float("inf")})))
+    assert "returned inf as 'length', no finite number" in str(error)
+    assert noted == []
+
+
+def test_answers_of_a_group_are_judged_together_again(server: JudgeServer) -> None:
+    left = [1]
+
+    def group_reward(task: Task, answers: list[Any], judges: Named) -> Any:
+        won = judges["taste"].prefer("?", *answers)
+        if left[0]:
+            left[0] -= 1
+            raise NotJudged("later")
+        return [Scored(won, noted={"first": 1.0}), 1.0 - won]
+
+    found, [first, second] = scored(group_reward, server=server, answers=["long", "no"])
+    assert [one["reward"] for one in found] == [1.0, 0.0]
+    assert [one.judge for one in first] == ["taste"] * 4 + [None]
+    assert [one.cached for one in first] == [False, False, True, True, False]
+    assert second == []
+
+
+def test_a_group_that_is_dropped_is_no_failure() -> None:
+    assert scored(lambda task, answers: None, answers=["a", "b"])[0] is None
+
+
+@pytest.mark.parametrize("judges_groups", [False, True])
+def test_a_runner_has_its_answers_scored_again_until_they_are_judged(
+    served_plane: ServedPlane, renderer: Renderer, judges_groups: bool
+) -> None:
+    served_plane.register(
+        group_size=2, groups_per_batch=2, judges_groups=judges_groups, session_attempts=1000
+    )
+    served_plane.connect(lambda prompt, seed: say(renderer, "x"))
+    judged = threading.Event()
+
+    def reward(task: Task, answer: Any) -> Any:
+        if not judged.is_set():
+            raise NotJudged("the judge is away")
+        return [1.0, 0.5] if judges_groups else 1.0
+
+    run_runner(
+        served_plane,
+        "a0",
+        "agent",
+        rules=RolloutConfig(concurrency=4, score_timeout_s=1.0),
+        reward=reward,
+        group_reward=reward if judges_groups else None,
+    )
+    wait_until(lambda: served_plane.get("/runs/run")["counters"].get("unjudged", 0) > 4)
+    assert "NotJudged: the judge is away" in served_plane.get("/runs/run")["last_error"]
+    judged.set()
+    wait_until(lambda: bool(served_plane.get("/runs/run/batches/0")["ready"]))
+    status = served_plane.get("/runs/run")
+    assert not {"failed_sessions", "retries"} & {name for name, n in status["counters"].items() if n}
+    sealed = served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    assert sealed["rejected"] == {}
+    assert sealed["reward_mean"] == (0.75 if judges_groups else 1.0)
