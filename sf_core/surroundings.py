@@ -100,6 +100,11 @@ def vllm_key() -> str | None:
     return os.environ.get("SF_VLLM_KEY") or None
 
 
+def teacher_key() -> str | None:
+    """Key of the server that `train.teacher.url` names (SF_TEACHER_KEY)."""
+    return os.environ.get("SF_TEACHER_KEY") or None
+
+
 _NOT_INHERITED = re.compile(
     # another Python: our import path is not for it
     r"PYTHON(PATH|HOME)"

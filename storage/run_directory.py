@@ -227,7 +227,7 @@ class RunDirectory:
         """Remove what attempts have made, but for logs and the sessions that agents opened. Only for a run
         without a batch, in an attempt that has begun."""
         # manifests first, because they name files in the others
-        rows = ("evaluations", "trajectories", "outcomes")
+        rows = ("evaluations", "trajectories", "outcomes", "judgements", "scores")
         for part in ("manifests", "start", "warmstart", *rows, "metrics", "tensorboard"):
             files.remove_folder(self.path(part))
 

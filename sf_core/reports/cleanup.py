@@ -2,8 +2,8 @@
 measurements, the journal of a finished run.
 
 Owns what must stay: the weights that a resume publishes again, the checkpoint it continues from, the newest
-policy, and everything newer, which a stage that is not committed yet may have written. Batches always stay:
-with them every policy version can be rebuilt.
+policy, and everything newer, which a stage that is not committed yet may have written. Batches, and what a
+teacher said of them, always stay: with them every policy version can be rebuilt.
 """
 
 from __future__ import annotations

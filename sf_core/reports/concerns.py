@@ -57,7 +57,8 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
     stages = view.iteration(number).stages
     rollout, filtered, trained = (stages[name].data for name in ("rollout", "filter", "train"))
     reward = config.environment.reward or "environment.reward"
-    is_equal = filtered.get("zero_advantage_share") == 1.0
+    rewards_teach = config.train.advantage.kind != "none"
+    is_equal = rewards_teach and filtered.get("zero_advantage_share") == 1.0
     if is_equal:
         yield (
             "equal",
@@ -73,7 +74,6 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
             f"{share:.0%} of the answers ran into rollout.max_tokens ({config.rollout.max_tokens}) "
             "or engine.context_length",
         )
-    rewards_teach = config.train.advantage.kind != "none"
     if rewards_teach and (earned := _find_constant(view, number)) is not None:
         yield "constant", f"every session of {NUM_CONSTANT} batches earned {earned:g}: is {reward} constant?"
 

@@ -18,11 +18,14 @@ def tell(line: str) -> None:
 
 
 def describe_iteration(view: RunView, number: int, iterations: int) -> str:
-    """Rewards, tokens per second, duration and failures of a finished iteration, as one line."""
+    """Rewards, divergence from the teacher, tokens per second, duration and failures of a finished iteration,
+    as one line."""
     iteration = view.iteration(number)
     figures = [f"reward {iteration.reward:.3f}"]
     if (evaluated := iteration.stages.get("evaluate")) is not None:
         figures.append(f"held-out {evaluated.data['reward_mean']:.3f} before it")
+    if (divergence := iteration.stages["train"].data.get("teacher_kl")) is not None:
+        figures.append(f"KL to the teacher {divergence:.3g}")
     figures += [f"{iteration.tokens_per_second:,.0f} tokens/s", f"{iteration.seconds:.1f} s"]
     told = "; ".join(filter(None, [", ".join(figures), failures_line(iteration)]))
     return f"iteration {number}, {number + 1} of {iterations}: {told}"

@@ -129,6 +129,8 @@ class RunPage:
         row: Row = {"iteration": number, "reward": _round(iteration.reward, 4)}
         if self._config.rollout.chooses:
             row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)
+        if self._config.train.teacher is not None:
+            row["KL to the teacher"] = _round(iteration.stages["train"].data.get("teacher_kl"), 4)
         return row | {
             # an iteration makes the next version
             "failed sessions": failures_text(failures_of(rollout)),
@@ -155,7 +157,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---
 
 
 def _show_answer(answer: GivenAnswer) -> str:
-    return f"{answer.reward:.2f} {_cell(answer.text)}"
+    return f"{answer.told} {_cell(answer.text)}"
 
 
 def _cell(text: str) -> str:

@@ -163,7 +163,7 @@ def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], befor
     for name in filter(None, ("task", before, after)):
         table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
-        answers = [f"{answer.reward:.2f}  {cut_short(answer.text)}" for answer in (old, new) if answer]
+        answers = [f"{answer.told}  {cut_short(answer.text)}" for answer in (old, new) if answer]
         shown = [cut_short(new.prompt), *answers]
         table.add_row(*(Text(make_printable(text)) for text in shown))
     return table

@@ -7,13 +7,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.engines.vllm.teacher import ask_teacher
 from sf_core.recipes.samples import Samples, Values
 from sf_core.recipes.selections import AnySelection
 from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import weigh
 from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
+from sf_core.training.teacher_folder import count_ids
+from storage.files import FileRef
 from storage.tables.batches import TRAIN, write_batch
+from storage.tables.parquet import numpy_rows
+from storage.tables.scores import write_scores
 from storage.tables.trajectories import read_trajectories
 
 
@@ -56,7 +61,7 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
     )
     return StageResult(
         inputs={ref.uri: ref.sha256 for ref in files},
-        outputs=[batch],
+        outputs=[batch, *ask_server(run, iteration, rows, trains)],
         data={
             "rows": len(rows),
             "reward_mean": float(sampled.rewards.mean()),
@@ -64,6 +69,37 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
             "lags": lag_histogram(kept, iteration),
         },
     )
+
+
+def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray[np.bool_]) -> list[FileRef]:
+    """What a teacher at a URL says of the tokens that train, as files; none without one. Raises ValueError,
+    which names the row, if the teacher does not know one of its ids, refuses it, or says of it what is no
+    finite number."""
+    teacher = run.config.train.teacher
+    if teacher is None or teacher.url is None:
+        return []
+    assert teacher.tokenizer is not None
+    known, masks = count_ids(teacher.tokenizer), numpy_rows(rows["loss_mask"])
+    asked: list[tuple[str, npt.NDArray[np.int32]]] = []
+    columns = (rows[name].to_pylist() for name in ("session_id", "branch_id"))
+    for session, branch, ids, mask, does in zip(
+        *columns, numpy_rows(rows["token_ids"]), masks, trains, strict=True
+    ):
+        if does and mask.any():
+            name, read = f"row {branch} of session {session}", ids[: np.flatnonzero(mask)[-1] + 1]
+            if (most := read.max()) >= known:
+                raise ValueError(
+                    f"id {most} in {name} is none of the {known:,} of the teacher at {teacher.url}, by "
+                    f"train.teacher.tokenizer {teacher.tokenizer}"
+                )
+            asked.append((name, read))
+    told = iter(ask_teacher(teacher.url, [(name, ids.tolist()) for name, ids in asked], teacher.timeout_s))
+    scores = [np.zeros(len(mask), np.float32) for mask in masks]
+    for values, mask, does in zip(scores, masks, trains, strict=True):
+        if does and mask.any():
+            said = next(told)
+            values[: len(said)] = np.where(mask[: len(said)], said, 0.0)
+    return [write_scores(run.directory, iteration, rows, scores, f"scores-{run.ref.attempt}")]
 
 
 def decide(sampled: Samples, select: AnySelection | None) -> list[str]:

@@ -9,6 +9,7 @@ from sf_core.config import TrainConfig
 from sf_core.training.protocol import TrainedRun
 from storage.json_files import first_fault
 from storage.tables.batches import read_batch
+from storage.tables.scores import read_scores
 
 COLUMNS = [
     "environment",
@@ -33,10 +34,15 @@ COLUMNS = [
 
 
 def read_stored_batch(run: TrainedRun, iteration: int) -> pa.Table:
-    """The COLUMNS of a committed batch. Raises ValueError if it is not what the filter wrote."""
+    """The COLUMNS of a committed batch, and `teacher_logprobs` if a teacher at a URL was asked. Raises
+    ValueError if it is not what the filter wrote."""
     manifest = run.directory.read_committed(iteration, "filter")
     run.directory.verify(manifest)
-    return read_batch(run.directory.path(manifest.outputs[0].uri), COLUMNS)
+    [batch] = (run.directory.path(ref.uri) for ref in manifest.files("batches"))
+    table = read_batch(batch, COLUMNS)
+    for ref in manifest.files("scores"):
+        table = table.append_column("teacher_logprobs", read_scores(run.directory.path(ref.uri), table))
+    return table
 
 
 def read_stored_settings(run: TrainedRun, iteration: int) -> TrainConfig:

@@ -128,3 +128,10 @@ def count_rows(folder: str) -> int | None:
         return None
     shape = read_model_config(folder, SETTING)
     return shape.get("vocab_size") or (shape.get("text_config") or {}).get("vocab_size")
+
+
+def count_ids(folder: str) -> int:
+    """Number of ids that the teacher with the tokenizer in this folder knows for sure."""
+    if (rows := count_rows(folder)) is not None:
+        return rows
+    return Tokenizer.from_str(read_bytes(join(folder, "tokenizer.json")).decode()).get_vocab_size()

@@ -5,7 +5,7 @@ Most of them are development routes, of which vLLM promises nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +16,7 @@ import orjson
 from sf_core.engines.protocol import EngineLostError
 
 _GENERATE = "/inference/v1/generate"
+_COMPLETIONS = "/v1/completions"
 _LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _ANSWER_S = 60.0
@@ -75,6 +76,38 @@ class VllmClient:
                     # errors come in streams of status 200 too
                     if line.startswith(b"data: {"):
                         yield _read_piece(orjson.loads(line[6:]))
+
+    async def find_model(self) -> tuple[str, int | None]:
+        """The name by which the server's own model is asked, and how many tokens it takes, if it says so.
+        Raises ValueError if the server rejects the key of a teacher."""
+        status, answer = await self._request("GET", "/v1/models", None)
+        if status == 401:
+            raise ValueError(
+                f"the server at {self._url} rejected the key: set SF_TEACHER_KEY to the server's API key"
+            )
+        if status != 200:
+            raise EngineLostError(f"vLLM: /v1/models: {status} {_read_message(answer)}")
+        model = orjson.loads(answer)["data"][0]
+        return str(model["id"]), model.get("max_model_len")
+
+    async def score(self, model: str, token_ids: Sequence[int]) -> list[Any]:
+        """The log-prob of each token after those before it, at temperature 1 over the whole vocabulary; None
+        for the first. An id outside the vocabulary ends the server. Raises RequestRefusedError."""
+        # it ignores temperature and top-p here, and refuses to sample nothing
+        body = {
+            "model": model,
+            "prompt": [*token_ids],
+            "prompt_logprobs": 0,
+            "max_tokens": 1,
+            "temperature": 1,
+        }
+        status, answer = await self._request("POST", _COMPLETIONS, body, _WORK_S)
+        if 400 <= status < 500 and status not in (408, 429):
+            raise RequestRefusedError(_read_message(answer))
+        if status != 200:
+            raise EngineLostError(f"vLLM: {_COMPLETIONS}: {status} {_read_message(answer)}")
+        told = orjson.loads(answer)["choices"][0]["prompt_logprobs"]
+        return [said and said[str(token)]["logprob"] for token, said in zip(token_ids, told, strict=True)]
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests, whose streams then end. Ids that are not known to vLLM are ignored, also those

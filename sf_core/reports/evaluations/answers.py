@@ -27,8 +27,13 @@ class GivenAnswer:
     prompt: str
     """The first message of the user."""
     text: str
-    reward: float
-    """A failed session has the reward that the run gives it."""
+    reward: float | None
+    """A failed session has the reward that the run gives it. None: it was not judged."""
+
+    @property
+    def told(self) -> str:
+        """The reward as text."""
+        return "not judged" if self.reward is None else f"{self.reward:.2f}"
 
 
 def read_answers(uris: list[str]) -> dict[str, list[GivenAnswer]]:
@@ -43,7 +48,7 @@ def read_answers(uris: list[str]) -> dict[str, list[GivenAnswer]]:
         messages = json.loads(rows[-1]["messages"])
         prompt = next((_text(message) for message in messages if message["role"] == "user"), "")
         text = next((_text(message) for message in reversed(messages) if message["role"] == "assistant"), "")
-        found[rows[0]["task_id"]].append(GivenAnswer(prompt, text, rows[0]["reward"] or 0.0))
+        found[rows[0]["task_id"]].append(GivenAnswer(prompt, text, rows[0]["reward"]))
     return found
 
 

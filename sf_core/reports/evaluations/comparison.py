@@ -85,7 +85,8 @@ def compare(after: str, before: str | None, changed: Sequence[str]) -> Compariso
     # of a task that one of them did not answer, that one has what a failed session is worth
     tasks = [*new.answers, *(task for task in old.answers if task not in new.answers)]
     unknown = [0.0] * (alone.tasks - len(tasks))
-    gains = np.array([new.mean(task) - old.mean(task) for task in tasks] + unknown)
+    judged = [task for task in tasks if new.rewards(task) and old.rewards(task)]
+    gains = np.array([new.mean(task) - old.mean(task) for task in judged] + unknown)
     return replace(
         alone,
         before=old.measure(),
@@ -106,10 +107,11 @@ class _Side:
     answers: Answers
 
     def rewards(self, task: str) -> list[float]:
-        """Rewards of all sessions of a task, failed ones included."""
+        """Rewards of all sessions of a task, failed ones included, and none of those that were not judged."""
         known = [answer.reward for answer in self.answers.get(task, ())]
         num_failed = max(0, self.config.evaluate.answers - len(known))
-        return known + [self.config.rollout.failed_reward] * num_failed
+        judged = [reward for reward in known if reward is not None]
+        return judged + [self.config.rollout.failed_reward] * num_failed
 
     def mean(self, task: str) -> float:
         rewards = self.rewards(task)
@@ -118,11 +120,12 @@ class _Side:
     def measure(self) -> Measured:
         evaluate = self.config.evaluate
         num_unanswered = max(0, evaluate.num_tasks - len(self.answers))
-        rewards = [self.rewards(task) for task in self.answers]
+        rewards = [rewards for task in self.answers if (rewards := self.rewards(task))]
         rewards += [[self.config.rollout.failed_reward] * evaluate.answers] * num_unanswered
         means = np.array([sum(own) / len(own) for own in rewards])
         solved = {
-            k: float(np.mean([pass_at(k, len(own), sum(r >= SOLVED for r in own)) for own in rewards]))
+            # of a task some answers may not have been judged
+            k: float(np.mean([pass_at(min(k, len(own)), len(own), _count_solved(own)) for own in rewards]))
             for k in sorted({1, evaluate.answers})
         }
         return Measured(version_of(self.uri), float(means.mean()), bootstrap(means), solved)
@@ -133,6 +136,10 @@ def _open(uri: str) -> _Side:
     if not (found := answers_of(view, 0)):
         raise ValueError(f"{view.run.uri}: its evaluation is not done, or no session had an answer")
     return _Side(uri, view.run.read_config(RunConfig), found)
+
+
+def _count_solved(rewards: Sequence[float]) -> int:
+    return sum(reward >= SOLVED for reward in rewards)
 
 
 def bootstrap(values: np.ndarray) -> Interval:

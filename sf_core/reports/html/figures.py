@@ -27,7 +27,7 @@ from storage.tables.batches import read_batch
 from storage.tables.outcomes import outcomes_of
 from storage.tables.trajectories import read_trajectories
 
-TRAINING = ("entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
+TRAINING = ("entropy", "kl", "teacher_kl", "clip_fraction", "grad_norm", "length_mean")
 """Metrics of the train stage that are drawn if a run has them."""
 
 TIMELINE_STEPS = 4000
@@ -106,7 +106,7 @@ def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
     rows = []
     if "filter" in stages:
         columns = ["group_id", "session_id", "task_id", "reward", "decision"]
-        for ref in stages["filter"].outputs:
+        for ref in stages["filter"].files("batches"):
             rows += _group_rows(number, read_batch(run.path(ref.uri), columns))
     elif "rollout" in stages:
         columns = ["group_id", "session_id", "task_id", "reward"]

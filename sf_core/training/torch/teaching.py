@@ -49,12 +49,11 @@ class FrozenModels:
 
     def take(self, role: Literal["reference", "teacher"], name: Name, trained: TrainedModel) -> HeldModel:
         """The model that has this role in the step."""
-        known = {held[0]: held for held in self._held.values()}
-        # a device may have no room for the one before too
-        self._held.pop(role, None)
-        found = known.get(name)
-        del known
-        found = found or (name, *self._load(name, trained))
+        found = next((held for held in self._held.values() if held[0] == name), None)
+        if found is None:
+            # a device may have no room for the one before too
+            self._held.pop(role, None)
+            found = (name, *self._load(name, trained))
         if self._keeps:
             self._held[role] = found
         return found[1]
@@ -104,7 +103,9 @@ def scores_of(
 
 
 def name_teacher(settings: TeacherConfig) -> Name:
-    """The name of the teacher among frozen models; it is no server at an address."""
+    """The name of the teacher among frozen models. Raises ValueError if it is at an address."""
+    if settings.url is not None:
+        raise ValueError(f"the batch was stored without what the teacher at {settings.url} says of it")
     return 0 if settings.model is None else settings.model
 
 

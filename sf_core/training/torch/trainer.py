@@ -229,7 +229,7 @@ class ModelTrainer:
         metrics |= {"loss": loss.detach(), "entropy": entropies.detach()}
         if divergences is not None:
             metrics["teacher_kl"] = divergences.detach()
-            metrics["row"] = torch.from_numpy(microbatch.numbers)[microbatch.row.cpu()]
+            metrics["row"] = torch.from_numpy(microbatch.numbers).to(old.device)[microbatch.row]
         lag = self.version - microbatch.policy_versions
         metrics["lag"] = lag.float()
         # with different weights the difference would not be the engine's

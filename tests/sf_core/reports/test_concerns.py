@@ -72,6 +72,12 @@ def test_a_reward_that_is_the_same_in_three_batches_is_told(tmp_path: Path) -> N
     assert not concerns_of(view, 3, config.model_copy(update={"train": taught}))
 
 
+def test_no_advantage_is_no_concern_where_a_teacher_alone_teaches(tmp_path: Path) -> None:
+    view, config = run_of(tmp_path, {"filter": {"zero_advantage_share": 1.0}})
+    taught = TrainConfig.model_validate({"advantage": "none", "teacher": {"model": "teacher"}})
+    assert not concerns_of(view, 0, config.model_copy(update={"train": taught}))
+
+
 def test_a_run_of_an_earlier_version_whose_manifests_have_less_has_no_concerns(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
     config = configure(run)

@@ -35,6 +35,11 @@ def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_pat
     assert describe_iteration(RunView(run), 1, 40) == second
     third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before it, 2,000 tokens/s, 5.0 s"
     assert describe_iteration(RunView(run), 2, 40) == third
+    times = {"started_at": 115.0, "finished_at": 120.0, "teacher_kl": 0.0625}
+    for stage in STAGES:
+        commit(run, 3, stage, data=(told | times) if stage == "rollout" else times)
+    taught = "iteration 3, 4 of 40: reward 0.500, KL to the teacher 0.0625, 1,000 tokens/s, 5.0 s"
+    assert describe_iteration(RunView(run), 3, 40) == taught
 
 
 def test_progress_is_logged_whatever_the_level_of_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -86,6 +86,18 @@ def test_a_run_that_chooses_shows_how_many_groups_were_right_mixed_and_wrong(
     assert [row["groups right/mixed/wrong"] for row in page.table] == ["3/8/1", ""]
 
 
+def test_a_run_with_a_teacher_shows_how_far_it_is_from_it(
+    configured_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(configured_run, train={"iterations": 4, "teacher": {"weights": "start"}})
+    turn(configured_run, 0)
+    monkeypatch.setitem(DATA, "train", {"teacher_kl": 0.12345678})
+    turn(configured_run, 1)
+    page = RunPage(configured_run)
+    page.update(1)
+    assert [row["KL to the teacher"] for row in page.table] == [0.1235, None]
+
+
 def test_another_attempt_shows_the_iterations_before_it(configured_run: RunDirectory) -> None:
     for number in range(3):
         turn(configured_run, number)

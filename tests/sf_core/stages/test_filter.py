@@ -3,8 +3,11 @@ every token."""
 
 from __future__ import annotations
 
+import http.server
+import json
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,12 +24,14 @@ from openai import OpenAI
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.stages.filter import filter, lag_histogram
 from sf_core.stages.rollout import rollout
-from sf_core.stages.run import RunRef
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.stored_steps import read_stored_batch
 from storage.run_directory import RunDirectory
 from storage.tables.batches import read_batch, select_training_rows
 from storage.tables.parquet import numpy_rows
 from storage.tables.schema import Trajectory
 from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
+from tests.bench.refusals import check_sentence
 from tests.bench.runs import configure, conversation, sample
 
 ITERATION = 1
@@ -299,3 +304,82 @@ def test_the_lags_are_those_of_trained_tokens() -> None:
         }
     )
     assert lag_histogram(rows, 5) == [2, 1, 1]
+
+
+@pytest.fixture
+def teacher() -> Iterator[tuple[dict[str, Any], list[list[int]]]]:
+    """Settings of a teacher at a URL, which says of a token its id over -100; and the rows it was asked."""
+    asked: list[list[int]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer({"data": [{"id": "large"}]})
+
+        def do_POST(self) -> None:
+            ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            asked.append(ids)
+            told = [None, *({str(token): {"logprob": token / -100}} for token in ids[1:])]
+            self._answer({"choices": [{"prompt_logprobs": told}]})
+
+        def _answer(self, body: Any) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {"url": f"http://127.0.0.1:{server.server_port}", "divergence": "sampled"}, asked
+        server.shutdown()
+
+
+def with_ids(row: Trajectory, *ids: int) -> Trajectory:
+    return replace(row, token_ids=np.array(ids, np.int32))
+
+
+def test_what_a_teacher_at_a_url_says_is_stored_beside_the_batch(
+    tmp_path: Path, small_policy: str, teacher: tuple[dict[str, Any], list[list[int]]]
+) -> None:
+    named, asked = teacher
+    settings = {"teacher": named | {"tokenizer": small_policy}, "select": {"kind": "extremes", "keep": 2}}
+    run = RunDirectory(str(tmp_path / "run"))
+    rows = [with_ids(answered(0, place, float(place)), place, 20 + place, 5) for place in range(3)]
+    # the last answer of this one is not trained
+    rows[2] = replace(rows[2], loss_mask=np.array([False, True, False]))
+    batch, data = filtered(run, rows, **settings)
+    assert batch["advantages"].null_count == 3 and "zero_advantage_share" not in data
+    assert sorted(asked) == [[0, 20, 5], [2, 22]]
+    manifest = run.read_committed(ITERATION, "filter")
+    assert [ref.uri.split("/")[0] for ref in manifest.outputs] == ["batches", "scores"]
+    stored = read_stored_batch(OpenRun(RunRef(run.run_id, run.uri, "", attempt=1)), ITERATION)
+    said = [row.tolist() for row in numpy_rows(stored["teacher_logprobs"])]
+    # the middle one does not train
+    assert said == [pytest.approx(values) for values in ([0, -0.2, -0.05], [0, 0, 0], [0, -0.22, 0])]
+    assert filter(RunRef(run.run_id, run.uri, "", attempt=2), ITERATION) == data and len(asked) == 2
+    Path(run.path(manifest.files("scores")[0].uri)).write_bytes(b"changed")
+    with pytest.raises(ValueError, match=r"scores/iteration=1/scores-1.parquet: has 7 bytes, filter"):
+        read_stored_batch(OpenRun(RunRef(run.run_id, run.uri, "", attempt=1)), ITERATION)
+
+
+def test_an_id_that_would_end_the_teachers_server_is_not_sent(
+    tmp_path: Path, small_policy: str, teacher: tuple[dict[str, Any], list[list[int]]]
+) -> None:
+    named, asked = teacher
+    known = json.loads(Path(small_policy, "config.json").read_text())["vocab_size"]
+    rows = [with_ids(answered(0, 0, 1.0), 1, 2, known - 1), with_ids(answered(0, 1, 0.0), 1, known, 2)]
+    with pytest.raises(ValueError) as refused:
+        filtered(RunDirectory(str(tmp_path / "run")), rows, teacher=named | {"tokenizer": small_policy})
+    names = (f"id {known} in row g0.1.b0 of session g0.1 is none of the {known:,} of the teacher at ",)
+    check_sentence(str(refused.value), *names, small_policy)
+    assert asked == []
+
+
+def test_without_a_teacher_at_a_url_there_are_no_scores(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    filtered(run, [answered(0, 0, 1.0), answered(0, 1, 0.0)], teacher={"weights": "start"})
+    [ref] = run.read_committed(ITERATION, "filter").outputs
+    assert ref.uri.startswith("batches/")
+    stored = read_stored_batch(OpenRun(RunRef(run.run_id, run.uri, "", attempt=1)), ITERATION)
+    assert "teacher_logprobs" not in stored.column_names

@@ -52,6 +52,7 @@ function drawOverview(figures) {
     lineChart("Switching a device, seconds", [{ name: "to train", points: device("to_train_mean_s") }, { name: "to rollout", points: device("to_rollout_mean_s") }], { from: 0 }),
     lineChart("Entropy", [{ name: "entropy", points: training("entropy") }]),
     lineChart("KL to the sampling policy, clipped share", [{ name: "kl", points: training("kl") }, { name: "clipped", points: training("clip_fraction") }]),
+    lineChart("KL to the teacher", [{ name: "kl", points: training("teacher_kl") }]),
     lineChart("Gradient norm", [{ name: "norm", points: training("grad_norm") }], { from: 0 }),
   ];
   byId("charts").append(...charts.filter(Boolean));

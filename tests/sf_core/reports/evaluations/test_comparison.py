@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -26,14 +27,16 @@ from storage.run_directory import RunDirectory
 from storage.tables.trajectories import write_trajectories
 from tests.bench.runs import commit, configure, conversation
 
+Rewards = Mapping[str, Sequence[float | None]]
 
-def measure(run: RunDirectory, rewards: dict[str, list[float]], version: int = 0) -> None:
-    """Commit an evaluation whose answers have these rewards, by task."""
+
+def measure(run: RunDirectory, rewards: Rewards, version: int = 0) -> None:
+    """Commit an evaluation whose answers have these rewards, by task; None: it was not judged."""
     rows = [
         conversation(
             [
                 {"role": "user", "content": f"ask {task}"},
-                {"role": "assistant", "content": f"say {reward:g}"},
+                {"role": "assistant", "content": f"say {reward or 0:g}"},
             ],
             task_id=task,
             session_id=f"{run.run_id}.{version}.{task}.{i}",
@@ -44,11 +47,11 @@ def measure(run: RunDirectory, rewards: dict[str, list[float]], version: int = 0
         for i, reward in enumerate(own)
     ]
     ref = write_trajectories(run, version, rows, "evaluation-1", "evaluations")
-    mean = float(np.mean([reward for own in rewards.values() for reward in own]))
+    mean = float(np.mean([reward or 0 for own in rewards.values() for reward in own]))
     commit(run, version, "evaluate", outputs=[ref], data={"reward_mean": mean, "failures": {}})
 
 
-def measured(root: Path, name: str, rewards: dict[str, list[float]], num_tasks: int = 0) -> str:
+def measured(root: Path, name: str, rewards: Rewards, num_tasks: int = 0) -> str:
     run = RunDirectory(str(root / name))
     answers = max(map(len, rewards.values()))
     configure(run, evaluate={"num_tasks": num_tasks or len(rewards), "answers": answers})
@@ -87,6 +90,18 @@ def test_sessions_that_failed_without_an_answer_count_as_failed(tmp_path: Path) 
     # half of a and all of b were lost, c was won, and of the fourth nobody knows
     assert (found.won, found.lost, found.difference) == (1, 2, pytest.approx(-0.5 / 4))
     assert found.after.solved == {1: pytest.approx(1.5 / 4), 2: pytest.approx(2 / 4)}
+
+
+def test_answers_that_were_not_judged_do_not_count(tmp_path: Path) -> None:
+    before = measured(tmp_path, "v00000-a", {"a": [1.0, None], "b": [0.0, 0.0], "c": [1.0, 1.0]})
+    after = measured(tmp_path, "v00001-a", {"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [None, None]})
+    found = compare(after, before, [])
+    assert found.before is not None
+    assert (found.before.reward, found.after.reward) == (pytest.approx(2 / 3), 0.75)
+    # of c nothing is known afterwards
+    assert (found.won, found.lost, found.difference) == (1, 1, pytest.approx((1.0 - 0.5) / 2))
+    assert found.after.solved == {1: 0.75, 2: 1.0}
+    assert [new.told for _, new in found.examples] == ["0.00", "1.00", "not judged"]
 
 
 def test_a_version_alone_has_answers_and_no_difference(tmp_path: Path) -> None:

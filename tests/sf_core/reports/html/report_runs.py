@@ -108,7 +108,7 @@ def commit_iteration(
         }
         | told_more,
         "filter": {"lags": [30]},
-        "train": {"entropy": 1.5},
+        "train": {"entropy": 1.5, "teacher_kl": 0.25},
     }
     for stage in STAGES:
         data = {"started_at": at, "finished_at": at + 10} | told.get(stage, {})

@@ -36,6 +36,7 @@ def test_a_run_opens_offline_with_its_curves_devices_and_tables(
     with opened(browser, write_report(talking_run.uri, None, 16), offline=True) as page:
         reward = page.locator("figure.chart", has_text="Reward").locator("path.line")
         assert re.fullmatch(r"M[\d.]+,[\d.]+L[\d.]+,[\d.]+", reward.get_attribute("d") or "")
+        expect(page.locator("figure.chart", has_text="KL to the teacher")).to_have_count(1)
         expect(page.locator("#timeline rect.kind-busy")).to_have_count(2)
         expect(page.locator("#timeline .boundary")).to_have_count(1)
         expect(page.locator("#tiles")).to_contain_text("sampled tokens200tokens/s")

@@ -1,4 +1,4 @@
-"""Teachers in a train step, against their definition: each row by itself, by transformers' own forward pass."""
+"""Teachers in a train step, against their definition: each row by itself, by transformers' forward pass."""
 
 from __future__ import annotations
 
