@@ -77,7 +77,7 @@ def judged_run(runs_root: str) -> RunDirectory:
     rows = [conversation(talk, session_id="h0", branch_id="h0.b0")]
     files = [write_trajectories(run, 0, rows, "two", "evaluations")]
     judged = [*asked, *(("h0", one) for one in ASKED)]
-    files.append(write_judgements(run, 0, judged, "two", "judgements/evaluations"))
+    files.append(write_judgements(run, 0, judged, "two", "evaluations"))
     commit(run, 0, "evaluate", outputs=files, data=told | times)
     for stage in STAGES[1:]:
         commit(run, 0, stage, data=more.get(stage, {}) | times)
