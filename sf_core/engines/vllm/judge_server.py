@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from sf_core.config.judges import JudgeConfig
+from sf_core.config.rollout_config import JudgeConfig
 from sf_core.engines.vllm.limits import check_cpu_build
 from sf_core.engines.vllm.server import VllmServer
 from sf_core.models.cache_size import cache_bytes
