@@ -14,7 +14,7 @@ from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import weigh
 from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
-from sf_core.training.teacher_folder import count_ids
+from sf_core.training.teacher_folder import count_rows, read_tokenizer
 from storage.files import FileRef
 from storage.tables.batches import TRAIN, write_batch
 from storage.tables.parquet import numpy_rows
@@ -78,7 +78,9 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
     teacher = run.config.train.teacher
     if teacher is None or teacher.url is None or teacher.tokenizer is None:
         return []
-    known, masks, ids = count_ids(teacher.tokenizer), *map(numpy_rows, (rows["loss_mask"], rows["token_ids"]))
+    masks, ids = (numpy_rows(rows[name]) for name in ("loss_mask", "token_ids"))
+    known = count_rows(teacher.tokenizer)
+    known = known or read_tokenizer(teacher.tokenizer, "train.teacher.tokenizer").get_vocab_size()
     names = [rows[name].to_pylist() for name in ("branch_id", "session_id")]
     asked: dict[int, tuple[str, list[int]]] = {}
     for place in [row for row in np.flatnonzero(trains) if masks[row].any()]:

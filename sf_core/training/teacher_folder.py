@@ -52,11 +52,15 @@ class TeacherFolder:
 
     def digest(self) -> str:
         """SHA-256 over names and contents of the weights and the configuration of the model."""
-        uris = [join(self.source, "config.json")]
-        uris += [uri for uri in list_files(self.weights or self.source) if _is_weights(_name_of(uri))]
-        if self.adapter is not None:
-            uris += [uri for uri in list_files(self.adapter) if _is_weights(_name_of(uri))]
-            uris.append(join(self.adapter, ADAPTER_CONFIG))
+        listed = [list_files(self.weights or self.source)]
+        listed += [] if self.adapter is None else [list_files(self.adapter)]
+        found = [
+            uri
+            for uris in listed
+            for uri in uris
+            if _is_weights(name := _name_of(uri)) or name == ADAPTER_CONFIG
+        ]
+        uris = [join(self.source, "config.json"), *found]
         lines = sorted(f"{_name_of(uri)} {describe(uri).sha256}" for uri in uris)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -103,10 +107,7 @@ def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) ->
     """Raises ValueError, which names the setting and the first token that differs, if a token of the policy's
     has another id at the teacher, whose tokenizer and configuration are in the folder. `rows`: number of ids
     that the policy may sample, of which the teacher must know all."""
-    file = join(folder, "tokenizer.json")
-    if not exists(file):
-        raise ValueError(f"{setting}: {folder} has no tokenizer.json, which is compared with the policy's")
-    own, taught = policy.get_vocab(), Tokenizer.from_str(read_bytes(file).decode()).get_vocab()
+    own, taught = policy.get_vocab(), read_tokenizer(folder, setting).get_vocab()
     for token, number in sorted(own.items(), key=lambda item: item[1]):
         if taught.get(token) != number:
             there = next((repr(other) for other, found in taught.items() if found == number), "no token")
@@ -124,14 +125,18 @@ def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) ->
 def count_rows(folder: str) -> int | None:
     """Number of ids that the model of this folder knows; None if its configuration is not there or does not
     say."""
-    if not exists(join(folder, "config.json")):
-        return None
-    shape = read_model_config(folder, SETTING)
+    shape = read_model_config(folder, SETTING) if exists(join(folder, "config.json")) else {}
     return shape.get("vocab_size") or (shape.get("text_config") or {}).get("vocab_size")
 
 
-def count_ids(folder: str) -> int:
-    """Number of ids that the teacher with the tokenizer in this folder knows for sure."""
-    if (rows := count_rows(folder)) is not None:
-        return rows
-    return Tokenizer.from_str(read_bytes(join(folder, "tokenizer.json")).decode()).get_vocab_size()
+def read_tokenizer(folder: str, setting: str) -> Tokenizer:
+    """The tokenizer of a folder. Raises ValueError, which names the setting, if it cannot be read."""
+    if not exists(file := join(folder, "tokenizer.json")):
+        raise ValueError(
+            f"{setting}: {folder} has no tokenizer.json, which teacher and policy are compared by"
+        )
+    try:
+        return Tokenizer.from_str(read_bytes(file).decode())
+    except Exception as error:
+        # tokenizers raises nothing narrower
+        raise ValueError(f"{setting}: {file} cannot be read: {error}") from None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES
@@ -19,10 +17,8 @@ from sf_core.training.teacher_folder import (
     count_rows,
     find_teacher,
     is_here,
+    read_tokenizer,
 )
-from storage.files import join, read_bytes
-
-SETTING_AT_URL = "train.teacher.tokenizer"
 
 
 def check_teacher(config: RunConfig, by_a_worker: bool) -> None:
@@ -49,17 +45,20 @@ def check_teacher(config: RunConfig, by_a_worker: bool) -> None:
 def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> None:
     """Raises ValueError, one sentence that names the first difference, if a token of the policy is another
     one to the teacher. `policy`: the folder of the model; None: the built-in policy."""
-    teacher = config.train.teacher
-    if teacher is None or teacher.weights is not None:
+    teacher, found = config.train.teacher, find_here(config, by_a_worker)
+    folder, setting = None if found is None else found.source, SETTING
+    if teacher is not None and teacher.tokenizer is not None:
+        folder, setting = teacher.tokenizer, "train.teacher.tokenizer"
+    if folder is None:
         return
-    folder, setting = teacher.tokenizer, "train.teacher.tokenizer"
-    if teacher.model is not None:
-        found = find_here(config, by_a_worker)
-        folder, setting = None if found is None else found.source, SETTING
-    if folder is not None:
-        tokenizer = _open_tokenizer(policy)
-        rows = count_rows(policy) if policy is not None else None
-        check_vocabulary(tokenizer, rows or tokenizer.get_vocab_size(), folder, setting)
+    if policy is None:
+        # transformers is imported for it
+        from sf_core.models.builtin import make_tokenizer
+
+        tokenizer, rows = make_tokenizer().backend_tokenizer, None
+    else:
+        tokenizer, rows = read_tokenizer(policy, "policy.model"), count_rows(policy)
+    check_vocabulary(tokenizer, rows or tokenizer.get_vocab_size(), folder, setting)
 
 
 def find_here(config: RunConfig, by_a_worker: bool = True) -> TeacherFolder | None:
@@ -80,15 +79,16 @@ def teacher_context(config: RunConfig) -> int | None:
 def frozen_bytes(config: RunConfig, version: int) -> int:
     """Bytes of the models that all ranks together hold and do not train: the teacher and the reference of
     `train.loss.kl`. `version`: those of a version of the policy."""
-    train, found = config.train, find_here(config)
-    taught = 0
+    train, found, taught = config.train, find_here(config), 0
     if found is not None:
         dtype = read_dtype(read_model_config(found.source, SETTING))
         taught = (DTYPE_BYTES | {"float16": 2}).get(dtype, 4) * _count(found)
+    # None: the start, which is held once for both
+    versions = set() if train.loss.kl is None else {train.loss.kl.renew_every}
+    if train.teacher is not None and train.teacher.weights is not None:
+        versions.add(None)
     # with an adapter, that of another version stands in
-    is_start = train.teacher is not None and train.teacher.weights is not None
-    versions = 0 if train.lora is not None else is_start + (train.loss.kl is not None)
-    return taught + versions * version
+    return taught + (0 if train.lora is not None else len(versions) * version)
 
 
 def explain_teacher(config: RunConfig, policy: int) -> str:
@@ -100,23 +100,24 @@ def explain_teacher(config: RunConfig, policy: int) -> str:
             f"the server at {teacher.url}, which the filter stage asks for the log-probs of each batch; each "
             "step has one more forward pass through the policy"
         )
-    parameters, about = policy, "version 0 of the policy"
-    if teacher.model is not None:
-        about = f"{teacher.model}, which is on a worker"
-        if found is not None:
-            shape, parameters = read_model_config(found.source, SETTING), _count(found)
-            about = f"{teacher.model}: {shape.get('model_type')}, {parameters / 1e6:,.1f} million parameters "
-            about += f"in {read_dtype(shape)}"
+    parameters, about = policy, teacher.model or "version 0 of the policy"
+    if found is not None:
+        shape, parameters = read_model_config(found.source, SETTING), _count(found)
+        about += (
+            f": {shape.get('model_type')}, {parameters / 1e6:,.1f} million parameters in {read_dtype(shape)}"
+        )
+    elif teacher.model is not None:
+        about += ", which is on a worker"
     elif config.train.lora is not None:
         about += ", which takes no memory beside the adapter"
-    passes = "one more forward pass through it"
+    about += "; each step has one more forward pass through it"
     if not teacher.is_loss:
-        passes, parameters = f"{passes} and one through the policy", parameters + policy
+        about, parameters = f"{about} and one through the policy", parameters + policy
     if teacher.model is not None and found is None:
-        return f"{about}; each step has {passes}"
+        return about
     # a forward pass is a third of a pass with its backward pass
     share = parameters / (policy * (4 if config.train.recompute else 3))
-    return f"{about}; each step has {passes}, about {share:.0%} more computing"
+    return f"{about}, about {share:.0%} more computing"
 
 
 def read_dtype(shape: Mapping[str, Any]) -> str:
@@ -129,12 +130,3 @@ def read_dtype(shape: Mapping[str, Any]) -> str:
 def _count(teacher: TeacherFolder) -> int:
     with teacher.open() as (folder, _):
         return count_parameters(folder)
-
-
-def _open_tokenizer(policy: str | None) -> Tokenizer:
-    if policy is not None:
-        return Tokenizer.from_str(read_bytes(join(policy, "tokenizer.json")).decode())
-    # transformers is imported for it
-    from sf_core.models.builtin import make_tokenizer
-
-    return make_tokenizer().backend_tokenizer

@@ -144,6 +144,9 @@ def test_a_teacher_must_have_a_tokenizer_and_know_every_id(small_policy: str, po
     (policy_copy / "config.json").unlink()
     # a tokenizer alone does not say it
     check_vocabulary(policy, size + 28, str(policy_copy), "here")
+    (policy_copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"here: .*/tokenizer.json cannot be read: "):
+        check_vocabulary(policy, size, str(policy_copy), "here")
     (policy_copy / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"here: .* has no tokenizer.json, which is compared with the pol"):
+    with pytest.raises(ValueError, match=r"here: .* has no tokenizer.json, which teacher and policy are com"):
         check_vocabulary(policy, size, str(policy_copy), "here")

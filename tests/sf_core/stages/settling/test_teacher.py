@@ -137,13 +137,16 @@ def test_each_rank_holds_its_part_of_the_teacher_and_of_the_reference(
     plain = PolicySizes.of(RunConfig.model_validate({"policy": policy, "train": shared}))
     assert plain is not None and plain.frozen == 0
 
-    kl = {"loss": {"kl": {"coefficient": 0.1}}}
+    kl, renewed = ({"loss": {"kl": {"coefficient": 0.1, "renew_every": every}}} for every in (None, 3))
     for sections, expected in (
         ({"teacher": {"model": small_policy}}, 4 * parameters),
         ({"teacher": {"model": str(policy_copy)}}, 2 * parameters),
         (kl, 4 * parameters),
         ({"teacher": {"weights": "start"}}, 4 * parameters),
         ({"teacher": {"model": str(policy_copy)}} | kl, 6 * parameters),
+        # the start is held once
+        ({"teacher": {"weights": "start"}} | kl, 4 * parameters),
+        ({"teacher": {"weights": "start"}} | renewed, 8 * parameters),
         ({"teacher": AT_URL | {"tokenizer": small_policy}}, 0),
     ):
         sizes = sizes_of(RunConfig.model_validate({"policy": policy, "train": shared | sections}))
