@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.training.megatron.megatron_model import MegatronModel
@@ -28,14 +28,7 @@ class MegatronBackend(TorchBackend):
         return MegatronModel(model_dir, ranks, config.train, device=device, dtype=dtype, values=values)
 
     def make_frozen(
-        self,
-        config: RunConfig,
-        model_dir: str,
-        ranks: Ranks,
-        device: str,
-        *,
-        dtype: Literal["auto"] | None = None,
-        adapter: str | None = None,
+        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
     ) -> MegatronModel:
-        assert dtype is None, "configurations with train.teacher and this backend are refused"
+        assert not choices, "configurations with train.teacher and this backend are refused"
         return self.make_model(config, model_dir, ranks, device)

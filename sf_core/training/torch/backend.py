@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Literal
+from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
@@ -66,19 +66,12 @@ class TorchBackend:
         )
 
     def make_frozen(
-        self,
-        config: RunConfig,
-        model_dir: str,
-        ranks: Ranks,
-        device: str,
-        *,
-        dtype: Literal["auto"] | None = None,
-        adapter: str | None = None,
+        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
     ) -> HeldModel:
-        """A model that these ranks hold and do not train, in the dtype of its folder (auto) or in that of the
-        policy."""
-        kind = dtype or config.policy.dtype_name
-        return FrozenModel(model_dir, ranks, device=device, dtype=kind, adapter=adapter)
+        """A model that these ranks hold and do not train, in the policy's dtype unless the choices, which are
+        those of FrozenModel, name another."""
+        choices = {"dtype": config.policy.dtype_name, **choices}
+        return FrozenModel(model_dir, ranks, device=device, **choices)
 
     @contextmanager
     def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[ModelTrainer]:
@@ -171,15 +164,14 @@ def _find_teacher(run: TrainedRun, name: str, ranks: Ranks) -> tuple[TeacherFold
         raise ValueError(f"train.teacher.model: {name} is not the same model on every training worker")
     for iteration in count():
         manifest = run.directory.read_manifest(iteration, "train")
-        before = None if manifest is None else manifest.data.get("teacher")
-        if before not in (None, found):
+        if manifest is None or (before := manifest.data.get("teacher")) == found:
+            break
+        if before is not None:
             raise ValueError(
                 f"train.teacher.model: {name} is not the model that taught iteration {iteration}: the "
                 "setting or its files have changed; go on with what they were"
             )
-        if manifest is None or before is not None:
-            return teacher, found
-    raise AssertionError("unreachable")
+    return teacher, found
 
 
 def _refuse_missing(run: TrainedRun, version: int) -> None:

@@ -14,7 +14,6 @@ import pyarrow as pa
 import torch
 
 from sf_core.config import TrainConfig
-from sf_core.config.train_config import TeacherConfig
 from sf_core.recipes.advantages import Gae
 from sf_core.recipes.losses import LossConfig, PolicyLoss, mean_over
 from sf_core.recipes.samples import Samples, Score, Values
@@ -79,41 +78,32 @@ def scores_of(
     version: int,
     frozen: FrozenModels,
     critic: TrainedModel | None,
-    stored: Mapping[Score, Values],
+    batch: pa.Table,
 ) -> dict[Score, Values]:
     """The scores of all rows that the configuration needs, the same on every rank; 0 where nothing is
-    trained. `version` is the one that the model holds. Those that are `stored` are not made again. Raises
-    ValueError if the teacher's are not finite."""
-    needs = (config.needs | config.loss.needs) - stored.keys()
-    found = dict(stored)
+    trained. `version` is the one that the model holds. The batch has those of a teacher at an address. Raises
+    ValueError if it has not, or if the teacher's are not finite."""
+    needs, teacher = config.needs | config.loss.needs, config.teacher
+    found: dict[Score, Values] = {}
     if needs & {"start", "entropy"}:
         found["start"], found["entropy"] = _score_rows(rows, config, model, ranks)
     if "reference" in needs:
         reference = frozen.take("reference", config.loss.reference_of(version), model)
         found["reference"], _ = _score_rows(rows, config, reference, ranks)
-    if "teacher" in needs and config.teacher is not None:
-        teacher = frozen.take("teacher", name_teacher(config.teacher), model)
-        found["teacher"], _ = _score_rows(rows, config, teacher, ranks)
+    if "teacher" in needs and teacher is not None:
+        if teacher.url is None:
+            held = frozen.take("teacher", teacher.model or 0, model)
+            found["teacher"], _ = _score_rows(rows, config, held, ranks)
+        elif "teacher_logprobs" in batch.column_names:
+            found["teacher"] = numpy_rows(select_training_rows(batch)["teacher_logprobs"])
+        else:
+            raise ValueError(f"the batch was stored without what the teacher at {teacher.url} says of it")
     for row, values in zip(rows, found.get("teacher", ()), strict=False):
         if not np.isfinite(values).all():
             raise teacher_fault(row)
     if "values" in needs and critic is not None:
         found["values"], _ = _score_rows(rows, config, critic, ranks)
     return found
-
-
-def name_teacher(settings: TeacherConfig) -> Name:
-    """The name of the teacher among frozen models. Raises ValueError if it is at an address."""
-    if settings.url is not None:
-        raise ValueError(f"the batch was stored without what the teacher at {settings.url} says of it")
-    return 0 if settings.model is None else settings.model
-
-
-def read_stored_scores(batch: pa.Table) -> dict[Score, Values]:
-    """The scores of the rows that train which are stored with a batch: those of a teacher at an address."""
-    if "teacher_logprobs" not in batch.column_names:
-        return {}
-    return {"teacher": numpy_rows(select_training_rows(batch)["teacher_logprobs"])}
 
 
 def teacher_fault(row: Row) -> ValueError:

@@ -20,6 +20,7 @@ from sf_core.models.scoring import Target
 from sf_core.recipes.losses import PolicyLoss, Tokens
 from sf_core.training.background import Background
 from sf_core.training.packing import Microbatch, Row, read_rows, share, split_groups
+from sf_core.training.torch import teaching
 from sf_core.training.torch.critic import PolicyAndCritic, explained_variance, teach_values
 from sf_core.training.torch.publisher import Publisher
 from sf_core.training.torch.ranks import Ranks, SingleRank
@@ -30,16 +31,6 @@ from sf_core.training.torch.step_metrics import (
     summaries,
     teacher_metrics,
     token_metrics,
-)
-from sf_core.training.torch.teaching import (
-    FrozenModels,
-    fit_policy_loss,
-    name_teacher,
-    prepare_rows,
-    read_stored_scores,
-    scores_of,
-    teacher_fault,
-    weigh_rows,
 )
 from sf_core.training.torch.trained_model import AdamSettings, Targets, TeacherModel, TrainedModel
 from storage.files import FileRef
@@ -67,7 +58,7 @@ class ModelTrainer:
         seed: int,
         ranks: Ranks | None = None,
         dtype: DtypeName = "float32",
-        frozen: FrozenModels | None = None,
+        frozen: teaching.FrozenModels | None = None,
         make_critic: Callable[[Ranks], TrainedModel] | None = None,
         adapter: bytes = b"",
         base: str = "",
@@ -76,7 +67,7 @@ class ModelTrainer:
         the content of `adapter_config.json`, if an adapter alone is trained, and `base` the digest of the
         frozen weights."""
         self.version = 0
-        self._frozen = frozen or FrozenModels()
+        self._frozen = frozen or teaching.FrozenModels()
         self.config, self._seed = config, seed
         self._ranks: Ranks = ranks or SingleRank()
         self.model = make_model(self._ranks)
@@ -123,33 +114,30 @@ class ModelTrainer:
         """The rows of a batch with what they teach, the policy's part of their loss, and metrics of what a
         teacher says of them."""
         rows, config = read_rows(batch), self.config
-        needs = config.needs | config.loss.needs
-        stands_in = "reference" in needs or (
-            config.teacher is not None and config.teacher.weights is not None
-        )
+        needs, teacher = config.needs | config.loss.needs, config.teacher
+        stands_in = "reference" in needs or (teacher is not None and teacher.weights is not None)
         if self._base and self.device == "cpu" and stands_in:
             # a checkpoint that is being stored reads the factors that those of a version stand in for
             self.await_checkpoint()
         if not needs:
             return rows, config.loss.policy, {}
-        stored = read_stored_scores(batch)
-        scores = scores_of(
-            rows, config, self.model, self._ranks, self.version, self._frozen, self._critic, stored
+        scores = teaching.scores_of(
+            rows, config, self.model, self._ranks, self.version, self._frozen, self._critic, batch
         )
-        taught = prepare_rows(rows, batch, scores, config, self.version)
-        return taught, fit_policy_loss(taught, scores, config.loss), teacher_metrics(rows, scores)
+        taught = teaching.prepare_rows(rows, batch, scores, config, self.version)
+        return taught, teaching.fit_policy_loss(taught, scores, config.loss), teacher_metrics(rows, scores)
 
     def _optimise(self, rows: list[Row], policy_loss: PolicyLoss, per_token: PerToken) -> float:
         """One optimiser step on these rows; appends the metrics of every token, returns the gradient norm."""
         config = self.config
-        weighted, total = weigh_rows(rows, config.loss)
+        weighted, total = teaching.weigh_rows(rows, config.loss)
         noted = per_token if self.model.measures else defaultdict(list)
         loss = partial(self._loss, total, policy_loss, noted)
         targets = self._find_targets()
         teaches_all = config.loss.teaches_all or targets is not None
         teaches = [teaches_all or bool(row.advantages.any()) for row in weighted]
-        teaching = [row for row, does in zip(weighted, teaches, strict=True) if does]
-        self.model.forward_backward(self._share(teaching), loss, targets)
+        taught = [row for row, does in zip(weighted, teaches, strict=True) if does]
+        self.model.forward_backward(self._share(taught), loss, targets)
         # the others need no backward pass: a third of the work
         others = [row for row, does in zip(weighted, teaches, strict=True) if not does]
         self.model.forward(self._share(others), loss)
@@ -175,17 +163,14 @@ class ModelTrainer:
         settings = self.config.teacher
         if settings is None or not settings.is_loss:
             return None
-        teacher = cast(TeacherModel, self._frozen.take("teacher", name_teacher(settings), self.model))
+        teacher = cast(TeacherModel, self._frozen.take("teacher", settings.model or 0, self.model))
         return lambda microbatch: Target(*teacher.predict(microbatch), settings.divergence)
 
     def _check_teacher(self, rows: list[Row], per_token: PerToken) -> None:
         """Raises ValueError if numbers of the teacher are not finite where the policy's are."""
-        lists = zip(*(per_token.get(name, ()) for name in ("teacher_kl", "entropy", "row")), strict=False)
-        faulty = [row[~kl.isfinite() & entropy.isfinite()] for kl, entropy, row in lists]
-        numbers = {int(number) for some in faulty for number in some}
-        found: set[int] = set().union(*self._ranks.gather(numbers))
-        if found:
-            raise teacher_fault(next(row for row in rows if row.number == min(found)))
+        numbers = {int(number) for some in per_token["faulty"] for number in some}
+        if found := set[int]().union(*self._ranks.gather(numbers)):
+            raise teaching.teacher_fault(next(row for row in rows if row.number == min(found)))
 
     @property
     def _learning_rate(self) -> float:
@@ -231,7 +216,8 @@ class ModelTrainer:
         metrics |= {"loss": loss.detach(), "entropy": entropies.detach()}
         if divergences is not None:
             metrics["teacher_kl"] = divergences.detach()
-            metrics["row"] = torch.from_numpy(microbatch.numbers).to(old.device)[microbatch.row]
+            faulty = ~divergences.isfinite() & entropies.isfinite()
+            metrics["faulty"] = torch.from_numpy(microbatch.numbers)[microbatch.row[faulty].cpu()]
         lag = self.version - microbatch.policy_versions
         metrics["lag"] = lag.float()
         # with different weights the difference would not be the engine's

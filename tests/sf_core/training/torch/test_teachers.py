@@ -272,5 +272,14 @@ def test_what_a_teacher_at_a_url_said_is_stored_with_the_batch(folders: dict[str
     assert other.teacher_digest == "" and model.teacher_digest == "a digest"
     wanted = read_parts(model, EXP_AVG, SingleRank())
     assert_close(read_parts(other, EXP_AVG, SingleRank()), wanted, 1e-5)
+    # a later attempt may have a teacher that is held, and then it is that one
+    for kind, correction in (("sampled", None), ("reverse", {})):
+        settings: dict[str, Any] = {"loss": {"policy": "plain", "correction": correction}}
+        given = (folders["lean"], folders["teacher"], {"divergence": kind}, SingleRank())
+        found, wanted_metrics = (
+            make_trainer(*given, **settings).step(one)["teacher_kl"]
+            for one in (batch.append_column("teacher_logprobs", batch["logprobs"]), batch)
+        )
+        assert found == wanted_metrics
     with pytest.raises(ValueError, match="stored without what the teacher at http://teacher:8000 says of it"):
         other.step(batch)
