@@ -35,9 +35,8 @@ def _compares(config: Sections) -> bool:
     advantage = config.train.advantage
     if isinstance(advantage, Whitened):
         return advantage.baseline
-    return not (
-        _has_idle_rewards(config) or isinstance(advantage, Gae | CustomAdvantage | RoleBaseline | Tree)
-    )
+    is_alone = isinstance(advantage, Gae | CustomAdvantage | RoleBaseline | Tree)
+    return not is_alone and advantage.kind != "none"
 
 
 def _has_weight(config: Sections, *kinds: type) -> bool:
@@ -98,14 +97,11 @@ def _dual(config: Sections) -> Clip | None:
     return policy if isinstance(policy, Clip) and policy.beyond == "dual" else None
 
 
-def _has_idle_rewards(config: Sections) -> bool:
-    return config.train.advantage.kind == "none"
-
-
-def _goes_by_rewards(config: Sections) -> bool:
+def _goes_by_idle_rewards(config: Sections) -> bool:
     rollout, kl = config.rollout, config.train.loss.kl
     chooses = rollout.gate.kind != "all" or rollout.curriculum is not None or config.train.select is not None
-    return chooses or (kl is not None and kl.place == "reward")
+    goes = chooses or (kl is not None and kl.place == "reward")
+    return goes and config.train.advantage.kind == "none"
 
 
 def _num_kept(config: Sections) -> int | None:
@@ -284,12 +280,15 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         "({c.rollout.group_size}), or nothing is left out: lower it, or leave train.select out",
     ),
     (
-        lambda c: _has_idle_rewards(c) and (c.train.teacher is None or c.train.teacher.weights is not None),
+        lambda c: (
+            c.train.advantage.kind == "none"
+            and (c.train.teacher is None or c.train.teacher.weights is not None)
+        ),
         "train.advantage none learns nothing from rewards, so it needs a teacher that is not the policy at "
         "its start: name one as train.teacher, or take train.advantage group",
     ),
     (
-        lambda c: _has_idle_rewards(c) and _goes_by_rewards(c),
+        _goes_by_idle_rewards,
         "rollout.gate, rollout.curriculum, train.select and train.loss.kl with place reward go by rewards, "
         "which teach nothing with train.advantage none: leave them out",
     ),

@@ -69,27 +69,21 @@ def score(
     greedy = temperature == 0
     top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
     scale = torch.from_numpy(np.where(greedy, 1, temperature)).to(outputs.device, torch.float32)
-    theirs: tuple[torch.Tensor | None, torch.Tensor | None, str] = (None, None, "")
-    if target is not None:
-        vocabulary = outputs.shape[1] if head is None else head.shape[0]
-        theirs = _narrow(target, vocabulary)
-    found: tuple[torch.Tensor, ...] = _Score.apply(
-        outputs, head, token_ids, scale, top_p, top_k, split, *theirs
-    )
-    return found
+    vocabulary = outputs.shape[1] if head is None else head.shape[0]
+    theirs = (None, None, "") if target is None else _narrow(target, vocabulary)
+    return tuple(_Score.apply(outputs, head, token_ids, scale, top_p, top_k, split, *theirs))
 
 
 def _narrow(target: Target, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     """Outputs and head of the target that make logits of this vocabulary alone, and its divergence."""
-    rows = target.outputs.shape[1] if target.head is None else target.head.shape[0]
-    if rows < vocabulary:
+    outputs, head = target.outputs, target.head
+    if (rows := outputs.shape[1] if head is None else head.shape[0]) < vocabulary:
         raise ValueError(
-            f"the teacher has logits for {rows} tokens, and the policy for {vocabulary}: a teacher needs one "
-            "for each of the policy's"
+            f"the teacher has {rows} logits, and needs one for each of the policy's {vocabulary}"
         )
-    if target.head is None:
-        return target.outputs[:, :vocabulary], None, target.divergence
-    return target.outputs, target.head[:vocabulary], target.divergence
+    if head is None:
+        return outputs[:, :vocabulary], None, target.divergence
+    return outputs, head[:vocabulary], target.divergence
 
 
 class _Score(torch.autograd.Function):
@@ -127,9 +121,8 @@ class _Score(torch.autograd.Function):
             if divergences is not None:
                 divergences[part] = _diverge(all_logprobs, theirs, divergence, logits)
             entropies[part] = -torch.exp(all_logprobs, out=logits).mul_(all_logprobs).sum(1)
-        ctx.save_for_backward(
-            outputs, head, token_ids, scale, lowest, normalizers, divergences, their_outputs, their_head
-        )
+        made = lowest, normalizers, divergences
+        ctx.save_for_backward(outputs, head, token_ids, scale, *made, their_outputs, their_head)
         ctx.set_materialize_grads(False)
         ctx.split, ctx.divergence = split, divergence
         return (logprobs, entropies) if divergences is None else (logprobs, entropies, divergences)

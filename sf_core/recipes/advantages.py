@@ -245,18 +245,9 @@ class CustomAdvantage(Advantage):
 
 
 # in the order in which the form tells them apart: those with few fields first
+_WithFewFields = NoAdvantage | LeaveOneOut | Relative | RoleBaseline | Tree | Whitened
 AnyAdvantage = Annotated[
-    NoAdvantage
-    | LeaveOneOut
-    | Relative
-    | RoleBaseline
-    | Tree
-    | Whitened
-    | CustomAdvantage
-    | TwoLevel
-    | Pair
-    | Grpo
-    | Gae,
+    _WithFewFields | CustomAdvantage | TwoLevel | Pair | Grpo | Gae,
     Field(discriminator="kind"),
     or_kind("group"),
 ]

@@ -52,15 +52,10 @@ class TeacherFolder:
 
     def digest(self) -> str:
         """SHA-256 over names and contents of the weights and the configuration of the model."""
-        listed = [list_files(self.weights or self.source)]
-        listed += [] if self.adapter is None else [list_files(self.adapter)]
-        found = [
-            uri
-            for uris in listed
-            for uri in uris
-            if _is_weights(name := _name_of(uri)) or name == ADAPTER_CONFIG
-        ]
-        uris = [join(self.source, "config.json"), *found]
+        folders = [folder for folder in (self.weights or self.source, self.adapter) if folder is not None]
+        uris = [uri for folder in folders for uri in list_files(folder) if _is_weights(_name_of(uri))]
+        uris += [join(self.source, "config.json")]
+        uris += [] if self.adapter is None else [join(self.adapter, ADAPTER_CONFIG)]
         lines = sorted(f"{_name_of(uri)} {describe(uri).sha256}" for uri in uris)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,14 @@ _TRIES = 4
 _IMPOSSIBLE = -9999.0
 """What vLLM says in the place of minus infinity, which JSON does not have."""
 
-Result = TypeVar("Result")
+Rows = Sequence[tuple[str, Sequence[int]]]
+"""Name and ids of each."""
+
+Logprobs = npt.NDArray[np.float32]
 
 
-def ask_teacher(
-    url: str, rows: Sequence[tuple[str, Sequence[int]]], timeout_s: float
-) -> list[npt.NDArray[np.float32]]:
-    """For each row, given by its name and its ids, the log-prob of every token after those before it, at
+def ask_teacher(url: str, rows: Rows, timeout_s: float) -> list[Logprobs]:
+    """For each row, the log-prob of every token after those before it, at
     temperature 1 over the whole vocabulary; 0 for the first. Every id must be one of the teacher's: others
     may end the server. A server that does not answer is asked again.
 
@@ -43,13 +44,11 @@ def ask_teacher(
         return asyncio.run(_ask_all(url, rows, wait))
 
 
-async def _ask_all(
-    url: str, rows: Sequence[tuple[str, Sequence[int]]], wait: Wait
-) -> list[npt.NDArray[np.float32]]:
+async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
     client, slots = VllmClient(url, key=teacher_key()), asyncio.Semaphore(CONCURRENCY)
     patience_s = wait.timeout_s
 
-    async def persist(what: str, ask: Callable[[], Awaitable[Result]]) -> Result:
+    async def persist(what: str, ask: Callable[[], Awaitable[Any]]) -> Any:
         while True:
             try:
                 found = await asyncio.wait_for(ask(), patience_s / _TRIES)
@@ -64,7 +63,7 @@ async def _ask_all(
                 wait.timeout_s, wait.reason = wait.seconds + patience_s, ""
                 return found
 
-    async def ask_about(name: str, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    async def ask_about(name: str, ids: Sequence[int]) -> Logprobs:
         # it samples one token behind them
         if most is not None and len(ids) >= most:
             raise ValueError(
@@ -82,7 +81,7 @@ async def _ask_all(
         await client.close()
 
 
-def _check(told: Sequence[Any], saying: str) -> npt.NDArray[np.float32]:
+def _check(told: Sequence[Any], saying: str) -> Logprobs:
     # the first token follows nothing
     found = np.array([0.0, *told[1:]], np.float32)
     wrong = np.flatnonzero(~np.isfinite(found) | (found <= _IMPOSSIBLE))

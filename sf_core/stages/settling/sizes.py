@@ -92,9 +92,8 @@ class PolicySizes:
         if adapter is not None:
             kept = parameters * itemsize
             rank += -(-kept // config.train.workers)
-        shared_by = (
-            config.train.ranks_per_policy if config.train.backend == "megatron" else config.train.workers
-        )
+        train = config.train
+        shared_by = train.ranks_per_policy if train.backend == "megatron" else train.workers
         frozen = -(-frozen_bytes(config, parameters * itemsize) // shared_by)
         return cls(
             weights=kept + trained * itemsize,

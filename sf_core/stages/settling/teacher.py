@@ -82,7 +82,7 @@ def frozen_bytes(config: RunConfig, version: int) -> int:
     train, found, taught = config.train, find_here(config), 0
     if found is not None:
         dtype = read_dtype(read_model_config(found.source, SETTING))
-        taught = (DTYPE_BYTES | {"float16": 2}).get(dtype, 4) * _count(found)
+        taught = (DTYPE_BYTES | {"float16": 2}).get(dtype, 4) * count_parameters(found.source)
     # None: the start, which is held once for both
     versions = set() if train.loss.kl is None else {train.loss.kl.renew_every}
     if train.teacher is not None and train.teacher.weights is not None:
@@ -102,7 +102,7 @@ def explain_teacher(config: RunConfig, policy: int) -> str:
         )
     parameters, about = policy, teacher.model or "version 0 of the policy"
     if found is not None:
-        shape, parameters = read_model_config(found.source, SETTING), _count(found)
+        shape, parameters = read_model_config(found.source, SETTING), count_parameters(found.source)
         about += (
             f": {shape.get('model_type')}, {parameters / 1e6:,.1f} million parameters in {read_dtype(shape)}"
         )
@@ -125,8 +125,3 @@ def read_dtype(shape: Mapping[str, Any]) -> str:
     own = shape.get("text_config") or {}
     names = (place.get(key) for place in (shape, own) for key in ("dtype", "torch_dtype"))
     return str(next(filter(None, names), "float32"))
-
-
-def _count(teacher: TeacherFolder) -> int:
-    with teacher.open() as (folder, _):
-        return count_parameters(folder)
