@@ -9,16 +9,9 @@ from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES
 from sf_core.models.context import longest_context
+from sf_core.training import teacher_folder as folders
 from sf_core.training.policy_folder import count_parameters, read_model_config
-from sf_core.training.teacher_folder import (
-    SETTING,
-    TeacherFolder,
-    check_vocabulary,
-    count_rows,
-    find_teacher,
-    is_here,
-    read_tokenizer,
-)
+from sf_core.training.teacher_folder import SETTING, TeacherFolder
 
 
 def check_teacher(config: RunConfig, by_a_worker: bool) -> None:
@@ -57,17 +50,17 @@ def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> No
 
         tokenizer, rows = make_tokenizer().backend_tokenizer, None
     else:
-        tokenizer, rows = read_tokenizer(policy, "policy.model"), count_rows(policy)
-    check_vocabulary(tokenizer, rows or tokenizer.get_vocab_size(), folder, setting)
+        tokenizer, rows = folders.read_tokenizer(policy, "policy.model"), folders.count_rows(policy)
+    folders.check_vocabulary(tokenizer, rows or tokenizer.get_vocab_size(), folder, setting)
 
 
 def find_here(config: RunConfig, by_a_worker: bool = True) -> TeacherFolder | None:
     """The folder of the teacher that trainers hold; None if there is none, or it is only on a worker. Raises
     ValueError if it cannot be used."""
     teacher = config.train.teacher
-    if teacher is None or teacher.model is None or (by_a_worker and not is_here(teacher.model)):
+    if teacher is None or teacher.model is None or (by_a_worker and not folders.is_here(teacher.model)):
         return None
-    return find_teacher(teacher.model)
+    return folders.find_teacher(teacher.model)
 
 
 def teacher_context(config: RunConfig) -> int | None:
