@@ -22,7 +22,8 @@ from sf_core.scheduling.plan import (
 from sf_core.stages.settling.first_tasks import foresee
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.settling.start_folder import folder_to_start_from
-from sf_core.training.policy_folder import describe_policy
+from sf_core.training.policy_folder import count_parameters, describe_policy, policy_folder
+from storage.tensors.weights import has_weights
 
 
 def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RenderableType:
@@ -38,6 +39,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     if config.rollout.outside_groups:
         facts.append(("outside", _outside(plan, config)))
     facts += explain_sizes(config, sizes).items()
+    facts += ((f"judge {name}", _judge(name, plan, config)) for name in config.environment.judges)
     facts += (("look at this", sentence) for sentence in foresee(config))
     able = list_able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
@@ -58,7 +60,8 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
 
 def _devices(config: RunConfig) -> str:
     """The device of each worker that computes, if the run starts them here."""
-    computing = {n: w for n, w in workers_here(config).items() if COMPUTING & {*w.tags}}
+    tags = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
+    computing = {n: w for n, w in workers_here(config).items() if tags & {*w.tags}}
     found = ", ".join(f"{name} {worker.device}" for name, worker in computing.items())
     return f"{found}; all others the CPU"
 
@@ -98,7 +101,8 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
     if worker.name in plan.agent:
         return "runs agents"
     if worker.name in plan.reward:
-        return "scores what agents answer"
+        served = ", ".join(config.environment.served_judges)
+        return "scores what agents answer" + (f", and serves {served} to itself" if served else "")
     if "cpu" in worker.tags:
         return "filters, publishes, evaluates"
     if "train" in worker.tags:
@@ -143,6 +147,20 @@ def _lag(config: RunConfig) -> str:
         "drop": "groups that would grow older are dropped",
     }
     return f"{config.lag_bound}: sampling goes on while training; {older[config.rollout.on_max_lag]}"
+
+
+def _judge(name: str, plan: Plan, config: RunConfig) -> str:
+    judge, asking = config.environment.judges[name], ", ".join(plan.reward or plan.agent)
+    if judge.model is not None:
+        folder = policy_folder(judge.model)
+        is_here = has_weights(folder)
+        size = f", {count_parameters(folder) / 1e6:,.0f} million parameters" if is_here else ""
+        where = f"{judge.model}{size}, served by vLLM on {asking}"
+    else:
+        where = f"{judge.name or 'the model'} at {judge.url}, asked by {asking}"
+    bound = judge.max_tokens_per_iteration
+    most = "no bound on its tokens" if bound is None else f"at most {bound:,} tokens from batch to batch"
+    return f"{where}; {judge.concurrency} calls at once by each, {most}"
 
 
 def _outside(plan: Plan, config: RunConfig) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.yaml_file import override_config
 from sf_core.reports.evaluations.comparison import MEASURED
+from sf_core.reports.evaluations.judgements import judge_metrics
 from sf_core.reports.states import await_restarts, check_idle
 from sf_core.reports.view import RunView
 from sf_core.stages.commit import StageResult, commit, commits_once
@@ -39,6 +40,7 @@ def evaluate(run: OpenRun, version: int, num_tasks: int | None = None) -> StageR
     files = [FileRef(**ref) for ref in [*sealed.pop("files"), *sealed.pop("judgements", ())]]
     rewards = {"reward_mean": sealed["reward_mean"]}
     rewards |= {f"reward_{name}": value for name, value in sealed["by_environment"].items()}
+    rewards |= judge_metrics(sealed)
     files.append(write_metrics(run.directory, "evaluation", version, [rewards]))
     return StageResult(outputs=files, data=sealed)
 

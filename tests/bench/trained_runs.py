@@ -50,6 +50,8 @@ def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None
             trainer.save_checkpoint(run.checkpoint_dir(trainer.version))
         settings = config.train.model_dump(mode="json")
         data = {"version": trainer.version, "device": trainer.device, "settings": settings, **metrics}
+        if digest := trainer.teacher_digest:
+            data["teacher"] = digest
         commit(run, iteration, "train", outputs=weights, data=data)
         commit(run, iteration, "publish", data={"version": trainer.version})
     trainer.await_checkpoint()

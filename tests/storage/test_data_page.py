@@ -16,6 +16,7 @@ from storage.tables.outcomes import SCHEMA as OUTCOMES
 from storage.tables.outcomes import write_outcomes
 from storage.tables.parquet import SCHEMA_VERSION
 from storage.tables.schema import SCHEMA, TURN
+from storage.tables.scores import SCHEMA as SCORES
 from storage.tables.trajectories import read_trajectories, write_trajectories
 from tests.bench.runs import configure, conversation, group_row, sample
 
@@ -53,6 +54,10 @@ def test_every_column_is_documented_with_its_type_in_its_place() -> None:
 def test_every_column_a_batch_adds_is_documented() -> None:
     added = pa.schema([field for field in BATCH_SCHEMA if field.name not in SCHEMA.names])
     assert documented("Batches", "column") == types(added)
+
+
+def test_every_column_of_scores_is_documented_with_its_type_in_its_place() -> None:
+    assert list(documented("Scores", "column").items()) == list(types(SCORES).items())
 
 
 def test_every_column_of_outcomes_is_documented_with_its_type_in_its_place() -> None:

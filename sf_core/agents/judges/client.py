@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import httpx
 import orjson
 
-from sf_core.config.judges import JudgeConfig
+from sf_core.config.rollout_config import JudgeConfig
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.types import Endpoint
 

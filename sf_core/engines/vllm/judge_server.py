@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from sf_core.config.judges import JudgeConfig
+from sf_core.config.rollout_config import JudgeConfig
 from sf_core.engines.vllm.limits import check_cpu_build
 from sf_core.engines.vllm.server import VllmServer
 from sf_core.models.cache_size import cache_bytes
@@ -31,7 +31,10 @@ _START_S = 1800.0
 _LOOK_EVERY_S = 0.2
 
 _MOST_FAILED_STARTS = 3
-"""After so many in a row a server is not started again."""
+"""After so many a judge that has never served is given up."""
+
+_PAUSE_S = 5.0
+"""Seconds until a server that did not serve is started again."""
 
 _MOST_KV_BYTES = 2**30
 """On the CPU. With less than all calls need the server lets some wait."""
@@ -112,24 +115,25 @@ class JudgeServer:
                 wait.check()
 
     def _keep(self) -> None:
-        """Have a server run until all is over."""
+        """Have a server run until all is over. While there is none, nothing is judged, which may pass."""
         num_failed = 0
-        while num_failed < _MOST_FAILED_STARTS and not self._is_over.is_set():
+        while not self._is_over.is_set() and (self._has_served.is_set() or num_failed < _MOST_FAILED_STARTS):
             key = self.endpoint.api_key
             server = VllmServer(self._folder, self._arguments, on_cpu=self._on_cpu, key=key)
             try:
-                if self._await_health(server):
-                    num_failed = 0
+                serves = self._await_health(server)
+                if serves:
                     self._has_served.set()
                     while not server.has_ended and not self._is_over.wait(_LOOK_EVERY_S):
                         pass
-                else:
-                    num_failed += 1
                 self._last_lines = server.last_lines()
             finally:
                 server.end()
             if not self._is_over.is_set():
                 log.warning("judge %s: its vLLM has ended:\n%s", self._name, self._last_lines)
+            if not serves:
+                num_failed += 1
+                self._is_over.wait(_PAUSE_S)
 
     def _await_health(self, server: VllmServer) -> bool:
         """Whether the server answers; False if it has ended, took too long, or all is over."""

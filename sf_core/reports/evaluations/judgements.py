@@ -17,9 +17,9 @@ FIGURES = ("calls", "tokens", "p95_seconds", "unread", "cached", "agreement")
 def judge_metrics(data: Mapping[str, Any]) -> dict[str, float]:
     """What a manifest of a rollout or an evaluation tells of judges and of what was noted, by the names of
     metrics; without what is not known."""
-    told = {f"noted_{name}": mean for name, mean in data.get("noted", {}).items()}
+    told = {f"noted.{name}": mean for name, mean in data.get("noted", {}).items()}
     for judge, figures in data.get("judges", {}).items():
-        told |= {f"judge_{judge}_{name}": figures.get(name) for name in FIGURES}
+        told |= {f"judge.{judge}.{name}": figures.get(name) for name in FIGURES}
     told["unjudged"] = data.get("unjudged")
     return {name: float(value) for name, value in told.items() if value is not None}
 

@@ -13,7 +13,7 @@ from functools import reduce
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.config.judges import JudgeConfig
+from sf_core.config.rollout_config import JudgeConfig
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import find_differences
 from sf_core.reports.view import RunView

@@ -84,7 +84,7 @@ def frozen_bytes(config: RunConfig, version: int) -> int:
     taught = 0
     if found is not None:
         dtype = read_dtype(read_model_config(found.source, SETTING))
-        taught = DTYPE_BYTES.get(dtype, 4) * _count(found)
+        taught = (DTYPE_BYTES | {"float16": 2}).get(dtype, 4) * _count(found)
     # with an adapter, that of another version stands in
     is_start = train.teacher is not None and train.teacher.weights is not None
     versions = 0 if train.lora is not None else is_start + (train.loss.kl is not None)

@@ -90,6 +90,8 @@ class FrozenModel(_Held):
         """`dtype`: that of weights and computing; auto: the one that the folder has."""
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         super().__init__(Network(model_dir, device, adapter=adapter, dtype=kind), ranks)
+        if adapter is None:
+            self._model.requires_grad_(False)
         self._place(ranks, self._model.dtype, is_frozen=True)
 
 

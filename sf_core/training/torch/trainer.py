@@ -124,9 +124,11 @@ class ModelTrainer:
         teacher says of them."""
         rows, config = read_rows(batch), self.config
         needs = config.needs | config.loss.needs
-        is_start = config.teacher is not None and config.teacher.weights == "start"
-        if self._base and self.device == "cpu" and ("reference" in needs or is_start):
-            # a checkpoint that is being stored reads the factors that those of a reference stand in for
+        stands_in = "reference" in needs or (
+            config.teacher is not None and config.teacher.weights is not None
+        )
+        if self._base and self.device == "cpu" and stands_in:
+            # a checkpoint that is being stored reads the factors that those of a version stand in for
             self.await_checkpoint()
         if not needs:
             return rows, config.loss.policy, {}

@@ -14,7 +14,7 @@ from sf_core.agents.judges.judge import Judge
 from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.phases import LateError, Phases, Work
 from sf_core.config import RolloutConfig
-from sf_core.config.judges import JudgeConfig
+from sf_core.config.rollout_config import JudgeConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import NotJudged, Scored, Task
 from storage.tables.judgements import Judgement

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sf_core.models import scoring
-from sf_core.models.scoring import Split, score
+from sf_core.models.scoring import Split, Target, score
 from tests.memory import peak_bytes
 from tests.patience import patience
 
@@ -75,7 +75,8 @@ def test_scores_and_gradients_are_those_of_the_definition_wherever_chunks_end(
     settings = drawn(temperature, top_p, top_k, num_tokens)
     hidden, head, token_ids, gradient = example(num_tokens)
     logits = hidden @ head.t()
-    found = score(*(hidden, head) if has_head else (logits, None), token_ids, *settings)
+    predicted = (hidden, head) if has_head else (logits, None)
+    found = score(predicted[0], predicted[1], token_ids, *settings)
     expected = by_the_definition(logits, token_ids, settings)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=0)
@@ -88,6 +89,67 @@ def test_scores_and_gradients_are_those_of_the_definition_wherever_chunks_end(
         wanted = torch.autograd.grad([expected[i] for i in which], inputs, doubles, retain_graph=True)
         for one, other in zip(gradients, wanted, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def predicted(num_tokens: int, rows: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and the head of a teacher of another width."""
+    random = torch.Generator().manual_seed(rows)
+    return torch.randn(num_tokens, 9, generator=random), torch.randn(rows, 9, generator=random)
+
+
+def divergences_by_the_definition(
+    logits: torch.Tensor, theirs: torch.Tensor, divergence: str, temperature: npt.NDArray[np.float32]
+) -> torch.Tensor:
+    """Over the whole vocabulary, in double precision, with the gradient of autograd."""
+    scale = torch.from_numpy(np.where(temperature == 0, 1, temperature)).double().unsqueeze(1)
+    own, other = ((one.double() / scale).log_softmax(1) for one in (logits, theirs[:, :VOCABULARY]))
+    above, below = (own, other) if divergence == "reverse" else (other, own)
+    return (above.exp() * (above - below)).sum(1)
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+@pytest.mark.parametrize("rows", [VOCABULARY, VOCABULARY + 5])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_divergences_and_gradients_are_those_of_the_definition(
+    divergence: str, rows: int, has_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of distributions that nothing cuts, whatever cuts those that log-probs are of."""
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 7 * 4 * VOCABULARY)
+    settings = drawn([1.0, 0.7, 0.0, 1.3], [1.0, 0.9, 1.0, 0.8], [0, 0, 0, 5], 20)
+    hidden, head, token_ids, gradient = example(20)
+    outputs, their_head = predicted(20, rows)
+    theirs = outputs @ their_head.t()
+    target = Target(outputs, their_head, divergence) if has_head else Target(theirs, None, divergence)
+    found = score(hidden, head, token_ids, *settings, target=target)
+    logits = hidden @ head.t()
+    exact = by_the_definition(logits, token_ids, settings)
+    expected = (*exact, divergences_by_the_definition(logits, theirs, divergence, settings[0]))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=0)
+    for which in ([2], [0, 2], [0, 1, 2]):
+        slopes = [(gradient, -0.7 * gradient.flip(0), 0.3 + gradient)[i] for i in which]
+        gradients = torch.autograd.grad([found[i] for i in which], (hidden, head), slopes, retain_graph=True)
+        doubles = [slope.double() for slope in slopes]
+        wanted = torch.autograd.grad([expected[i] for i in which], (hidden, head), doubles, retain_graph=True)
+        for one, other in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+def test_from_itself_a_model_diverges_by_nothing_at_all(divergence: str) -> None:
+    hidden, head, token_ids, gradient = example(20)
+    target = Target(hidden.detach(), head.detach(), divergence)
+    *_, divergences = score(hidden, head, token_ids, *drawn([0.7], [0.9], [0], 20), target=target)
+    assert not divergences.any()
+    for found in torch.autograd.grad(divergences, (hidden, head), gradient):
+        assert not found.any()
+
+
+def test_a_teacher_without_a_logit_for_each_token_of_the_policy_is_refused() -> None:
+    hidden, head, token_ids, _ = example(3)
+    target = Target(*predicted(3, VOCABULARY - 1), "reverse")
+    with pytest.raises(ValueError, match=r"^the teacher has logits for 39 tokens, and the policy for 40: "):
+        score(hidden, head, token_ids, *drawn([1.0], [1.0], [0], 3), target=target)
 
 
 def test_a_split_head_gives_every_process_the_same_scores_and_its_part_of_the_gradients(
@@ -167,18 +229,21 @@ def test_entropy_of_equal_logits_is_the_log_of_their_number(temperature: float) 
     assert entropy.item() == pytest.approx(math.log(8))
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize(("top_p", "has_teacher"), [(1.0, False), (0.9, False), (1.0, True)])
 def test_memory_does_not_grow_with_tokens_times_vocabulary(
-    top_p: float, monkeypatch: pytest.MonkeyPatch
+    top_p: float, has_teacher: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "CHUNK_BYTES", 16 * 4 * 4096)
     head = torch.randn(4096, 4, requires_grad=True)
 
     def peak(num_tokens: int) -> int:
         hidden = torch.randn(num_tokens, 4, requires_grad=True)
+        target = Target(torch.randn(num_tokens, 2), torch.randn(4096, 2), "reverse") if has_teacher else None
         token_ids = torch.zeros(num_tokens, dtype=torch.long)
         settings = drawn([0.9], [top_p], [0], num_tokens)
-        return peak_bytes(lambda: score(hidden, head, token_ids, *settings)[0].sum().backward())
+        return peak_bytes(
+            lambda: torch.stack(score(hidden, head, token_ids, *settings, target=target)).sum().backward()
+        )
 
     few, many = peak(64), peak(1024)
     assert few > 16 * 4 * 4096, "the chunk is seen"

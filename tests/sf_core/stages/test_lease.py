@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sf_core.config import RunConfig
+from sf_core.agents.judges.judges import Judges
+from sf_core.config import EnvironmentConfig, RunConfig
+from sf_core.dataplane.bodies import Work
 from sf_core.environments.registry import tasks_of
 from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
-from sf_core.stages.lease import serve_lease, tasks_to_work_on
+from sf_core.stages.lease import open_judges, serve_lease, tasks_to_work_on
 from sf_core.stages.run import RunRef
+from sf_core.types import Endpoint, Task
 from storage.run_directory import RunDirectory
 from tests.bench.dataplane.planes import ServedPlane
 from tests.bench.runs import configure
@@ -52,3 +57,35 @@ def test_held_out_tasks_are_given_out_as_often_as_they_are_answered() -> None:
     for index in range(7):
         task = tasks_of(config.environment)("holdout", index // 3, "calculator")
         assert tasks("holdout", index, "calculator") == task
+
+
+def judging(task: Task, answer: str, judges: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("work", ["agent", "reward"])
+def test_judges_at_a_url_are_asked_wherever_answers_are_scored(work: Work) -> None:
+    judges = {"a": {"url": "http://127.0.0.1:1/v1", "name": "j"}}
+    environment = {"reward": f"{__name__}:judging", "judges": judges}
+
+    async def asked(judges: Judges) -> list[Endpoint]:
+        async with judges:
+            with judges.record() as (found, _):
+                return [judge.endpoint for judge in found.values()]
+
+    with open_judges(EnvironmentConfig.model_validate(environment), work) as opened:
+        assert opened is not None
+        [endpoint] = asyncio.run(asked(opened))
+    assert (endpoint.base_url, endpoint.model) == ("http://127.0.0.1:1/v1", "j")
+
+
+def test_a_worker_that_does_not_score_serves_no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
+    judges = {"a": {"url": "http://127.0.0.1:1/v1"}, "b": {"model": "/b"}}
+    environment = EnvironmentConfig.model_validate({"reward": f"{__name__}:judging", "judges": judges})
+    with open_judges(environment, "agent") as opened:
+        assert opened is None
+    with pytest.raises(FileNotFoundError, match="/nowhere/python"), open_judges(environment, "reward"):
+        raise AssertionError
+    with open_judges(EnvironmentConfig(), "reward") as opened:
+        assert opened is None

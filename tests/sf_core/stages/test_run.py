@@ -1,13 +1,17 @@
 import socket
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
+from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.stages.evaluate import evaluate
 from sf_core.stages.finish import finish
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
+from sf_core.types import Task
 from storage import files
 from storage.attempts import Attempt
 from storage.manifests import Manifest
@@ -139,6 +143,34 @@ def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
         given_out = run.dataplane.status()["evaluations"]
     # the last version is due whatever its number
     assert given_out == {"0": {"finished": 0, "num_tasks": 3}, "5": {"finished": 0, "num_tasks": 3}}
+
+
+def judging(task: Task, answer: str, judges: Any = None) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("judges", "told"),
+    [
+        ({}, {}),
+        ({"a": {"url": "http://127.0.0.1:1/v1"}}, {}),
+        (
+            {"a": {"url": "http://127.0.0.1:1/v1", "max_tokens_per_iteration": 900}, "b": {"model": "/b"}},
+            {"judge_budgets": {"a": 900}, "scored_apart": True},
+        ),
+    ],
+)
+def test_the_data_plane_is_told_what_judges_may_take_and_who_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judges: dict[str, Any], told: dict[str, Any]
+) -> None:
+    environment = {"reward": f"{__name__}:judging", "judges": judges}
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory, environment=environment)
+    said: dict[str, Any] = {}
+    monkeypatch.setattr(DataplaneClient, "register", lambda client, **spec: said.update(spec))
+    OpenRun(RunRef("run", directory.uri, "http://127.0.0.1:1", attempt=1)).register()
+    assert {name: said[name] for name in ("judge_budgets", "scored_apart") if name in said} == told
+    assert RunSpec.model_validate(said).scored_apart == bool(told)
 
 
 def test_no_version_is_measured_but_the_one_that_engines_serve(

@@ -13,7 +13,7 @@ from sf_core.agents.judges import client, judge
 from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import RolloutConfig
-from sf_core.config.judges import JudgeConfig
+from sf_core.config.rollout_config import JudgeConfig
 from sf_core.types import Task
 
 

@@ -18,6 +18,7 @@ from sf_core.cli.serving.local_plane import serve_app
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
 from tests.bench.commands import sf
+from tests.bench.judge_server import JudgeServer
 
 MODULE = """
 import itertools
@@ -67,6 +68,10 @@ async def own_address(task, endpoint):
 
 def reward(task, answer):
     return {"right": float(answer.strip() == task.answer), "there": 0.5}
+
+def asks_judge(task, answer, judges):
+    chosen = judges["quality"].choose(task.prompt + " Is it 42?", ["yes", "no"], item="right")
+    return {"right": chosen["yes"]}
 
 def no_reward(task, answer):
     return None
@@ -119,6 +124,21 @@ def test_a_task_of_a_mixture_is_worked_on_by_its_part(trial_yaml: str) -> None:
         assert code == 0, output
         assert f"task {told}: " in output
     assert "user: Sure?" in output and "reward: 0.5 (right 0, there 0.5)" in output
+
+
+def test_what_judges_say_is_shown(trial_yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SF_JUDGE_KEY_QUALITY", "secret-key")
+    with JudgeServer().serving() as judge:
+        named = (
+            "environment.reward=tried_module:asks_judge",
+            f"environment.judges={{quality: {{url: {judge.url}}}}}",
+        )
+        options = [word for setting in named for word in ("--set", setting)]
+        code, output = sf("try", trial_yaml, "--index", "4", *options)
+    assert code == 0, output
+    assert judge.keys == ["Bearer secret-key"] and "secret-key" not in output
+    assert 'judge quality: right {"yes":0.' in output and "(10 tokens, 1 calls, " in output
+    assert "reward: 0.8" in output
 
 
 def test_a_command_as_agent_is_shown_with_what_it_writes(trial_yaml: str) -> None:

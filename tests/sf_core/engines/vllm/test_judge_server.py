@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from sf_core.config.judges import JudgeConfig
+from sf_core.config.rollout_config import JudgeConfig
 from sf_core.engines.vllm import judge_server
 from sf_core.engines.vllm.judge_server import serve_judges
 from sf_core.types import Endpoint

@@ -77,7 +77,7 @@ def judged_run(runs_root: str) -> RunDirectory:
     rows = [conversation(talk, session_id="h0", branch_id="h0.b0")]
     files = [write_trajectories(run, 0, rows, "two", "evaluations")]
     judged = [*asked, *(("h0", one) for one in ASKED)]
-    files.append(write_judgements(run, 0, judged, "two", "judgements/evaluations"))
+    files.append(write_judgements(run, 0, judged, "two", "evaluations"))
     commit(run, 0, "evaluate", outputs=files, data=told | times)
     for stage in STAGES[1:]:
         commit(run, 0, stage, data=more.get(stage, {}) | times)
@@ -88,8 +88,8 @@ def test_metrics_name_the_judge_and_leave_out_what_is_not_known() -> None:
     manifest = Manifest(run_id="r", iteration=0, stage="rollout", attempt=1, data=TOLD)
     metrics = rollout_metrics(manifest)
     assert metrics == judge_metrics(TOLD)
-    assert metrics["noted_length"] == 12.5 and metrics["judge_manners_calls"] == 300
-    assert metrics["judge_pairs_agreement"] == 0.75 and "judge_manners_agreement" not in metrics
+    assert metrics["noted.length"] == 12.5 and metrics["judge.manners.calls"] == 300
+    assert metrics["judge.pairs.agreement"] == 0.75 and "judge.manners.agreement" not in metrics
     assert judge_metrics({"unjudged": 3}) == {"unjudged": 3.0}
     assert judge_metrics({}) == {} and rollout_metrics(None) == {}
 

@@ -13,6 +13,7 @@ from sf_core.config import RunConfig
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.types import Task
 from sf_core.user_code import place_of
+from tests.bench.commands import sf
 from tests.bench.refusals import check_sentence
 
 AT_URL = {"quality": {"url": "http://127.0.0.1:1/v1"}}
@@ -115,3 +116,30 @@ def test_a_judge_that_is_not_there_or_has_no_template_is_refused(tmp_path: Path,
     shutil.copytree(small_policy, tmp_path / "judge")
     (tmp_path / "judge" / "chat_template.jinja").unlink()
     check_sentence(told(tmp_path / "judge"), f"{named}has no chat template")
+
+
+def test_the_plan_says_where_judges_are_and_what_they_may_take(tmp_path: Path, small_policy: str) -> None:
+    file = tmp_path / "run.yaml"
+    judges = f"""
+environment:
+  reward: {__name__}:asks
+  judges:
+    quality: {{url: "http://127.0.0.1:1/v1", max_tokens_per_iteration: 5000}}
+    manners: {{model: {small_policy}, concurrency: 4}}
+cluster:
+  workers:
+    t0: {{tags: [rollout, train]}}
+    a0: {{tags: [agent]}}
+    s0: {{tags: [reward]}}
+    c0: {{tags: [cpu]}}
+"""
+    file.write_text(judges)
+    code, said = sf("plan", str(file))
+    assert code == 0, said
+    assert "scores what agents answer, and serves manners to itself" in said
+    assert "judge quality the model at http://127.0.0.1:1/v1, asked by s0; 16 calls at once by each, " in said
+    assert "at most 5,000 tokens from batch to batch" in said
+    assert f"judge manners {small_policy}, 0 million parameters, served by vLLM on s0; 4 calls" in said
+    file.write_text(judges.replace("s0: {tags: [reward]}", "s0: {tags: [cpu]}"))
+    code, said = sf("plan", str(file))
+    assert code == 2 and "environment.judges.manners.model is served by a worker that carries reward" in said

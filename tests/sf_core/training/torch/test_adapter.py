@@ -253,11 +253,16 @@ def test_another_version_stands_in_with_its_log_probs_and_the_factors_come_back_
     assert all(torch.equal(masters[name], one) for name, (_, one) in model.slices([MASTER]).items())
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"loss": {"kl": {"coefficient": 0.1}}}, {"teacher": {"weights": "start"}}],
+    ids=["reference", "teacher"],
+)
 def test_a_checkpoint_that_is_being_stored_has_the_policy_and_not_its_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     folder = save_with_adapter(qwen, str(tmp_path / "policy"))
-    trainer = make_trainer(folder, loss={"kl": {"coefficient": 0.1}})
+    trainer = make_trainer(folder, **settings)
     trainer.step(BATCHES[0])
     masters, may_write = masters_of(trainer), threading.Event()
     checkpoint = str(tmp_path / "checkpoint")
