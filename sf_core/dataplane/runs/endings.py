@@ -165,10 +165,6 @@ def _score_again(run: ServedRun, session: Session, report: FinishBody) -> None:
         return  # it was told before, or another runner has the answer by now
     error = report.error or "no reason given"
     run.record(Unjudged(session.session_id, error, report.asked))
-    group = run.state.ledger.train_group_of(claim)
-    # a runner that was lost may have had some of its answers scored
-    if group is not None and run.reject_halves([group]):
-        return
     if session.num_unjudged < run.spec.rollout.session_attempts:
         return
     if claim.place.split == "train":

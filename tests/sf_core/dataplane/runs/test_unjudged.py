@@ -351,6 +351,7 @@ def test_answers_that_were_scored_without_the_others_leave_no_group(play: Play) 
         # told late by a runner that was lost
         await driver.report(first, status="finished", reward=1.0)
         await driver.report(second, status="unjudged")
+        assert await driver.claimed("t", 9, "reward") == []
         assert driver.run.state.ledger.rejected == {0: "half_judged"}
         assert driver.run.state.spent == {"taste": 20}
 
