@@ -89,8 +89,8 @@ def vllm_python() -> str:
     python = os.environ.get("SF_VLLM_PYTHON") or str(ROOT / ".venvs" / "vllm" / "bin" / "python")
     if not os.access(python, os.X_OK):
         raise FileNotFoundError(
-            f"engine.kind: vllm needs a Python that has vLLM, and there is no {python}: `make vllm` in "
-            "a clone makes it, or SF_VLLM_PYTHON names another"
+            "engine.kind: vllm, and judges that are given as model, need a Python that has vLLM, and there "
+            f"is no {python}: `make vllm` in a clone makes it, or SF_VLLM_PYTHON names another"
         )
     return python
 

@@ -187,7 +187,9 @@ class Phases:
         unjudged: NotJudged | None = None
         pause = FIRST_PAUSE_S
         with self._judges.record() as (judges, record):
-            call = partial(function, judges=judges) if takes_judges(function) else function
+            # without judges a function has what its parameter has by itself
+            asks = judges and takes_judges(function)
+            call = partial(function, judges=judges) if asks else function
             try:
                 async with limit_time("scoring took", "score_timeout_s", self._rules.score_timeout_s):
                     while True:
@@ -199,7 +201,7 @@ class Phases:
                         await asyncio.sleep(pause)
                         pause = min(2 * pause, LONGEST_PAUSE_S)
             except LateError as error:
-                if record.is_waiting and unjudged is None:
+                if record.num_awaited and unjudged is None:
                     unjudged = NotJudged(f"{error}, and waited for a judge")
                 if unjudged is None:
                     raise

@@ -41,6 +41,9 @@ BEAT_S = 3.0
 MAX_NAMES = 4096
 """Task ids and environments of more bytes are left out of claims and sent with the session's report only."""
 
+MAX_JUDGED = 2**22
+"""Bytes of judgements beyond which a report leaves out what was asked. Data planes take twice as many."""
+
 LOOK_S = 2.0
 """Seconds after which a runner without room or new sessions asks again what has become of its sessions."""
 
@@ -317,8 +320,14 @@ def _name_task(task: Task) -> dict[str, str]:
 
 
 def _name_judgements(work: Work) -> dict[str, Any]:
-    """What was asked and noted of an answer, as a field of its report."""
-    return {"judgements": msgspec.to_builtins(work.judgements)} if work.judgements else {}
+    """What was asked and noted of an answer, as a field of its report: without the texts of those that a
+    report has no room for."""
+    told, num_bytes = list[Any](), 0
+    for judgement in work.judgements:
+        fields = msgspec.to_builtins(judgement)
+        num_bytes += len(msgspec.json.encode(judgement))
+        told.append(fields if num_bytes <= MAX_JUDGED else fields | {"messages": None})
+    return {"judgements": told} if told else {}
 
 
 def _describe_error(error: BaseException, phase: Phase) -> str:

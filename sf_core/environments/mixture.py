@@ -143,7 +143,8 @@ class Mixture(Environment):
 
     async def reward(self, task: Task, answer: Any, judges: Any = None) -> Reward:
         part, own = self._origin(task)
-        reward = partial(part.reward, judges=judges) if takes_judges(part.reward) else part.reward
+        asks = judges is not None and takes_judges(part.reward)
+        reward = partial(part.reward, judges=judges) if asks else part.reward
         found: Reward = await self._threads.call(reward, own, answer)
         # refused here, by the name of the part's function
         as_reward(found, part.reward_name)

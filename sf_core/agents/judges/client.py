@@ -114,7 +114,7 @@ class JudgeClient:
                     return replace(found, seconds=time.monotonic() - started, attempts=attempt)
                 except TimeoutError:
                     error = f"no reply within {self._settings.timeout_s:g} s"
-                except (httpx.TransportError, _NotNowError) as raised:
+                except (httpx.RequestError, _NotNowError) as raised:
                     error = str(raised) or type(raised).__name__
                 if attempt < TRIES:
                     await asyncio.sleep(pause)
@@ -140,15 +140,20 @@ class JudgeClient:
             tokens = int((answer.get("usage") or {}).get("total_tokens") or 0)
         except (LookupError, TypeError, ValueError, AttributeError):
             raise _NotNowError("what it sent is no chat completion") from None
+        if not tokens and self._settings.max_tokens_per_iteration is not None:
+            bound = f"environment.judges.{self.name}.max_tokens_per_iteration"
+            raise RefusedError(f"judge {self.name} does not tell `usage`, so that {bound} cannot be held")
         return Reply(text, likely, tokens, 0.0, 0)
 
     def _read(self, response: httpx.Response) -> Any:
         """The JSON of a response. Raises RefusedError or _NotNowError."""
-        if response.status_code in NOT_NOW:
-            raise _NotNowError(refusal_of(response))
         if not response.is_success:
+            # some servers tell the key that they refuse
+            why = refusal_of(response).replace(self.endpoint.api_key or "\0", "its key")
+            if response.status_code in NOT_NOW:
+                raise _NotNowError(why)
             where = f"judge {self.name} at {self.endpoint.base_url}"
-            raise RefusedError(f"{where} refuses with status {response.status_code}: {refusal_of(response)}")
+            raise RefusedError(f"{where} refuses with status {response.status_code}: {why}")
         try:
             return orjson.loads(response.content)
         except orjson.JSONDecodeError:

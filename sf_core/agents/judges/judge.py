@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -32,26 +32,9 @@ class Record:
         self._loop = asyncio.get_running_loop()
         self._calls: set[Future[Any]] = set()
         """Calls of plain functions, which wait for them in their threads."""
-        self._num_asked = 0
-        """Questions that are being asked, and those that were given up."""
+        self.num_awaited = 0
+        """Questions that are being asked, or were when the function that waited was given up."""
         self._is_over = False
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a judge is being asked, or was when the function that waited for it was given up."""
-        return self._num_asked > 0
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        self._num_asked += 1
-        try:
-            yield
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
-            self._num_asked -= 1
-            raise
-        self._num_asked -= 1
 
     def drop_cached(self) -> None:
         """Forget questions whose replies were known: the answer is scored again, and they are asked again."""
@@ -106,7 +89,11 @@ class Judge:
     def choose(self, messages: str | Messages, words: Sequence[str], item: str = "") -> Any:
         """The probabilities of words as the beginning of the reply, by the words, made to add up to 1. They
         come from the log-probs of the first token, so that nothing is parsed; words that begin with the same
-        token cannot be told apart."""
+        token cannot be told apart. Raises ValueError if one of them begins another."""
+        folded = sorted(map(_fold, words))
+        if not all(folded) or any(later.startswith(word) for word, later in pairwise(folded)):
+            told = ", ".join(map(quote, words))
+            raise ValueError(f"choose: no token tells {told} apart, of which one begins another or is empty")
         return self._record.reach(self._choose(messages, words, item))
 
     def prefer(self, question: str, a: str, b: str, item: str = "") -> Any:
@@ -119,12 +106,13 @@ class Judge:
         orders = [_compare(question, a, b), _compare(question, b, a)]
         asking = (self._choose(one, "AB", item, pair) for one in orders)
         # both are recorded, also if one fails
-        found = await asyncio.gather(*asking, return_exceptions=True)
+        found: list[Any] = await asyncio.gather(*asking, return_exceptions=True)
         for failure in found:
             if isinstance(failure, BaseException):
                 raise failure
-        first, second = (chosen for chosen in found if not isinstance(chosen, BaseException))
-        return (float(first["A"] > first["B"]) + float(second["B"] > second["A"])) / 2
+        gains = found[0]["A"] - found[0]["B"], found[1]["B"] - found[1]["A"]
+        # one order that cannot decide leaves it to the other
+        return 0.5 + sum(math.copysign(0.25, gain) if gain else 0.0 for gain in gains)
 
     async def _choose(
         self, messages: str | Messages, words: Sequence[str], item: str, pair: int | None = None
@@ -147,16 +135,20 @@ class Judge:
         **options: Any,
     ) -> Any:
         asked: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        error = ""
         for anew in (False, True):
-            with self._record.asking():
+            self._record.num_awaited += 1
+            try:
                 reply = await self._client.ask(asked, anew, **options)
-            verdict, is_read = None, False
-            if reply.text is None:
-                error = reply.error
-            else:
+            except asyncio.CancelledError:
+                self._record.num_awaited += 1
+                raise
+            finally:
+                self._record.num_awaited -= 1
+            found, verdict, error = None, None, reply.error
+            if reply.text is not None:
                 try:
-                    verdict, is_read = understand(reply), True
+                    found = understand(reply)
+                    verdict = orjson.dumps(found, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
                 except UNREADABLE as raised:
                     self._client.forget(reply)
                     said = f"{quote(reply.text)} ({type(raised).__name__}: {raised})"
@@ -168,15 +160,15 @@ class Judge:
                     pair=pair,
                     messages=orjson.dumps(asked).decode(),
                     reply=reply.text,
-                    verdict=orjson.dumps(verdict, default=str).decode() if is_read else None,
+                    verdict=verdict,
                     tokens=reply.tokens,
                     seconds=reply.seconds,
                     attempts=reply.attempts,
                     cached=reply.cached,
                 )
             )
-            if is_read:
-                return verdict
+            if verdict is not None:
+                return found
             if reply.text is None:
                 break
         raise NotJudged(error)
@@ -184,17 +176,25 @@ class Judge:
 
 def weigh_words(likely: Mapping[str, float], words: Sequence[str]) -> dict[str, float]:
     """Probabilities of words, by the log-probs of tokens that one of them begins with. Raises ValueError if
-    there are none."""
-    weights = dict.fromkeys(words, 0.0)
+    there are none, or most probability is that of tokens with which several begin."""
+    weights, shared = dict.fromkeys(words, 0.0), 0.0
     for token, logprob in likely.items():
-        start = token.strip().casefold()
-        begun = [word for word in words if start and word.casefold().startswith(start)]
+        start = _fold(token)
+        begun = [word for word in words if start and _fold(word).startswith(start)]
         if len(begun) == 1:
             weights[begun[0]] += math.exp(logprob)
+        elif begun:
+            shared += math.exp(logprob)
     total = sum(weights.values())
+    if shared > total:
+        raise ValueError(f"its likeliest tokens begin several of {', '.join(words)}")
     if not total:
         raise ValueError(f"none of {', '.join(words)} is among its {len(likely)} likeliest tokens")
     return {word: weight / total for word, weight in weights.items()}
+
+
+def _fold(word: str) -> str:
+    return word.strip().casefold()
 
 
 def _compare(question: str, first: str, second: str) -> str:

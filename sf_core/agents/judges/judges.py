@@ -46,8 +46,7 @@ class Judges:
 
 class _Named(dict[str, Judge]):
     def __missing__(self, name: str) -> Judge:
-        known = ", ".join(self) or "none"
-        raise ValueError(f"there is no judge {quote(name)}; environment.judges has {known}")
+        raise ValueError(f"there is no judge {quote(name)}; environment.judges has {', '.join(self)}")
 
 
 def endpoint_of(name: str, settings: JudgeConfig) -> Endpoint:

@@ -150,6 +150,8 @@ def _obstacles(run: ServedRun) -> list[str]:
     obstacles += [engine.refuses for engine in run.router.engines if engine.refuses]
     if not num_runners(run) and not run.spec.rollout.is_outside:
         obstacles.append("no agent runner is connected")
+    if run.spec.scored_apart and not run.runners.count("reward", run.spec.attempt):
+        obstacles.append("no runner that scores is connected, which serves the judges")
     if run.journal.failure is not None:
         obstacles.append(f"the journal cannot be written: {run.journal.failure}")
     if run.state.recent.last_error:

@@ -64,6 +64,8 @@ async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
     with run.closing.holding(session):
         if run.sessions.get(session.session_id) is not session:
             return  # it ended before this report came
+        if session.is_external and (report.status == "unjudged" or report.judgements):
+            raise WrongField("judgements", "Only runners ask judges: end this session with a reward.")
         refusal = _end(run, session, report.or_earlier(session.earned))
         if fault := run.state.spent.explain_excess(run.spec.judge_budgets):
             run.end_by(fault, "overspent", [])
@@ -88,6 +90,7 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
     if claim is None or (claim.is_outside and not run.state.counts(session)):
         return _end_opened(run, session, report)
     if report.status == "failed" and report.cause == "group":
+        run.state.spent.add(report.asked)
         _reject_judged(run, claim)
         return None
     rules = run.spec.rollout
@@ -157,8 +160,7 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
 def _score_again(run: ServedRun, session: Session, report: FinishBody) -> None:
     """Have an answer that could not be judged scored again, unless that was the last time."""
     claim = session.claim
-    if claim is None or session.is_external:
-        raise WrongField("status", "Only a runner's session can be unjudged: end this one without a reward.")
+    assert claim is not None
     if session.answer is None:
         run.record(Answered(session.session_id, report.answer or "null", report.output))
     elif report.scoring != session.scoring or not session.scoring:
@@ -238,13 +240,22 @@ def refuse_other_task(run: ServedRun, session: Session) -> bool:
 async def end_expired(run: ServedRun) -> None:
     """End the sessions whose time is over."""
     rules, now = run.spec.rollout, run.state.serving_s
-    # a runner that scores tells of the end of its time by itself, and whether it waits for a judge
-    grace_s = {True: SCORING_GRACE_S, False: 0.0}
-    expired = [
-        s for s in run.sessions.values() if s.began_at + time_of(s, rules) + grace_s[bool(s.scoring)] < now
-    ]
-    ending = (_end_expired(run, s) for s in expired if s.session_id not in run.closing)
+    expired = [s for s in run.sessions.values() if s.began_at + time_of(s, rules) < now]
+    ending = (
+        _end_expired(run, s) for s in expired if s.session_id not in run.closing and not _is_unjudged(run, s)
+    )
     await asyncio.gather(*ending)
+
+
+def _is_unjudged(run: ServedRun, session: Session) -> bool:
+    """Whether it is no fault of an answer that it has no reward: a judge is away, or starts. A runner that
+    scores tells of the end of its time by itself, and whether it waits for a judge."""
+    if session.answer is None or session.is_external:
+        return False
+    rules, age = run.spec.rollout, run.state.serving_s - session.began_at
+    is_waiting = run.spec.scored_apart and not session.scoring
+    is_late = bool(session.scoring) and age < rules.score_timeout_s + SCORING_GRACE_S
+    return bool(session.num_unjudged) or is_waiting or is_late
 
 
 async def _end_expired(run: ServedRun, session: Session) -> None:

@@ -7,15 +7,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import orjson
 import pytest
 
 from sf_core.agents import phases as phases_module
 from sf_core.agents.judges.judge import Judge
 from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.phases import LateError, Phases, Work
+from sf_core.agents.runner import _name_judgements
 from sf_core.config import RolloutConfig
 from sf_core.config.rollout_config import JudgeConfig
+from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
 from sf_core.types import NotJudged, Scored, Task
 from storage.tables.judgements import Judgement
 from tests.bench.dataplane.planes import ServedPlane, say
@@ -120,9 +124,9 @@ def block_for_judge(task: Task, answer: Any, judges: Named) -> float:
 def test_a_function_that_waits_for_a_judge_is_not_to_blame(
     server: JudgeServer, reward: Callable[..., Any]
 ) -> None:
-    error, _ = scored(reward, server=server, timeout_s=0.3)
+    error, _ = scored(reward, server=server, timeout_s=1.0)
     assert isinstance(error, NotJudged)
-    assert str(error) == ("scoring took longer than rollout.score_timeout_s of 0.3 s, and waited for a judge")
+    assert str(error) == ("scoring took longer than rollout.score_timeout_s of 1 s, and waited for a judge")
 
 
 @pytest.mark.parametrize("server", [["garbage", "garbage", ""]], indirect=True)
@@ -155,6 +159,25 @@ def test_a_noted_number_must_be_finite() -> None:
     error, [noted] = scored(failing(0, Scored(1.0, noted={"length": float("inf")})))
     assert "returned inf as 'length', no finite number" in str(error)
     assert noted == []
+
+
+def test_without_judges_a_function_has_what_its_parameter_has(server: JudgeServer) -> None:
+    def reward(task: Task, answer: Any, judges: Named | None = None) -> float:
+        return 1.0 if judges is None else 0.5
+
+    assert scored(reward)[0]["reward"] == 1.0
+    assert scored(reward, server=server)[0]["reward"] == 0.5
+
+
+def test_a_report_keeps_the_texts_that_it_has_room_for() -> None:
+    work = Work("s")
+    work.judgements = [Judgement(judge="j", messages="x" * 2**20, tokens=7) for _ in range(20)]
+    told = _name_judgements(work)["judgements"]
+    assert [one["tokens"] for one in told] == [7] * 20
+    assert [bool(one["messages"]) for one in told] == [True] * 3 + [False] * 17
+    body = {"status": "finished", "reward": 1.0, "judgements": told}
+    assert len(orjson.dumps(body)) < MAX_BODY_BYTES
+    assert len(FinishBody.model_validate(body).judgements) == 20
 
 
 def test_answers_of_a_group_are_judged_together_again(server: JudgeServer) -> None:

@@ -99,8 +99,47 @@ def test_tokens_count_for_the_word_that_alone_begins_with_them() -> None:
     likely = {" inc": -1.0, "In": -2.0, "correct": -1.5, "": -0.1, "  ": -0.1, "the": -0.1}
     weights = weigh_words(likely, ["Correct", "Incorrect"])
     assert weights["Correct"] == pytest.approx(1 / (1 + 2.718281828**0.5 + 2.718281828**-0.5))
+    assert weigh_words({"c": -0.1, "co": -1.0, "ca": -1.0}, ["Correct", "Cautious"]) == {
+        "Correct": 0.5,
+        "Cautious": 0.5,
+    }
     with pytest.raises(ValueError, match=r"^none of yes, no is among its 1 likeliest tokens$"):
         weigh_words({"the": -0.1}, ["yes", "no"])
+
+
+def test_words_are_compared_without_case_and_space_around_them() -> None:
+    assert weigh_words({" YES": -0.1}, [" yes", "No "]) == {" yes": 1.0, "No ": 0.0}
+
+
+def test_words_of_which_most_begin_alike_cannot_be_told_apart() -> None:
+    with pytest.raises(ValueError, match=r"^its likeliest tokens begin several of polite, police$"):
+        weigh_words({"pol": -0.1, "polite": -5.0}, ["polite", "police"])
+
+
+@pytest.mark.parametrize("words", [["no", "not sure"], ["Yes", "yes"], ["yes", " "]])
+def test_words_that_one_token_never_tells_apart_are_refused(server: JudgeServer, words: list[str]) -> None:
+    async def choose(judges: Mapping[str, Judge]) -> Any:
+        return await judges["taste"].choose("?", words)
+
+    [error], rows = ask(server, choose)
+    assert isinstance(error, ValueError) and not rows
+    assert str(error).startswith(f"choose: no token tells {words[0]!r}, {words[1]!r} apart")
+
+
+@pytest.mark.parametrize(
+    ("second", "found"),
+    [({"A": 0.5, "B": 0.5}, 0.5), ({"A": 0.9, "B": 0.1}, 0.25), ({"A": 0.1, "B": 0.9}, 0.75)],
+)
+def test_an_order_that_cannot_decide_counts_for_neither(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, second: dict[str, float], found: float
+) -> None:
+    orders = [{"A": 0.5, "B": 0.5}, second]
+
+    async def choose(*_: Any) -> dict[str, float]:
+        return orders.pop(0)
+
+    monkeypatch.setattr(Judge, "_choose", choose)
+    assert ask(server, lambda judges: judges["taste"].prefer("?", "a", "b"))[0] == [found]
 
 
 def test_a_preference_is_asked_in_both_orders(server: JudgeServer) -> None:
@@ -185,6 +224,28 @@ def test_a_judge_that_refuses_is_no_matter_of_patience(server: JudgeServer) -> N
     assert isinstance(error, RefusedError)
     assert str(error) == f"judge taste at {server.url} refuses with status 401: told to fail"
     assert (len(server.requests), rows) == (1, [])
+
+
+def test_a_judge_whose_tokens_are_not_told_cannot_be_held_to_a_budget(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = {"choices": [{"message": {"content": "yes"}}]}
+    monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: reply)
+    [error], _ = ask(server, lambda judges: judges["taste"].ask("?"), max_tokens_per_iteration=1000)
+    assert isinstance(error, RefusedError)
+    assert str(error) == (
+        "judge taste does not tell `usage`, so that environment.judges.taste.max_tokens_per_iteration cannot "
+        "be held"
+    )
+
+
+@pytest.mark.parametrize("server", [[401]], indirect=True)
+def test_a_key_that_a_server_tells_is_in_no_error(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SF_JUDGE_KEY_TASTE", "told")
+    [error], _ = ask(server, lambda judges: judges["taste"].ask("?"))
+    assert str(error).endswith("refuses with status 401: its key to fail")
 
 
 @pytest.mark.parametrize("server", [["garbage", ""]], indirect=True)

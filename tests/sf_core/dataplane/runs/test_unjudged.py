@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.bodies import ClaimBody, FinishBody, GroupBody, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.status import batch_status
 from sf_core.dataplane.errors import WrongField
 from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.sessions.session import Session
@@ -237,10 +238,34 @@ def test_an_answer_that_its_runner_scores_is_not_ended_before_the_runner_has_tol
         driver.run.state.serving_s = 10.0
         await endings.end_expired(driver.run)
         assert waiting.session_id in driver.run.sessions, "it was given out at 4 s"
-        assert given.session_id not in driver.run.sessions
+        assert given.session_id in driver.run.sessions, "no worker that serves the judges has it yet"
         driver.run.state.serving_s = 9.0 + endings.SCORING_GRACE_S + 0.1
         await endings.end_expired(driver.run)
         assert waiting.session_id not in driver.run.sessions
+
+    play(scenario)
+
+
+def test_an_answer_that_was_not_judged_before_is_ended_by_its_runner_alone(play: Play) -> None:
+    async def scenario(driver: UnjudgedDriver) -> None:
+        waiting, told = await driver.answered(2)
+        await driver.unjudge(told)
+        await driver.register(scored_apart=False, score_timeout_s=5.0)
+        driver.run.state.serving_s = 100.0
+        await endings.end_expired(driver.run)
+        assert waiting.session_id not in driver.run.sessions
+        assert driver.run.sessions[told.session_id].num_unjudged == 1
+
+    play(scenario)
+
+
+def test_without_a_runner_that_serves_its_judges_a_run_says_so(play: Play) -> None:
+    async def scenario(driver: UnjudgedDriver) -> None:
+        await driver.answered()
+        said = batch_status(driver.run, 0)["waiting_for"]
+        assert "no runner that scores is connected, which serves the judges" in said
+        await driver.claimed("s", 9, "reward")
+        assert "no runner that scores" not in batch_status(driver.run, 0)["waiting_for"]
 
     play(scenario)
 
@@ -345,6 +370,19 @@ def test_answers_of_a_group_that_were_not_judged_are_scored_together_again(
     play(scenario)
 
 
+def test_answers_that_were_scored_without_the_others_leave_no_group(play: Play) -> None:
+    async def scenario(driver: UnjudgedDriver) -> None:
+        first, second = await judged_together(driver)
+        # told late by a runner that was lost
+        await driver.report(first, status="finished", reward=1.0)
+        await driver.report(second, status="unjudged")
+        assert await driver.claimed("t", 9, "reward") == []
+        assert driver.run.state.ledger.rejected == {0: "half_judged"}
+        assert driver.run.state.spent == {"taste": 20}
+
+    play(scenario)
+
+
 def test_a_group_whose_answers_could_never_be_judged_together_goes(play: Play) -> None:
     async def scenario(driver: UnjudgedDriver) -> None:
         first, _ = await judged_together(driver)
@@ -438,6 +476,15 @@ def test_a_budget_that_is_spent_ends_the_run_until_it_is_raised(play: Play) -> N
     play(scenario)
 
 
+def test_judges_of_a_group_that_its_function_drops_are_paid_too(play: Play) -> None:
+    async def scenario(driver: UnjudgedDriver) -> None:
+        first, _ = await judged_together(driver)
+        await driver.report(first, status="failed", cause="group")
+        assert driver.run.state.spent == {"taste": 10}
+
+    play(scenario)
+
+
 def test_what_was_spent_before_a_restart_counts_until_the_next_batch(play: Play) -> None:
     async def scenario(driver: UnjudgedDriver) -> None:
         await driver.register(group_size=1, groups_per_batch=1, judge_budgets={"taste": 25})
@@ -464,8 +511,10 @@ def test_an_agent_outside_leaves_nothing_unjudged(play: Play) -> None:
         opened = await claiming.open_session(driver.run, SessionBody(run_id="run"))
         [declared, *_] = await claiming.declare_group(driver.run, GroupBody(size=2))
         for session in (opened, declared):
-            with pytest.raises(WrongField, match="Only a runner's session can be unjudged"):
+            with pytest.raises(WrongField, match="Only runners ask judges"):
                 await endings.finish(driver.run, session, FinishBody(status="unjudged"))
+            with pytest.raises(WrongField, match="Only runners ask judges"):
+                await driver.report(session, status="finished", reward=1.0)
 
     play(scenario)
 
