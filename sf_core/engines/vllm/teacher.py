@@ -52,16 +52,15 @@ async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
         while True:
             try:
                 found = await asyncio.wait_for(ask(), patience_s / _TRIES)
+                # patience begins anew with every answer
+                wait.timeout_s, wait.reason = wait.seconds + patience_s, ""
+                return found
             except RequestRefusedError as error:
                 raise ValueError(f"the teacher at {url} does not take {what}: {error}") from None
             except (EngineLostError, TimeoutError) as error:
                 wait.reason = str(error) or "it does not answer"
                 wait.check()
                 await asyncio.sleep(min(_PAUSE_S, wait.left_s))
-            else:
-                # patience begins anew with every answer
-                wait.timeout_s, wait.reason = wait.seconds + patience_s, ""
-                return found
 
     async def ask_about(name: str, ids: Sequence[int]) -> Logprobs:
         # it samples one token behind them

@@ -28,6 +28,8 @@ class _Held:
     """A network that the ranks of a step hold together."""
 
     measures = True
+    _held: torch.dtype | None = None
+    """Dtype in which weights are held ready for the passes of a call."""
 
     def __init__(self, network: Network, ranks: Ranks) -> None:
         self.num_shares, self.share = ranks.size, ranks.rank
@@ -61,7 +63,7 @@ class _Held:
         return self.network.outputs(microbatch)
 
     def _ready(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext() if self._held is None else self.network.holding(self._held)
 
     def rest(self) -> None:
         self._move(torch.device("cpu"))
@@ -146,7 +148,7 @@ class TorchModel(_Held):
             }
         if self._dtype == torch.bfloat16:
             spread(self.network.trained.values())
-        self._holds = self._place(ranks, self._dtype, is_frozen=adapter is not None)
+        self._held = self._dtype if self._place(ranks, self._dtype, is_frozen=adapter is not None) else None
         self._parameters = self.network.trained
         # learning rate, betas and weight decay are set in every step
         self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
@@ -159,9 +161,6 @@ class TorchModel(_Held):
                 here = microbatch.to(self.device)
                 target = None if targets is None else targets(here)
                 loss(here, *self.network.scores(here, target)).backward()
-
-    def _ready(self) -> AbstractContextManager[None]:
-        return self.network.holding(self._dtype) if self._holds else nullcontext()
 
     def update(self, settings: AdamSettings) -> float:
         for parameter in self._parameters.values():
