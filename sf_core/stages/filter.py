@@ -83,7 +83,7 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
     known = known or read_tokenizer(teacher.tokenizer, "train.teacher.tokenizer").get_vocab_size()
     names = [rows[name].to_pylist() for name in ("branch_id", "session_id")]
     asked: dict[int, tuple[str, list[int]]] = {}
-    for place in [row for row in np.flatnonzero(trains) if masks[row].any()]:
+    for place in [row for row in np.flatnonzero(trains).tolist() if masks[row].any()]:
         name = "row {} of session {}".format(*(column[place] for column in names))
         read = ids[place][: np.flatnonzero(masks[place])[-1] + 1]
         if (most := read.max()) >= known:
