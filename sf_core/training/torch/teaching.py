@@ -146,7 +146,8 @@ def prepare_rows(
     training rows of the batch, from which the step makes the version after this one."""
     loss, start = config.loss, scores.get("start")
     found = list(rows)
-    if config.needs:
+    # an attempt with other settings may have left them to this step
+    if config.needs or batch["advantages"].null_count:
         samples = replace(samples_of(select_training_rows(batch), version), scores=scores)
         samples = replace(samples, rewards=samples.rewards - _penalties(samples, loss))
         advantages, weights = weigh(samples, config.advantage, config.weights, config.teacher)

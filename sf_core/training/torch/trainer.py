@@ -119,7 +119,7 @@ class ModelTrainer:
         if self._base and self.device == "cpu" and stands_in:
             # a checkpoint that is being stored reads the factors that those of a version stand in for
             self.await_checkpoint()
-        if not needs:
+        if not needs and not batch["advantages"].null_count:
             return rows, config.loss.policy, {}
         scores = teaching.scores_of(
             rows, config, self.model, self._ranks, self.version, self._frozen, self._critic, batch

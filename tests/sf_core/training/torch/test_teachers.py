@@ -283,3 +283,13 @@ def test_what_a_teacher_at_a_url_said_is_stored_with_the_batch(folders: dict[str
         assert found == wanted_metrics
     with pytest.raises(ValueError, match="stored without what the teacher at http://teacher:8000 says of it"):
         other.step(batch)
+
+
+def test_what_an_attempt_left_to_its_train_step_is_made_by_the_next(folders: dict[str, str]) -> None:
+    """A batch is stored without advantages for a sampled divergence; then the settings name another."""
+    batch = drawn(teaches=True)
+    place, kind = batch.schema.get_field_index("advantages"), batch.schema.field("advantages").type
+    batch = batch.set_column(place, "advantages", pa.nulls(len(batch), kind))
+    for said in SAID["sampled"], SAID["reverse"]:
+        trainer = make_trainer(folders["lean"], folders["teacher"], said, SingleRank(), advantage="group")
+        assert trainer.step(batch)["zero_advantage_share"] == 0
