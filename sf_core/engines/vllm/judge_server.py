@@ -74,23 +74,17 @@ class JudgeServer:
         self._url = f"http://{host}:{port}"
         self.endpoint = Endpoint(f"{self._url}/v1", secrets.token_urlsafe(), name)
         self._on_cpu = not has_gpu()
-        self._arguments = [
-            f"--host={host}",
-            f"--port={port}",
-            f"--served-model-name={name}",
-            f"--max-num-seqs={settings.concurrency}",
-            # as long as its memory allows
-            "--max-model-len=auto",
-            # what the folder's generation_config.json says is not what the settings say
-            "--generation-config=vllm",
-            "--disable-uvicorn-access-log",
-            "--disable-log-stats",
-        ]
+        # as long as its memory allows, and not as the folder's generation_config.json says
+        arguments = (
+            f"--host={host} --port={port} --served-model-name={name} --max-num-seqs={settings.concurrency} "
+            "--max-model-len=auto --generation-config=vllm --disable-uvicorn-access-log --disable-log-stats "
+        )
         if self._on_cpu:
             kv_bytes = _count_kv_bytes(folder, settings.concurrency)
-            self._arguments += ["--enforce-eager", f"--kv-cache-memory-bytes={kv_bytes}"]
+            arguments += f"--enforce-eager --kv-cache-memory-bytes={kv_bytes}"
         else:
-            self._arguments += [f"--gpu-memory-utilization={_GPU_SHARE * share:.3f}"]
+            arguments += f"--gpu-memory-utilization={_GPU_SHARE * share:.3f}"
+        self._arguments = arguments.split()
         self._has_served, self._is_over = threading.Event(), threading.Event()
         self._last_lines = ""
         self._keeper = threading.Thread(target=self._keep, name=f"judge-{name}", daemon=True)
