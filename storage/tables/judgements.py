@@ -26,10 +26,9 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     item: str = ""
     """What was judged, in the words of the reward function."""
     pair: int | None = None
-    """The two questions of a comparison in both orders have the same number, which is unique in the
-    session."""
+    """The two questions of a comparison in both orders have the same number, which is drawn at random."""
     messages: str | None = None
-    """The question, as JSON of OpenAI's `messages`; None: left out, as those of the answer were too long."""
+    """The question, as JSON of OpenAI's `messages`; None: those of the answer were too long."""
     reply: str | None = None
     """The reply as text; None: none came."""
     verdict: str | None = None

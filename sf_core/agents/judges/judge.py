@@ -80,7 +80,6 @@ class Judge:
     def ask(self, messages: str | Messages, item: str = "", read: Callable[[str], Any] | None = None) -> Any:
         """The judge's reply to messages, or to one of the user, as `read` reads it: it raises ValueError for
         what it cannot read, and is shown another reply then. `item` says in the record what was asked for."""
-
         return self._record.reach(
             self._ask(messages, item, lambda reply: (read or str)(str(reply.told.reply)))
         )
@@ -109,9 +108,10 @@ class Judge:
         for failure in found:
             if isinstance(failure, BaseException):
                 raise failure
-        gains = found[0]["A"] - found[0]["B"], found[1]["B"] - found[1]["A"]
         # one order that cannot decide leaves it to the other
-        return 0.5 + sum(math.copysign(0.25, gain) if gain else 0.0 for gain in gains)
+        gains = found[0]["A"] - found[0]["B"], found[1]["B"] - found[1]["A"]
+        votes = sum((gain > 0) - (gain < 0) for gain in gains)
+        return float(votes > 0) if votes else 0.5
 
     async def _choose(
         self, messages: str | Messages, words: Sequence[str], item: str, pair: int | None = None

@@ -174,8 +174,8 @@ def _end_unjudged(run: ServedRun, session: Session, claim: Claim, report: Finish
         return
     if any(result.status not in REASONS for result in group.results):
         # what was asked is with the session
-        nothing: dict[str, Any] = {"reward": None, "reward_parts": {}, "step_rewards": {}, "judgements": []}
-        _end_given(run, session, claim, report.model_copy(update={"error": error, **nothing}))
+        fields: dict[str, Any] = {"error": error, "reward": None, "judgements": []}
+        _end_given(run, session, claim, report.model_copy(update=fields))
         return
     attempts = run.spec.rollout.session_attempts
     waiting = [one for one in run.state.sessions_of("holdout", group.index) if one.num_unjudged >= attempts]

@@ -124,9 +124,9 @@ def test_words_that_one_token_never_tells_apart_are_refused(server: JudgeServer,
 
 @pytest.mark.parametrize(
     ("second", "found"),
-    [({"A": 0.5, "B": 0.5}, 0.5), ({"A": 0.9, "B": 0.1}, 0.25), ({"A": 0.1, "B": 0.9}, 0.75)],
+    [({"A": 0.5, "B": 0.5}, 0.5), ({"A": 0.9, "B": 0.1}, 0.0), ({"A": 0.1, "B": 0.9}, 1.0)],
 )
-def test_an_order_that_cannot_decide_counts_for_neither(
+def test_an_order_that_cannot_decide_leaves_it_to_the_other(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, second: dict[str, float], found: float
 ) -> None:
     orders = [{"A": 0.5, "B": 0.5}, second]
