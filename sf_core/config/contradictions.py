@@ -9,16 +9,7 @@ from typing import NamedTuple
 
 from sf_core.config.rollout_config import EnvironmentConfig, RolloutConfig
 from sf_core.config.train_config import TrainConfig
-from sf_core.recipes.advantages import (
-    CustomAdvantage,
-    Gae,
-    NoAdvantage,
-    Pair,
-    Relative,
-    RoleBaseline,
-    Tree,
-    Whitened,
-)
+from sf_core.recipes.advantages import CustomAdvantage, Gae, Pair, Relative, RoleBaseline, Tree, Whitened
 from sf_core.recipes.curriculum import Curriculum
 from sf_core.recipes.gates import Mixed, Varied
 from sf_core.recipes.losses import Clip, M2po, Plain, SequenceClip
@@ -44,7 +35,9 @@ def _compares(config: Sections) -> bool:
     advantage = config.train.advantage
     if isinstance(advantage, Whitened):
         return advantage.baseline
-    return not isinstance(advantage, NoAdvantage | Gae | CustomAdvantage | RoleBaseline | Tree)
+    return not (
+        _has_idle_rewards(config) or isinstance(advantage, Gae | CustomAdvantage | RoleBaseline | Tree)
+    )
 
 
 def _has_weight(config: Sections, *kinds: type) -> bool:
@@ -106,7 +99,13 @@ def _dual(config: Sections) -> Clip | None:
 
 
 def _has_idle_rewards(config: Sections) -> bool:
-    return isinstance(config.train.advantage, NoAdvantage)
+    return config.train.advantage.kind == "none"
+
+
+def _goes_by_rewards(config: Sections) -> bool:
+    rollout, kl = config.rollout, config.train.loss.kl
+    chooses = rollout.gate.kind != "all" or rollout.curriculum is not None or config.train.select is not None
+    return chooses or (kl is not None and kl.place == "reward")
 
 
 def _num_kept(config: Sections) -> int | None:
@@ -285,45 +284,24 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         "({c.rollout.group_size}), or nothing is left out: lower it, or leave train.select out",
     ),
     (
-        lambda c: isinstance(c.train.advantage, NoAdvantage) and c.train.teacher is None,
-        "train.advantage none learns nothing from rewards, so it needs a teacher: add train.teacher, or take "
-        "train.advantage group",
+        lambda c: _has_idle_rewards(c) and (c.train.teacher is None or c.train.teacher.weights is not None),
+        "train.advantage none learns nothing from rewards, so it needs a teacher that is not the policy at "
+        "its start: name one as train.teacher, or take train.advantage group",
     ),
     (
-        lambda c: _has_idle_rewards(c) and c.rollout.gate.kind != "all",
-        "rollout.gate {c.rollout.gate.kind} chooses groups by their rewards, which teach nothing with "
-        "train.advantage none: leave rollout.gate out",
-    ),
-    (
-        lambda c: _has_idle_rewards(c) and c.rollout.curriculum is not None,
-        "rollout.curriculum chooses tasks by their rewards, which teach nothing with train.advantage none: "
-        "leave rollout.curriculum out",
-    ),
-    (
-        lambda c: _has_idle_rewards(c) and c.train.select is not None,
-        "train.select {c.train.select.kind} chooses sessions by their rewards, which teach nothing with "
-        "train.advantage none: leave train.select out",
-    ),
-    (
-        lambda c: _has_idle_rewards(c) and (kl := c.train.loss.kl) is not None and kl.place == "reward",
-        "train.loss.kl with place reward changes rewards, which teach nothing with train.advantage none: "
-        "take place loss",
+        lambda c: _has_idle_rewards(c) and _goes_by_rewards(c),
+        "rollout.gate, rollout.curriculum, train.select and train.loss.kl with place reward go by rewards, "
+        "which teach nothing with train.advantage none: leave them out",
     ),
     (
         lambda c: (
-            _has_idle_rewards(c) and (teacher := c.train.teacher) is not None and teacher.weights is not None
-        ),
-        "train.teacher.weights start is the policy itself before it learns, which teaches nothing with "
-        "train.advantage none: name another teacher, or take train.advantage group",
-    ),
-    (
-        lambda c: (
-            (teacher := c.train.teacher) is not None
-            and teacher.url is not None
-            and (c.rollout.temperature, c.rollout.top_p, c.rollout.top_k) != (1, 1, 0)
+            (c.train.teacher is not None and c.train.teacher.url is not None)
+            and (c.rollout.temperature, c.rollout.top_p, c.rollout.top_k, c.rollout.outside_groups)
+            != (1, 1, 0, 0)
         ),
         "train.teacher.url tells log-probs at temperature 1 of the whole vocabulary: leave "
-        "rollout.temperature, top_p and top_k out, or name the teacher as train.teacher.model",
+        "rollout.temperature, top_p, top_k and outside_groups, whose agents choose their own, out, or name "
+        "the teacher as train.teacher.model",
     ),
     (
         lambda c: _num_kept(c) is not None and isinstance(c.train.advantage, Gae | Whitened | RoleBaseline),

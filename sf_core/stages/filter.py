@@ -76,29 +76,25 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
     which names the row, if the teacher does not know one of its ids, refuses it, or says of it what is no
     finite number."""
     teacher = run.config.train.teacher
-    if teacher is None or teacher.url is None:
+    if teacher is None or teacher.url is None or teacher.tokenizer is None:
         return []
-    assert teacher.tokenizer is not None
-    known, masks = count_ids(teacher.tokenizer), numpy_rows(rows["loss_mask"])
-    asked: list[tuple[str, npt.NDArray[np.int32]]] = []
-    columns = (rows[name].to_pylist() for name in ("session_id", "branch_id"))
-    for session, branch, ids, mask, does in zip(
-        *columns, numpy_rows(rows["token_ids"]), masks, trains, strict=True
-    ):
-        if does and mask.any():
-            name, read = f"row {branch} of session {session}", ids[: np.flatnonzero(mask)[-1] + 1]
-            if (most := read.max()) >= known:
-                raise ValueError(
-                    f"id {most} in {name} is none of the {known:,} of the teacher at {teacher.url}, by "
-                    f"train.teacher.tokenizer {teacher.tokenizer}"
-                )
-            asked.append((name, read))
-    told = iter(ask_teacher(teacher.url, [(name, ids.tolist()) for name, ids in asked], teacher.timeout_s))
+    known, masks, ids = count_ids(teacher.tokenizer), *map(numpy_rows, (rows["loss_mask"], rows["token_ids"]))
+    names = [rows[name].to_pylist() for name in ("branch_id", "session_id")]
+    asked: dict[int, tuple[str, list[int]]] = {}
+    for place in [row for row in np.flatnonzero(trains) if masks[row].any()]:
+        name = "row {} of session {}".format(*(column[place] for column in names))
+        read = ids[place][: np.flatnonzero(masks[place])[-1] + 1]
+        if (most := read.max()) >= known:
+            raise ValueError(
+                f"id {most} in {name} is none of the {known:,} of the teacher at {teacher.url}, by "
+                f"train.teacher.tokenizer {teacher.tokenizer}"
+            )
+        asked[place] = name, read.tolist()
     scores = [np.zeros(len(mask), np.float32) for mask in masks]
-    for values, mask, does in zip(scores, masks, trains, strict=True):
-        if does and mask.any():
-            said = next(told)
-            values[: len(said)] = np.where(mask[: len(said)], said, 0.0)
+    for place, said in zip(
+        asked, ask_teacher(teacher.url, [*asked.values()], teacher.timeout_s), strict=True
+    ):
+        scores[place][: len(said)] = np.where(masks[place][: len(said)], said, 0.0)
     return [write_scores(run.directory, iteration, rows, scores, f"scores-{run.ref.attempt}")]
 
 

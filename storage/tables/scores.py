@@ -16,34 +16,23 @@ from storage.files import FileRef
 from storage.run_directory import RunDirectory
 from storage.tables import parquet
 
-SCHEMA = pa.schema(
-    [
-        ("session_id", pa.string()),
-        ("branch_id", pa.string()),
-        ("teacher_logprobs", pa.list_(pa.float32())),
-    ]
-)
+KEY = ("session_id", "branch_id")
+SCHEMA = pa.schema([*((name, pa.string()) for name in KEY), ("teacher_logprobs", pa.list_(pa.float32()))])
+
+Logprobs = Sequence[npt.NDArray[np.float32]]
 
 
-def write_scores(
-    run: RunDirectory,
-    iteration: int,
-    rows: pa.Table,
-    logprobs: Sequence[npt.NDArray[np.float32]],
-    part: str,
-) -> FileRef:
+def write_scores(run: RunDirectory, iteration: int, rows: pa.Table, logprobs: Logprobs, part: str) -> FileRef:
     """Write a log-prob for every token of the rows of a batch, in their order; 0 where nothing is trained."""
-    names = [rows[name] for name in ("session_id", "branch_id")]
-    table = pa.table([*names, parquet.list_array(logprobs, np.float32)], schema=SCHEMA)
+    columns = [*(rows[name] for name in KEY), parquet.list_array(logprobs, np.float32)]
     uri = f"{run.partition('scores', iteration)}/{part}.parquet"
-    return run.relative(parquet.write_table(uri, table))
+    return run.relative(parquet.write_table(uri, pa.table(columns, schema=SCHEMA)))
 
 
 def read_scores(uri: str, rows: pa.Table) -> pa.ChunkedArray:
     """The column `teacher_logprobs` for these rows of a batch. Raises ValueError if the file is missing,
     broken, or of other rows."""
     table = parquet.read_table(uri, SCHEMA.names, SCHEMA)
-    for name in ("session_id", "branch_id"):
-        if table[name].to_pylist() != rows[name].to_pylist():
-            raise ValueError(f"{uri}: expected one row for each row of its batch, in the same order")
+    if any(table[name].to_pylist() != rows[name].to_pylist() for name in KEY):
+        raise ValueError(f"{uri}: expected one row for each row of its batch, in the same order")
     return table["teacher_logprobs"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_a_version_of_a_run_teaches_another_one_whatever_is_killed_and_each_step
     model = str(tmp_path / "model")
     make_policy(model, PolicyConfig(hidden_size=64, num_layers=2), seed=0)
     policy = {"model": model, "dtype": "float32"}
-    parts = {"policy": policy, "environment": ENVIRONMENT, "engine": ENGINE}
+    parts: dict[str, Any] = {"policy": policy, "environment": ENVIRONMENT, "engine": ENGINE}
     # what it learns does not matter, as long as it is something
     first = cluster.config("teacher", **parts, train={"iterations": 2, "learning_rate": 0.01})
     cluster.finish(first, cluster.start(first))

@@ -20,14 +20,13 @@ from tests.e2e.quickstart import options, read, sf
 
 
 def make_judge(folder: Path) -> str:
-    """A policy without sense that nearly always begins its reply with a y or an n."""
-    # vLLM's CPU build knows no narrower heads
-    make_policy(str(folder), PolicyConfig(hidden_size=64, num_layers=1), seed=1)
+    """A policy without sense whose replies to these questions begin with a y or an n, now more likely the one
+    and now the other."""
+    # vLLM's CPU build knows no narrower heads; of 29 seeds this one makes most of y and n
+    make_policy(str(folder), PolicyConfig(hidden_size=64, num_layers=1), seed=28)
     weights = load_file(folder / "model.safetensors")
-    yes, no = (make_tokenizer().convert_tokens_to_ids(letter) for letter in "yn")
-    embedding = weights["model.embed_tokens.weight"]
-    embedding[yes] *= 4
-    embedding[no] = -embedding[yes]
+    letters = [make_tokenizer().convert_tokens_to_ids(letter) for letter in "yn"]
+    weights["model.embed_tokens.weight"][letters] *= 3
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
 
@@ -100,6 +99,7 @@ def check_judged(run: RunDirectory, number: int, stage: str, folder: str) -> Non
     judged = read_judgements(run, manifest).to_pylist()
     said = {row["session_id"]: json.loads(row["verdict"])["yes"] for row in judged}
     assert len(said) == len(judged) and said == rewards_of(run, number, stage, folder)
+    assert all(0 < yes < 1 for yes in said.values()) and len({*said.values()}) > 1
     for row in judged:
         assert (row["judge"], row["item"]) == ("manners", "polite")
         assert json.loads(row["messages"])[-1]["content"].startswith("Sentence: ")

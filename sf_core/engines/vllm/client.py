@@ -79,35 +79,30 @@ class VllmClient:
 
     async def find_model(self) -> tuple[str, int | None]:
         """The name by which the server's own model is asked, and how many tokens it takes, if it says so.
-        Raises ValueError if the server rejects the key of a teacher."""
-        status, answer = await self._request("GET", "/v1/models", None)
-        if status == 401:
-            raise ValueError(
-                f"the server at {self._url} rejected the key: set SF_TEACHER_KEY to the server's API key"
-            )
-        if status != 200:
-            raise EngineLostError(f"vLLM: /v1/models: {status} {_read_message(answer)}")
-        model = orjson.loads(answer)["data"][0]
+        Raises as `score` does."""
+        model = (await self._ask("GET", "/v1/models"))["data"][0]
         return str(model["id"]), model.get("max_model_len")
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[Any]:
         """The log-prob of each token after those before it, at temperature 1 over the whole vocabulary; None
-        for the first. An id outside the vocabulary ends the server. Raises RequestRefusedError."""
+        for the first. An id outside the vocabulary ends the server. Raises RequestRefusedError, or ValueError
+        if the key of a teacher is rejected."""
         # it ignores temperature and top-p here, and refuses to sample nothing
-        body = {
-            "model": model,
-            "prompt": [*token_ids],
-            "prompt_logprobs": 0,
-            "max_tokens": 1,
-            "temperature": 1,
-        }
-        status, answer = await self._request("POST", _COMPLETIONS, body, _WORK_S)
-        if 400 <= status < 500 and status not in (408, 429):
-            raise RequestRefusedError(_read_message(answer))
-        if status != 200:
-            raise EngineLostError(f"vLLM: {_COMPLETIONS}: {status} {_read_message(answer)}")
-        told = orjson.loads(answer)["choices"][0]["prompt_logprobs"]
+        how = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1}
+        answer = await self._ask("POST", _COMPLETIONS, {"model": model, "prompt": [*token_ids], **how})
+        told = answer["choices"][0]["prompt_logprobs"]
         return [said and said[str(token)]["logprob"] for token, said in zip(token_ids, told, strict=True)]
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        status, answer = await self._request(method, path, body, _WORK_S)
+        if status == 200:
+            return orjson.loads(answer)
+        said = f"{path}: {status} {_read_message(answer)}"
+        if status == 401:
+            said = f"the server at {self._url} rejected the key: set SF_TEACHER_KEY to the server's API key"
+            raise ValueError(said)
+        lasts = 400 <= status < 500 and status not in (408, 429)
+        raise RequestRefusedError(said) if lasts else EngineLostError(f"vLLM: {said}")
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests, whose streams then end. Ids that are not known to vLLM are ignored, also those

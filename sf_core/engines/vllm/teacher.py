@@ -46,16 +46,15 @@ def ask_teacher(
 async def _ask_all(
     url: str, rows: Sequence[tuple[str, Sequence[int]]], wait: Wait
 ) -> list[npt.NDArray[np.float32]]:
-    client, slots, patience_s = (
-        VllmClient(url, key=teacher_key()),
-        asyncio.Semaphore(CONCURRENCY),
-        wait.timeout_s,
-    )
+    client, slots = VllmClient(url, key=teacher_key()), asyncio.Semaphore(CONCURRENCY)
+    patience_s = wait.timeout_s
 
-    async def persist(ask: Callable[[], Awaitable[Result]]) -> Result:
+    async def persist(what: str, ask: Callable[[], Awaitable[Result]]) -> Result:
         while True:
             try:
                 found = await asyncio.wait_for(ask(), patience_s / _TRIES)
+            except RequestRefusedError as error:
+                raise ValueError(f"the teacher at {url} does not take {what}: {error}") from None
             except (EngineLostError, TimeoutError) as error:
                 wait.reason = str(error) or "it does not answer"
                 wait.check()
@@ -65,24 +64,20 @@ async def _ask_all(
                 wait.timeout_s, wait.reason = wait.seconds + patience_s, ""
                 return found
 
-    async def ask_about(name: str, ids: Sequence[int], model: str) -> npt.NDArray[np.float32]:
+    async def ask_about(name: str, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        # it samples one token behind them
+        if most is not None and len(ids) >= most:
+            raise ValueError(
+                f"{name} has {len(ids):,} tokens, of which the teacher at {url} takes {most - 1:,}: "
+                f"start it with --max-model-len={len(ids) + 1} or more, or lower engine.context_length"
+            )
         async with slots:
-            try:
-                told = await persist(lambda: client.score(model, ids))
-            except RequestRefusedError as error:
-                raise ValueError(f"the teacher at {url} does not take {name}: {error}") from None
+            told = await persist(name, lambda: client.score(model, ids))
         return _check(told, f"the teacher at {url} says of {name}")
 
     try:
-        model, most = await persist(client.find_model)
-        for name, ids in rows:
-            # it samples one token behind them
-            if most is not None and len(ids) >= most:
-                raise ValueError(
-                    f"{name} has {len(ids):,} tokens, of which the teacher at {url} takes {most - 1:,}: "
-                    f"start it with --max-model-len={len(ids) + 1} or more, or lower engine.context_length"
-                )
-        return await asyncio.gather(*(ask_about(name, ids, model) for name, ids in rows))
+        model, most = await persist("what asks for its models", client.find_model)
+        return await asyncio.gather(*(ask_about(name, ids) for name, ids in rows))
     finally:
         await client.close()
 

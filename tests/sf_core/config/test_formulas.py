@@ -129,6 +129,9 @@ def select(keep: int, **settings: Any) -> dict[str, Any]:
     return {"train": {"select": {"kind": "extremes", "keep": keep}, **settings}}
 
 
+AT_URL = {"url": "http://host:8000", "tokenizer": "folder", "divergence": "sampled"}
+
+
 def taught(rollout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     """Rewards teach nothing."""
     settings = {"advantage": "none", "teacher": {"model": "teacher"}, **train}
@@ -137,22 +140,22 @@ def taught(rollout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any
 
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "train.advantage none learns nothing from rewards, so it needs a teacher": taught(teacher=None),
-    "rollout.gate varied chooses groups by their rewards, which teach nothing": taught({"gate": "varied"}),
-    "rollout.curriculum chooses tasks by their rewards, which teach nothing": taught(
+    "needs a teacher that is not the policy at its start": taught(teacher={"weights": "start"}),
+    "rollout.gate, rollout.curriculum, train.select and train": taught({"gate": "varied"}),
+    "and train.loss.kl with place reward go by rewards, which teach nothing": taught(
         {"curriculum": {"pool": 100}}
     ),
-    "train.select extremes chooses sessions by their rewards, which teach nothing": taught(
+    "go by rewards, which teach nothing with train.advantage none": taught(
         select={"kind": "extremes", "keep": 2}
     ),
-    "train.loss.kl with place reward changes rewards, which teach nothing": taught(
+    "which teach nothing with train.advantage none: leave them out": taught(
         loss={"kl": {"coefficient": 1, "place": "reward"}}
     ),
-    "train.teacher.weights start is the policy itself before it learns": taught(teacher={"weights": "start"}),
     "train.critic has no use with train.advantage none": taught(critic={}),
     "train.teacher.url tells log-probs at temperature 1 of the whole vocabulary": taught(
-        {"top_k": 5},
-        teacher={"url": "http://host:8000", "tokenizer": "folder", "divergence": "sampled"},
+        {"top_k": 5}, teacher=AT_URL
     ),
+    "top_k and outside_groups, whose agents choose their own": taught({"outside_groups": 1}, teacher=AT_URL),
     "one of model, url and weights names the teacher; given: none of them": taught(teacher={}),
     "one of model, url and weights names the teacher; given: model and weights": taught(
         teacher={"model": "teacher", "weights": "start"}

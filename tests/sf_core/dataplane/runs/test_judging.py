@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sf_core.agents.reports import Reports
@@ -28,6 +29,9 @@ from tests.sf_core.dataplane.runs.test_scoring import ask_for_an_answer, run_run
 
 OPERATIONS = ["take", "take", "answer", "answer", "answer", "fail", "judge", "judge", "judge_some", "drop"]
 OPERATIONS += ["lose", "fail_answer", "seal", "seal", "publish", "restart", "begin_attempt", "compact"]
+OPERATIONS += ["leave", "leave_some"]
+
+ANSWERED = ["take", "take", "answer", "answer", "answer"]
 
 
 class JudgingDriver(Driver):
@@ -36,7 +40,7 @@ class JudgingDriver(Driver):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.judged: dict[str, int] = {}
-        """Number of answers that the judge of each scored session had."""
+        """Number of answers of its group that the last runner was given with the answer of each session."""
 
     async def register(self, **changes: Any) -> None:
         usual = {"judges_groups": True, "group_size": 3, "gate": "all", "session_attempts": 2}
@@ -44,7 +48,13 @@ class JudgingDriver(Driver):
 
     async def claimed(self, name: str, limit: int, *running: str) -> list[Session]:
         body = ClaimBody(runner=f"{name}{self.spec['attempt']}", max=limit, running=list(running))
-        return (await claiming.claim(self.run, body))[0]
+        sessions = (await claiming.claim(self.run, body))[0]
+        groups = Counter(s.claim.place.group for s in sessions if s.claim and s.answer is not None)
+        self.judged |= {s.session_id: groups[s.claim.place.group] for s in sessions if s.claim}
+        return sessions
+
+    async def claim(self) -> None:
+        await self.claimed("a", 3, *self.run.sessions)
 
     def of(self, name: str) -> list[Session]:
         return [s for s in self.run.sessions.values() if s.runner == f"{name}{self.spec['attempt']}"]
@@ -79,17 +89,23 @@ class JudgingDriver(Driver):
         await asyncio.gather(*ending)
 
     async def judge(self) -> None:
-        sessions = self.to_judge()
-        self.judged |= {session.session_id: len(sessions) for session in sessions}
-        await self.report(sessions, status="finished", reward=1.0)
+        await self.report(self.to_judge(), status="finished", reward=1.0)
 
     async def judge_some(self) -> None:
-        sessions = self.to_judge()
-        self.judged |= {session.session_id: len(sessions) for session in sessions[:1]}
-        await self.report(sessions[:1], status="finished", reward=1.0)
+        await self.report(self.to_judge()[:1], status="finished", reward=1.0)
 
     async def drop(self) -> None:
         await self.report(self.to_judge()[:1], status="failed", cause="group")
+
+    async def leave(self, limit: int | None = None) -> None:
+        """The answers of a group could not be judged; all are told of, or some before something else."""
+        told = [(session, session.scoring) for session in self.to_judge()]
+        for session, scoring in told[:limit]:
+            report = FinishBody(status="unjudged", answer="0", scoring=scoring)
+            await endings.finish(self.run, session, report)
+
+    async def leave_some(self) -> None:
+        await self.leave(1)
 
     async def fail_answer(self) -> None:
         """The time of an answer is over."""
@@ -286,6 +302,9 @@ def test_a_group_is_judged_without_a_session_that_failed_for_good(
 
 @settings(max_examples=examples(50), deadline=None)
 @given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=60))
+@example(operations=[*ANSWERED, "take", "judge_some", "judge"])
+@example(operations=[*ANSWERED, "take", "judge_some", "leave", "take", "judge"])
+@example(operations=[*ANSWERED, "take", "leave_some", "restart", "take", "judge"])
 def test_no_group_is_judged_from_a_part_of_its_answers_whatever_happens(
     model_dir: str, renderer: Renderer, operations: list[str]
 ) -> None:

@@ -370,6 +370,19 @@ def test_answers_of_a_group_that_were_not_judged_are_scored_together_again(
     play(scenario)
 
 
+def test_answers_that_were_scored_without_the_others_leave_no_group(play: Play) -> None:
+    async def scenario(driver: UnjudgedDriver) -> None:
+        first, second = await judged_together(driver)
+        # told late by a runner that was lost
+        await driver.report(first, status="finished", reward=1.0)
+        await driver.report(second, status="unjudged")
+        assert await driver.claimed("t", 9, "reward") == []
+        assert driver.run.state.ledger.rejected == {0: "half_judged"}
+        assert driver.run.state.spent == {"taste": 20}
+
+    play(scenario)
+
+
 def test_a_group_whose_answers_could_never_be_judged_together_goes(play: Play) -> None:
     async def scenario(driver: UnjudgedDriver) -> None:
         first, _ = await judged_together(driver)

@@ -152,6 +152,7 @@ def test_a_server_that_stays_away_ends_the_wait_with_the_reason(faulty: Faulty) 
     ("answer", "sentence"),
     [
         ((401, b""), "rejected the key: set SF_TEACHER_KEY to the server's API key"),
+        ((404, b"Not Found"), "does not take what asks for its models: /v1/models: 404 Not Found"),
         ((400, b'{"error": {"message": "too long"}}'), "does not take row "),
     ],
 )
@@ -159,7 +160,7 @@ def test_what_the_server_refuses_is_not_asked_again(
     faulty: Faulty, answer: tuple[int, bytes], sentence: str
 ) -> None:
     listed = (200, b'{"data": [{"id": "large"}]}')
-    faulty.answers = [answer] if answer[0] == 401 else [listed, answer]
+    faulty.answers = [listed, answer] if answer[0] == 400 else [answer]
     with pytest.raises(ValueError) as refused:
         ask(faulty)
     check_sentence(str(refused.value), faulty.url, sentence)
