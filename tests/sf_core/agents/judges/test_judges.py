@@ -99,7 +99,7 @@ def test_tokens_count_for_the_word_that_alone_begins_with_them() -> None:
     likely = {" inc": -1.0, "In": -2.0, "correct": -1.5, "": -0.1, "  ": -0.1, "the": -0.1}
     weights = weigh_words(likely, ["Correct", "Incorrect"])
     assert weights["Correct"] == pytest.approx(1 / (1 + 2.718281828**0.5 + 2.718281828**-0.5))
-    assert weigh_words({"c": -0.1, "co": -1.0, "ca": -1.0}, ["Correct", "Cautious"]) == {
+    assert weigh_words({"c": -1.1, "co": -1.0, "ca": -1.0}, ["Correct", "Cautious"]) == {
         "Correct": 0.5,
         "Cautious": 0.5,
     }

@@ -98,9 +98,9 @@ def test_held_out_sessions_that_were_not_judged_are_told_with_those_that_failed(
     judged_run: RunDirectory, tmp_path: Path
 ) -> None:
     told = "failed held-out sessions: not_judged 3"
-    assert told in shown(inspect_run(judged_run.uri), width=300)
-    write_report(judged_run.uri, str(tmp_path / "report.html"))
-    assert told in (tmp_path / "report.html").read_text()
+    assert told in shown(inspect_run(judged_run.uri))
+    report = write_report(judged_run.uri, str(tmp_path / "report.html"), 16)
+    assert told in Path(report).read_text()
 
 
 def test_rows_of_training_and_of_held_out_sessions_are_summed_by_judge(judged_run: RunDirectory) -> None:
