@@ -69,9 +69,9 @@ class Phases:
         self,
         rules: RolloutConfig,
         agent: Callable[..., Any],
-        reward: Callable[[Task, Any], Any],
+        reward: Callable[..., Any],
         prepare: Prepare | None,
-        group_reward: Callable[[Task, list[Any]], Any] | None = None,
+        group_reward: Callable[..., Any] | None = None,
         judges: Judges | None = None,
     ) -> None:
         """`judges` must be entered while answers are scored."""

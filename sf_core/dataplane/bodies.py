@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    SecretStr,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, field_validator
 
 from sf_core.config.failures import Cause
 from sf_core.config.rollout_config import MAX_TOGETHER, RolloutConfig
@@ -31,8 +23,6 @@ MAX_INDEX = 2**31 - 1
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-
-_OF_JUDGES = ("judge_budgets", "scored_apart")
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -59,10 +49,11 @@ class RunSpec(Body):
     context_length: int = Field(ge=2)
     judges_groups: bool = False
     """The answers of a training group are scored together, by one runner."""
-    judge_budgets: dict[str, int] = {}
+    # of a run without judges the journal is as it was before there were any
+    judge_budgets: dict[str, int] = Field({}, exclude_if=not_)
     """Most tokens that judges may take from one batch to the next, by their names. Those without are not
     bounded."""
-    scored_apart: bool = False
+    scored_apart: bool = Field(False, exclude_if=not_)
     """Only runners that claim answers score: agents' runners cannot ask all of its judges."""
     follows_grammars: bool = False
     """Its engines hold answers to JSON Schemas."""
@@ -97,12 +88,6 @@ class RunSpec(Body):
         if key is not None and ":" in key.get_secret_value():
             raise ValueError("a key must not contain a colon: what follows one names a session")
         return key
-
-    @model_serializer(mode="wrap")
-    def _leave_out_judges(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Of a run without judges the journal is as it was before there were any."""
-        written: dict[str, Any] = serialise(self)
-        return {name: value for name, value in written.items() if value or name not in _OF_JUDGES}
 
     @property
     def agents_key(self) -> str | None:
@@ -172,6 +157,10 @@ class RewardBody(Body):
     """What single answers earned, by their ids."""
 
 
+def _read_judgements(given: list[Any]) -> list[Judgement]:
+    return msgspec.convert(given, list[Judgement])
+
+
 class FinishBody(Body):
     status: Literal["finished", "failed", "answered", "unjudged"]
     """answered: the agent is done, and its reward follows: another runner scores the answer, or, where the
@@ -188,23 +177,12 @@ class FinishBody(Body):
     error: str | None = None
     cause: Cause = "agent"
     """Cause of a failure."""
-    judgements: list[dict[str, Any]] = []
+    judgements: Annotated[list[Any], AfterValidator(_read_judgements)] = []
     """What judges were asked for the reward, and what was noted, in the columns of the table `judgements`."""
     scoring: str = ""
     """Of an unjudged answer that was claimed: what the claim said."""
     task_id: str = ""
     environment: str = ""
-
-    @field_validator("judgements")
-    @classmethod
-    def _are_judgements(cls, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        msgspec.convert(given, list[Judgement])
-        return given
-
-    @property
-    def asked(self) -> list[Judgement]:
-        """`judgements` as values."""
-        return msgspec.convert(self.judgements, list[Judgement])
 
     @property
     def has_reward(self) -> bool:

@@ -13,7 +13,7 @@ from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import concerns_of, sum_concerns
 from sf_core.reports.evaluations.answers import GivenAnswer, compare_ends
-from sf_core.reports.evaluations.judgements import judge_rows, sum_judges
+from sf_core.reports.evaluations.judgements import sum_judges
 from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.series import RunSeries, read_devices, record_devices
@@ -108,7 +108,7 @@ class RunPage:
         return ["## Answers to held-out tasks", _table(["task", f"version {first}", f"version {last}"], rows)]
 
     def _judges(self, view: RunView) -> list[str]:
-        told = sum_judges(judge_rows(map(view.iteration, sorted(self._rows))))
+        told = sum_judges(map(view.iteration, sorted(self._rows)))
         return ["## Judges", "\n".join(f"- {sentence}" for sentence in told)] if told else []
 
     def _files(self, newest: int) -> str:

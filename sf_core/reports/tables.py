@@ -21,12 +21,7 @@ from sf_core.config.failures import failures_text
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GivenAnswer
-from sf_core.reports.evaluations.judgements import (
-    describe_judgement,
-    judge_rows,
-    judgements_of,
-    sum_judges,
-)
+from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import kinds_text, open_run
@@ -94,7 +89,7 @@ def inspect_run(uri: str) -> RenderableType:
         table.add_row(*_figures(series, iteration.number), *kinds, stages)
     failed = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
     footer = [f"{what}: {failures_text(failures)}" for what, failures in failed.items() if failures]
-    footer += sum_judges(judge_rows(series.iterations))
+    footer += sum_judges(series.iterations)
     if adapter := series.view.describe_adapter():
         footer.append(adapter)
     footer += [

@@ -259,8 +259,10 @@ def stage_time(manifest: Manifest) -> Window:
 
 
 def failures_of(manifest: Manifest) -> dict[str, int]:
-    """Numbers of failed sessions of a rollout or an evaluation that count, by the reason."""
-    return dict(manifest.data["failures"])
+    """Numbers of failed sessions of a rollout or an evaluation that count, by the reason, and of those that
+    were not judged."""
+    unjudged = manifest.data.get("unjudged")
+    return manifest.data["failures"] | ({"not_judged": unjudged} if unjudged else {})
 
 
 def kinds_in(manifest: Manifest | None) -> dict[Kind, int] | None:

@@ -129,10 +129,6 @@ class OpenRun:
         point, config = self.resume_point(), self.config
         judges = config.environment.judges.items()
         budgets = {name: judge.max_tokens_per_iteration for name, judge in judges}
-        of_judges = {
-            "judge_budgets": {name: budget for name, budget in budgets.items() if budget is not None},
-            "scored_apart": bool(config.environment.served_judges),
-        }
         self.dataplane.register(
             run_id=self.ref.run_id,
             run_dir=self.ref.uri,
@@ -153,7 +149,8 @@ class OpenRun:
             attempt=self.ref.attempt,
             origin=self.origin,
             key=run_key(),
-            **{name: value for name, value in of_judges.items() if value},
+            judge_budgets={name: budget for name, budget in budgets.items() if budget is not None},
+            scored_apart=bool(config.environment.served_judges),
         )
 
     @property

@@ -26,10 +26,9 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     item: str = ""
     """What was judged, in the words of the reward function."""
     pair: int | None = None
-    """The two questions of a comparison in both orders have the same number, which is unique in the
-    session."""
+    """The two questions of a comparison in both orders have the same number, which is drawn at random."""
     messages: str | None = None
-    """The question, as JSON of OpenAI's `messages`."""
+    """The question, as JSON of OpenAI's `messages`; None: those of the answer were too long."""
     reply: str | None = None
     """The reply as text; None: none came."""
     verdict: str | None = None
@@ -45,20 +44,9 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SCHEMA = pa.schema(
-    [
-        ("run_id", pa.string()),
-        ("session_id", pa.string()),
-        ("judge", pa.string()),
-        ("item", pa.string()),
-        ("pair", pa.int32()),
-        ("messages", pa.string()),
-        ("reply", pa.string()),
-        ("verdict", pa.string()),
-        ("tokens", pa.int64()),
-        ("seconds", pa.float64()),
-        ("attempts", pa.int32()),
-        ("cached", pa.bool_()),
-    ]
+    {name: pa.string() for name in ("run_id", "session_id", "judge", "item")}
+    | {"pair": pa.int32(), "messages": pa.string(), "reply": pa.string(), "verdict": pa.string()}
+    | {"tokens": pa.int64(), "seconds": pa.float64(), "attempts": pa.int32(), "cached": pa.bool_()}
 )
 
 

@@ -6,16 +6,18 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import httpx
+import msgspec
 import orjson
 
 from sf_core.config.rollout_config import JudgeConfig
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.types import Endpoint
+from storage.tables.judgements import Judgement
 
 TRIES = 4
 """Most calls for one reply. Then the answer is scored again later (phases.py), perhaps by another worker."""
@@ -40,23 +42,16 @@ class RefusedError(Exception):
 class Reply:
     """What came of a question."""
 
-    text: str | None
-    """None: no reply came."""
-    likely: Mapping[str, float]
+    told: Judgement
+    """Without what the reply means."""
+    likely: Mapping[str, float] = field(default_factory=dict)
     """Log-probs of the most likely first tokens, if they were asked for."""
-    tokens: int
-    """Tokens of question and reply."""
-    seconds: float
-    attempts: int
-    cached: bool = False
     error: str = ""
     """Why no reply came."""
-    question: bytes = b""
-    """Digest of the question that it is kept for."""
 
 
 class JudgeClient:
-    """Must be entered before it is asked."""
+    """Must be opened before it is asked."""
 
     def __init__(self, name: str, settings: JudgeConfig, endpoint: Endpoint) -> None:
         self.name, self.endpoint, self._settings = name, endpoint, settings
@@ -65,18 +60,15 @@ class JudgeClient:
         self._asking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         """Locks of the questions that are being asked: equal ones wait for the reply."""
 
-    async def __aenter__(self) -> JudgeClient:
-        key = self.endpoint.api_key
-        limits = httpx.Limits(max_connections=self._settings.concurrency)
+    def open(self) -> None:
+        key, limits = self.endpoint.api_key, httpx.Limits(max_connections=self._settings.concurrency)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # the time is bounded with that of all parts of a call
         self._http = httpx.AsyncClient(
-            base_url=self.endpoint.base_url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=self._settings.timeout_s,
-            limits=limits,
+            base_url=self.endpoint.base_url, headers=headers, timeout=None, limits=limits
         )
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
         await self._http.aclose()
 
     async def ask(self, messages: Messages, anew: bool = False, **options: Any) -> Reply:
@@ -92,37 +84,40 @@ class JudgeClient:
         async with lock:
             known = None if anew else self._known.get(digest)
             if known is not None:
-                return replace(known, tokens=0, seconds=0.0, attempts=0, cached=True)
-            reply = replace(await self._call(question), question=digest)
-            if reply.text is not None:
+                told = msgspec.structs.replace(known.told, tokens=0, seconds=0.0, attempts=0, cached=True)
+                return replace(known, told=told)
+            reply = await self._call(question)
+            if reply.told.reply is not None:
                 self._known[digest] = reply
                 if len(self._known) > MAX_KNOWN:
                     del self._known[next(iter(self._known))]
             return reply
 
-    def forget(self, reply: Reply) -> None:
-        """Do not keep a reply that cannot be read."""
-        self._known.pop(reply.question, None)
-
     async def _call(self, question: dict[str, Any]) -> Reply:
+        asked = Judgement(judge=self.name, messages=orjson.dumps(question["messages"]).decode())
         async with self._places:
-            started, pause, error = time.monotonic(), FIRST_PAUSE_S, ""
+            started, error = time.monotonic(), ""
+
+            def tell(attempts: int, **found: Any) -> Judgement:
+                seconds = time.monotonic() - started
+                return msgspec.structs.replace(asked, seconds=seconds, attempts=attempts, **found)
+
             for attempt in range(1, TRIES + 1):
                 try:
                     async with asyncio.timeout(self._settings.timeout_s):
-                        found = await self._post(question)
-                    return replace(found, seconds=time.monotonic() - started, attempts=attempt)
+                        text, likely, tokens = await self._post(question)
+                    return Reply(tell(attempt, reply=text, tokens=tokens), likely)
                 except TimeoutError:
                     error = f"no reply within {self._settings.timeout_s:g} s"
                 except (httpx.RequestError, _NotNowError) as raised:
                     error = str(raised) or type(raised).__name__
                 if attempt < TRIES:
-                    await asyncio.sleep(pause)
-                    pause *= 2
-            said = f"judge {self.name} at {self.endpoint.base_url} does not answer: {error}"
-            return Reply(None, {}, 0, time.monotonic() - started, TRIES, error=said)
+                    await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            where = f"judge {self.name} at {self.endpoint.base_url}"
+            return Reply(tell(TRIES), error=f"{where} does not answer: {error}")
 
-    async def _post(self, question: dict[str, Any]) -> Reply:
+    async def _post(self, question: dict[str, Any]) -> tuple[str, dict[str, float], int]:
+        """Text of the reply, log-probs of its first token, and tokens of both."""
         if not self.endpoint.model:
             listed = self._read(await self._http.get("models"))
             try:
@@ -143,7 +138,7 @@ class JudgeClient:
         if not tokens and self._settings.max_tokens_per_iteration is not None:
             bound = f"environment.judges.{self.name}.max_tokens_per_iteration"
             raise RefusedError(f"judge {self.name} does not tell `usage`, so that {bound} cannot be held")
-        return Reply(text, likely, tokens, 0.0, 0)
+        return text, likely, tokens
 
     def _read(self, response: httpx.Response) -> Any:
         """The JSON of a response. Raises RefusedError or _NotNowError."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import orjson
 
 from sf_core.agents.judges.client import JudgeClient, Messages, RefusedError, Reply
@@ -79,12 +80,9 @@ class Judge:
     def ask(self, messages: str | Messages, item: str = "", read: Callable[[str], Any] | None = None) -> Any:
         """The judge's reply to messages, or to one of the user, as `read` reads it: it raises ValueError for
         what it cannot read, and is shown another reply then. `item` says in the record what was asked for."""
-
-        def understand(reply: Reply) -> Any:
-            assert reply.text is not None
-            return reply.text if read is None else read(reply.text)
-
-        return self._record.reach(self._ask(messages, item, understand))
+        return self._record.reach(
+            self._ask(messages, item, lambda reply: (read or str)(str(reply.told.reply)))
+        )
 
     def choose(self, messages: str | Messages, words: Sequence[str], item: str = "") -> Any:
         """The probabilities of words as the beginning of the reply, by the words, made to add up to 1. They
@@ -110,9 +108,10 @@ class Judge:
         for failure in found:
             if isinstance(failure, BaseException):
                 raise failure
-        gains = found[0]["A"] - found[0]["B"], found[1]["B"] - found[1]["A"]
         # one order that cannot decide leaves it to the other
-        return 0.5 + sum(math.copysign(0.25, gain) if gain else 0.0 for gain in gains)
+        gains = found[0]["A"] - found[0]["B"], found[1]["B"] - found[1]["A"]
+        votes = sum((gain > 0) - (gain < 0) for gain in gains)
+        return float(votes > 0) if votes else 0.5
 
     async def _choose(
         self, messages: str | Messages, words: Sequence[str], item: str, pair: int | None = None
@@ -144,32 +143,21 @@ class Judge:
                 raise
             finally:
                 self._record.num_awaited -= 1
-            found, verdict, error = None, None, reply.error
-            if reply.text is not None:
+            found, told, error = None, reply.told, reply.error
+            if told.reply is not None:
                 try:
                     found = understand(reply)
                     verdict = orjson.dumps(found, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+                    told = msgspec.structs.replace(told, verdict=verdict)
                 except UNREADABLE as raised:
-                    self._client.forget(reply)
-                    said = f"{quote(reply.text)} ({type(raised).__name__}: {raised})"
+                    said = f"{quote(told.reply)} ({type(raised).__name__}: {raised})"
                     error = f"the reply of judge {self._client.name} cannot be read: {said}"
-            self._record.judgements.append(
-                Judgement(
-                    judge=self._client.name,
-                    item=item,
-                    pair=pair,
-                    messages=orjson.dumps(asked).decode(),
-                    reply=reply.text,
-                    verdict=verdict,
-                    tokens=reply.tokens,
-                    seconds=reply.seconds,
-                    attempts=reply.attempts,
-                    cached=reply.cached,
-                )
-            )
-            if verdict is not None:
+                    if told.cached:
+                        continue
+            self._record.judgements.append(msgspec.structs.replace(told, item=item, pair=pair))
+            if not error:
                 return found
-            if reply.text is None:
+            if told.reply is None:
                 break
         raise NotJudged(error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from sf_core.agents.judges.client import JudgeClient
@@ -20,19 +20,16 @@ class Judges:
 
     def __init__(self, settings: Mapping[str, JudgeConfig], endpoints: Mapping[str, Endpoint]) -> None:
         """`endpoints` says where each judge is; an empty model is that which the server lists first."""
-        self._settings, self._endpoints = settings, endpoints
-        self._clients: dict[str, JudgeClient] = {}
+        self._clients = {name: JudgeClient(name, one, endpoints[name]) for name, one in settings.items()}
 
     async def __aenter__(self) -> Judges:
-        async with AsyncExitStack() as stack:
-            for name, settings in self._settings.items():
-                client = JudgeClient(name, settings, self._endpoints[name])
-                self._clients[name] = await stack.enter_async_context(client)
-            self._stack = stack.pop_all()
+        for client in self._clients.values():
+            client.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        for client in self._clients.values():
+            await client.close()
 
     @contextmanager
     def record(self) -> Iterator[tuple[Mapping[str, Judge], Record]]:

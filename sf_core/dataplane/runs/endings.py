@@ -16,16 +16,7 @@ from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, failures_text
 from sf_core.dataplane.bodies import FinishBody, RewardBody, RunSpec
 from sf_core.dataplane.errors import ApiError, WrongField
-from sf_core.dataplane.runs import decide
-from sf_core.dataplane.runs.events import (
-    Answered,
-    Closed,
-    Failed,
-    Finished,
-    Rewarded,
-    Unjudged,
-    finished,
-)
+from sf_core.dataplane.runs import decide, events
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.ledger import Ledger
 from sf_core.dataplane.runs.run import ServedRun
@@ -55,7 +46,7 @@ async def reward(run: ServedRun, session: Session, body: RewardBody) -> None:
     if refusal := fault_of(body, session):
         raise refusal
     given = body.reward, body.reward_parts, body.step_rewards
-    await run.record_now(Rewarded(session.session_id, *given))
+    await run.record_now(events.Rewarded(session.session_id, *given))
 
 
 async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
@@ -82,7 +73,7 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
         report = report.model_copy(update={"status": "finished"})
     if report.status == "answered":
         if session.answer is None:
-            run.record(Answered(session.session_id, report.answer or "null", report.output))
+            run.record(events.Answered(session.session_id, report.answer or "null", report.output))
         return None
     if report.status == "unjudged":
         _score_again(run, session, report)
@@ -90,7 +81,7 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
     if claim is None or (claim.is_outside and not run.state.counts(session)):
         return _end_opened(run, session, report)
     if report.status == "failed" and report.cause == "group":
-        run.state.spent.add(report.asked)
+        run.state.spent.add(report.judgements)
         _reject_judged(run, claim)
         return None
     rules = run.spec.rollout
@@ -107,7 +98,7 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
 def _end_opened(run: ServedRun, session: Session, report: FinishBody) -> ApiError | None:
     """End an external session. If it failed it leaves nothing; without a reward it stays open."""
     run.journal.check()
-    closed = Closed(session.session_id)
+    closed = events.Closed(session.session_id)
     if report.status == "failed":
         run.part(session, report.parting)
         run.record(closed)
@@ -122,7 +113,7 @@ def _end_opened(run: ServedRun, session: Session, report: FinishBody) -> ApiErro
     if not result.trajectories:
         run.record(closed)
         return None
-    run.record(finished(result))
+    run.record(events.finished(result))
     run.counters["opened_sessions"] += 1
     return None
 
@@ -145,7 +136,7 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
             session.session_id, claim, earned, session.environment, None, None, [], "not_recorded"
         )
     ended = _decide_end(run.state.ledger, claim, result, error)
-    if isinstance(ended, Failed):
+    if isinstance(ended, events.Failed):
         run.state.spent.add(result.judgements[len(session.judgements) :])
     if result.status in REASONS:
         run.counters["failed_sessions"] += 1
@@ -162,11 +153,11 @@ def _score_again(run: ServedRun, session: Session, report: FinishBody) -> None:
     claim = session.claim
     assert claim is not None
     if session.answer is None:
-        run.record(Answered(session.session_id, report.answer or "null", report.output))
+        run.record(events.Answered(session.session_id, report.answer or "null", report.output))
     elif report.scoring != session.scoring or not session.scoring:
         return  # it was told before, or another runner has the answer by now
     error = report.error or "no reason given"
-    run.record(Unjudged(session.session_id, error, report.asked))
+    run.record(events.Unjudged(session.session_id, error, report.judgements))
     if session.num_unjudged < run.spec.rollout.session_attempts:
         return
     if claim.place.split == "train":
@@ -183,8 +174,8 @@ def _end_unjudged(run: ServedRun, session: Session, claim: Claim, report: Finish
         return
     if any(result.status not in REASONS for result in group.results):
         # what was asked is with the session
-        nothing: dict[str, Any] = {"reward": None, "reward_parts": {}, "step_rewards": {}, "judgements": []}
-        _end_given(run, session, claim, report.model_copy(update={"error": error, **nothing}))
+        fields: dict[str, Any] = {"error": error, "reward": None, "judgements": []}
+        _end_given(run, session, claim, report.model_copy(update=fields))
         return
     attempts = run.spec.rollout.session_attempts
     waiting = [one for one in run.state.sessions_of("holdout", group.index) if one.num_unjudged >= attempts]
@@ -266,7 +257,9 @@ async def _end_expired(run: ServedRun, session: Session) -> None:
         log.warning("run %s: a session that %s: %s", run.spec.run_id, report.error, raised)
 
 
-def _decide_end(ledger: Ledger, claim: Claim, result: FinishedSession, error: str) -> Finished | Failed:
+def _decide_end(
+    ledger: Ledger, claim: Claim, result: FinishedSession, error: str
+) -> events.Finished | events.Failed:
     """What is recorded of a session that a runner was given: its result, or a failure that is worth none.
     `error` is the reason of a failure."""
     if claim.place.split == "train" and not result.trajectories and result.status not in REASONS:
@@ -274,12 +267,12 @@ def _decide_end(ledger: Ledger, claim: Claim, result: FinishedSession, error: st
         result.status = "context_overflow" if has_overflowed else "agent_error"
         error = "the agent finished without an answer from the policy"
     if result.status not in REASONS:
-        return finished(result)
+        return events.finished(result)
     result.error = error
     can_train = result.min_version is not None
     if decide.worth(ledger, claim, result.status, can_train) is None:
-        return Failed(claim, result.status, error)
-    return finished(result)
+        return events.Failed(claim, result.status, error)
+    return events.finished(result)
 
 
 def _describe_failure(report: FinishBody, session: Session, rules: RolloutConfig, error: str) -> FinishBody:

@@ -184,8 +184,7 @@ read_event: Callable[[bytes], RunEvent] = reader(RunEvent)
 class Needed:
     """What a restart of a run needs of its journal."""
 
-    run_id: str
-    origin: str
+    spec: RunSpec
     is_released: bool
     sessions: set[str]
     """Open sessions."""
@@ -214,7 +213,7 @@ class Needed:
             nonlocal is_ours
             match event:
                 case Registered(spec):
-                    is_ours = spec.origin == self.origin
+                    is_ours = spec.origin == self.spec.origin
                     return False  # the head has what it led to
                 case Finished(result) if not is_ours:
                     return result.session_id in self.unstored
@@ -238,7 +237,7 @@ class Needed:
                 case Finished(result):
                     return counts(result.claim)
                 case Failed(claim) | Lost(claim):
-                    return counts(claim) or claim.session_id(self.run_id) in reopened
+                    return counts(claim) or claim.session_id(self.spec.run_id) in reopened
                 case Rejected(group) | Admitted(group):
                     return group in self.groups
                 case Sealed(index):

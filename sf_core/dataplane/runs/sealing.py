@@ -269,7 +269,7 @@ async def write_sessions(
         answer = {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
         if asked and kind != "opened":
             told = write_judgements(directory, index, asked, part, kind)
-            answer |= {"judgements": [asdict(told)], **summarise(asked)}
+            answer |= {"judgements": [asdict(told)], **summarise(one for _, one in asked)}
         return answer
 
     try:

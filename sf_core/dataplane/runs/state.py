@@ -352,14 +352,8 @@ class RunState:
         head: list[RunEvent] = [events.Registered(self.spec.model_copy(update=progress))]
         head += map(events.Revoked, sorted(self.revoked_leases))
         head += map(events.Paused, sorted(self.paused, key=str))
-        needed = events.Needed(
-            run_id=self.spec.run_id,
-            origin=self.spec.origin,
-            is_released=self.released,
-            sessions=set(self.sessions),
-            unstored=set(self.results.opened),
-            groups={*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected},
-            newest_evaluation=max(ledger.evaluations, default=0),
-            last_batch=last,
-        )
+        sessions, unstored = set(self.sessions), set(self.results.opened)
+        groups = {*batch.groups, *batch.rejected, *ledger.groups, *ledger.rejected}
+        newest = max(ledger.evaluations, default=0)
+        needed = events.Needed(self.spec, self.released, sessions, unstored, groups, newest, last)
         return head, needed.keeper()

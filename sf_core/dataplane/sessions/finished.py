@@ -81,7 +81,7 @@ def finish_session(
     )
     versions = [turn.versions for turn in session.turns if len(turn.versions)]
     session.release()
-    judgements = [*session.judgements, *report.asked]
+    judgements = [*session.judgements, *report.judgements]
     make = partial(JudgedSession, judgements=judgements) if judgements else FinishedSession
     return make(
         session.session_id,

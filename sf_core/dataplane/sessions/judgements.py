@@ -11,9 +11,6 @@ import numpy as np
 
 from storage.tables.judgements import Judgement
 
-Asked = tuple[str, Judgement]
-"""A judgement with the id of its session."""
-
 
 class Spent(Counter[str]):
     """Tokens that judges have taken since the last batch, by their names. After a restart of the process
@@ -26,34 +23,29 @@ class Spent(Counter[str]):
 
     def explain_excess(self, budgets: Mapping[str, int]) -> str:
         """Why a run ends whose judges have taken more than they may; empty if they have not."""
-        for name, budget in budgets.items():
-            if self[name] > budget:
-                setting = f"environment.judges.{name}.max_tokens_per_iteration"
-                return (
-                    f"judge {name} has taken {self[name]} tokens since the last batch, and {setting} is "
-                    f"{budget}: raise it and resume the run"
-                )
-        return ""
+        excess = [
+            f"judge {name} has taken {self[name]} tokens since the last batch, and environment.judges.{name}."
+            f"max_tokens_per_iteration is {budget}: raise it and resume the run"
+            for name, budget in budgets.items()
+            if self[name] > budget
+        ]
+        return "; ".join(excess)
 
 
-def summarise(asked: Sequence[Asked]) -> dict[str, Any]:
+def summarise(judgements: Iterable[Judgement]) -> dict[str, Any]:
     """Means of what was noted, and figures of each judge, as manifests have them."""
-    noted, judges = defaultdict[str, list[float]](list), defaultdict[str, list[Asked]](list)
-    for session_id, judgement in asked:
+    noted, judges = defaultdict[str, list[float]](list), defaultdict[str, list[Judgement]](list)
+    for judgement in judgements:
         if judgement.judge is not None:
-            judges[judgement.judge].append((session_id, judgement))
+            judges[judgement.judge].append(judgement)
         elif judgement.verdict is not None:
             noted[judgement.item].append(float(judgement.verdict))
-    found: dict[str, Any] = {}
-    if noted:
-        found["noted"] = {name: float(np.mean(noted[name])) for name in sorted(noted)}
-    if judges:
-        found["judges"] = {name: _describe(judges[name]) for name in sorted(judges)}
-    return found
+    means = {name: float(np.mean(noted[name])) for name in sorted(noted)}
+    figures = {name: _describe(judges[name]) for name in sorted(judges)}
+    return {name: found for name, found in (("noted", means), ("judges", figures)) if found}
 
 
-def _describe(asked: Sequence[Asked]) -> dict[str, Any]:
-    rows = [judgement for _, judgement in asked]
+def _describe(rows: Sequence[Judgement]) -> dict[str, Any]:
     seconds = [row.seconds for row in rows if row.attempts]
     return {
         "calls": sum(row.attempts for row in rows),
@@ -62,17 +54,17 @@ def _describe(asked: Sequence[Asked]) -> dict[str, Any]:
         # a reply came that could not be read
         "unread": sum(row.reply is not None and row.verdict is None for row in rows),
         "cached": sum(row.cached for row in rows),
-        "agreement": _agreement(asked),
+        "agreement": _agreement(rows),
     }
 
 
-def _agreement(asked: Sequence[Asked]) -> float | None:
+def _agreement(rows: Sequence[Judgement]) -> float | None:
     """Share of comparisons whose two orders gave the same answer; None if nothing was compared."""
-    pairs = defaultdict[tuple[str, int], list[bool]](list)
-    for session_id, row in asked:
+    pairs = defaultdict[int, list[bool]](list)
+    for row in rows:
         if row.pair is not None and row.verdict is not None:
             chosen = msgspec.json.decode(row.verdict, type=dict[str, float])
-            pairs[session_id, row.pair].append(chosen["A"] > chosen["B"])
+            pairs[row.pair].append(chosen["A"] > chosen["B"])
     # the second order has the texts the other way round
     agree = [first is not second for first, second in (pair for pair in pairs.values() if len(pair) == 2)]
     return float(np.mean(agree)) if agree else None

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -71,26 +71,20 @@ class JudgeServer:
         self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._place.bind(("127.0.0.1", 0))
         host, port = self._place.getsockname()
-        self._url = f"http://{host}:{port}"
-        self.endpoint = Endpoint(f"{self._url}/v1", secrets.token_urlsafe(), name)
+        self._health = f"http://{host}:{port}/health"
+        self.endpoint = Endpoint(f"http://{host}:{port}/v1", secrets.token_urlsafe(), name)
         self._on_cpu = not has_gpu()
-        self._arguments = [
-            f"--host={host}",
-            f"--port={port}",
-            f"--served-model-name={name}",
-            f"--max-num-seqs={settings.concurrency}",
-            # as long as its memory allows
-            "--max-model-len=auto",
-            # what the folder's generation_config.json says is not what the settings say
-            "--generation-config=vllm",
-            "--disable-uvicorn-access-log",
-            "--disable-log-stats",
-        ]
+        # as long as its memory allows, and not as the folder's generation_config.json says
+        arguments = (
+            f"--host={host} --port={port} --served-model-name={name} --max-num-seqs={settings.concurrency} "
+            "--max-model-len=auto --generation-config=vllm --disable-uvicorn-access-log --disable-log-stats "
+        )
         if self._on_cpu:
             kv_bytes = _count_kv_bytes(folder, settings.concurrency)
-            self._arguments += ["--enforce-eager", f"--kv-cache-memory-bytes={kv_bytes}"]
+            arguments += f"--enforce-eager --kv-cache-memory-bytes={kv_bytes}"
         else:
-            self._arguments += [f"--gpu-memory-utilization={_GPU_SHARE * share:.3f}"]
+            arguments += f"--gpu-memory-utilization={_GPU_SHARE * share:.3f}"
+        self._arguments = arguments.split()
         self._has_served, self._is_over = threading.Event(), threading.Event()
         self._last_lines = ""
         self._keeper = threading.Thread(target=self._keep, name=f"judge-{name}", daemon=True)
@@ -116,16 +110,11 @@ class JudgeServer:
 
     def _keep(self) -> None:
         """Have a server run until all is over. While there is none, nothing is judged, which may pass."""
-        num_failed = 0
+        num_failed, key = 0, self.endpoint.api_key
         while not self._is_over.is_set() and (self._has_served.is_set() or num_failed < _MOST_FAILED_STARTS):
-            key = self.endpoint.api_key
             server = VllmServer(self._folder, self._arguments, on_cpu=self._on_cpu, key=key)
             try:
-                serves = self._await_health(server)
-                if serves:
-                    self._has_served.set()
-                    while not server.has_ended and not self._is_over.wait(_LOOK_EVERY_S):
-                        pass
+                serves = self._watch(server)
                 self._last_lines = server.last_lines()
             finally:
                 server.end()
@@ -135,19 +124,19 @@ class JudgeServer:
                 num_failed += 1
                 self._is_over.wait(_PAUSE_S)
 
-    def _await_health(self, server: VllmServer) -> bool:
-        """Whether the server answers; False if it has ended, took too long, or all is over."""
-        give_up_at = time.monotonic() + _START_S
-        with httpx.Client(base_url=self._url, timeout=10, trust_env=False) as http:
-            while not server.has_ended and time.monotonic() < give_up_at:
-                try:
-                    if http.get("/health").status_code == 200:
-                        return True
-                except httpx.HTTPError:
-                    pass
+    def _watch(self, server: VllmServer) -> bool:
+        """Return once the server has ended, does not start in time, or all is over. Whether it has served."""
+        serves, give_up_at = False, time.monotonic() + _START_S
+        with httpx.Client(timeout=10, trust_env=False) as http:
+            while not server.has_ended and (serves or time.monotonic() < give_up_at):
+                if not serves:
+                    with suppress(httpx.HTTPError):
+                        serves = http.get(self._health).status_code == 200
+                if serves:
+                    self._has_served.set()
                 if self._is_over.wait(_LOOK_EVERY_S):
                     break
-        return False
+        return serves
 
 
 def _count_kv_bytes(folder: str, num_calls: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import pyarrow.compute as pc
 
 from sf_core.reports.view import Iteration, RunView, SessionSet
 from storage.tables.judgements import Judgement, read_judgements
+
+_SUMS = ("calls", "tokens", "cached", "unread")
 
 FIGURES = ("calls", "tokens", "p95_seconds", "unread", "cached", "agreement")
 """Figures of a judge in a manifest, in the order of a table."""
@@ -36,29 +39,23 @@ def judge_rows(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
     ]
 
 
-def sum_judges(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What all of these rows tell of each judge, as sentences."""
-    of_judge: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        of_judge.setdefault(row["judge"], []).append(row)
+def sum_judges(iterations: Iterable[Iteration]) -> list[str]:
+    """What all batches and evaluations of these iterations tell of each judge, as sentences."""
+    of_judge = defaultdict[str, list[dict[str, Any]]](list)
+    for row in judge_rows(iterations):
+        of_judge[row["judge"]].append(row)
     return [f"judge {name}: {_sum(own)}" for name, own in of_judge.items()]
 
 
-def _sum(rows: list[Mapping[str, Any]]) -> str:
-    def total(name: str) -> int:
-        return sum(row[name] for row in rows)
-
+def _sum(rows: list[dict[str, Any]]) -> str:
+    calls, tokens, cached, unread = (sum(row[name] for row in rows) for name in _SUMS)
     slowest = max(row["p95_seconds"] for row in rows)
     agreeing = [row["agreement"] for row in rows if row["agreement"] is not None]
-    told = [
-        f"{total('calls'):,} calls",
-        f"{total('tokens'):,} tokens",
-        f"{total('cached'):,} questions known before",
-        f"{total('unread'):,} replies that could not be read",
-        f"95 % of calls within {slowest:.2f} s",
-        *([f"orders agree in {sum(agreeing) / len(agreeing):.0%}"] if agreeing else []),
-    ]
-    return ", ".join(told)
+    orders = f", orders agree in {sum(agreeing) / len(agreeing):.0%}" if agreeing else ""
+    return (
+        f"{calls:,} calls, {tokens:,} tokens, {cached:,} questions known before, {unread:,} replies that "
+        f"could not be read, 95 % of calls within {slowest:.2f} s{orders}"
+    )
 
 
 def judgements_of(view: RunView, found: SessionSet, session_id: str) -> list[Judgement]:

@@ -75,7 +75,8 @@ def _drop_last_block(embedded: Embedded) -> None:
 def _collect_texts(view: RunView) -> dict[str, object]:
     """What the page says in words: why little was learned, and the settings of the run as YAML."""
     series = RunSeries(view)
-    failed = [f"failed sessions: {failures_text(series.failures)}"] if series.failures else []
+    counted = {"failed sessions": series.failures, "failed held-out sessions": series.held_out_failures}
+    failed = [f"{what}: {failures_text(failures)}" for what, failures in counted.items() if failures]
     settings = series.config.model_dump(mode="json")
     return {
         "is_judged": bool(judge_rows(series.iterations)),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import RunConfig
@@ -28,11 +26,10 @@ def check_judges(config: RunConfig) -> None:
             "environment.judges: no function asks them; give environment.reward or "
             "environment.group_reward a parameter `judges`, or leave environment.judges out"
         )
-    if missing := [function for function in asking if not environment.judges and _needs_judges(function)]:
-        raise ValueError(
-            f"environment.judges: {name_function(missing[0])} asks judges, and there are none; name them "
-            "there"
-        )
+    for function in asking if not environment.judges else ():
+        if inspect.signature(function).parameters["judges"].default is inspect.Parameter.empty:
+            told = f"environment.judges: {name_function(function)} asks judges, and there are none"
+            raise ValueError(f"{told}; name them there")
     if not environment.served_judges or scheduler_of(config) is not None:
         return
     for name, model in environment.served_judges.items():
@@ -43,17 +40,12 @@ def check_judges(config: RunConfig) -> None:
         check_cpu_build(python)
 
 
-def _needs_judges(function: Callable[..., Any]) -> bool:
-    return inspect.signature(function).parameters["judges"].default is inspect.Parameter.empty
-
-
 def _find_fault(folder: str) -> str | None:
     """Why vLLM would not serve conversations with the model in this folder; None if it would."""
     if not Path(folder, "config.json").is_file():
         return "is no Hugging Face folder here: it has no config.json"
-    if Path(folder, "chat_template.jinja").is_file() or Path(folder, "chat_template.json").is_file():
-        return None
     settings = Path(folder, "tokenizer_config.json")
-    if settings.is_file() and '"chat_template"' in settings.read_text():
+    files = (Path(folder, name) for name in ("chat_template.jinja", "chat_template.json"))
+    if any(map(Path.is_file, files)) or (settings.is_file() and '"chat_template"' in settings.read_text()):
         return None
     return "has no chat template, with which judges are asked: put one there as chat_template.jinja"

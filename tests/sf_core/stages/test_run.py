@@ -169,7 +169,7 @@ def test_the_data_plane_is_told_what_judges_may_take_and_who_scores(
     said: dict[str, Any] = {}
     monkeypatch.setattr(DataplaneClient, "register", lambda client, **spec: said.update(spec))
     OpenRun(RunRef("run", directory.uri, "http://127.0.0.1:1", attempt=1)).register()
-    assert {name: said[name] for name in ("judge_budgets", "scored_apart") if name in said} == told
+    assert {name: said[name] for name in ("judge_budgets", "scored_apart") if said[name]} == told
     assert RunSpec.model_validate(said).scored_apart == bool(told)
 
 

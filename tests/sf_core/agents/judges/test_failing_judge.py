@@ -36,7 +36,7 @@ async def ask_patiently(task: Task, endpoint: Endpoint) -> str:
     return answer.choices[0].message.content or ""
 
 
-FAULTS = [503, "", "garbage", "", "", "broken", "", "", "slow", ""]
+FAULTS: list[str | int] = [503, "", "garbage", "", "", "broken", "", "", "slow", ""]
 NUM_TASKS, GROUPS, SIZE = 24, 12, 2
 
 

@@ -99,7 +99,7 @@ def test_tokens_count_for_the_word_that_alone_begins_with_them() -> None:
     likely = {" inc": -1.0, "In": -2.0, "correct": -1.5, "": -0.1, "  ": -0.1, "the": -0.1}
     weights = weigh_words(likely, ["Correct", "Incorrect"])
     assert weights["Correct"] == pytest.approx(1 / (1 + 2.718281828**0.5 + 2.718281828**-0.5))
-    assert weigh_words({"c": -0.1, "co": -1.0, "ca": -1.0}, ["Correct", "Cautious"]) == {
+    assert weigh_words({"c": -1.1, "co": -1.0, "ca": -1.0}, ["Correct", "Cautious"]) == {
         "Correct": 0.5,
         "Cautious": 0.5,
     }
@@ -128,9 +128,9 @@ def test_words_that_one_token_never_tells_apart_are_refused(server: JudgeServer,
 
 @pytest.mark.parametrize(
     ("second", "found"),
-    [({"A": 0.5, "B": 0.5}, 0.5), ({"A": 0.9, "B": 0.1}, 0.25), ({"A": 0.1, "B": 0.9}, 0.75)],
+    [({"A": 0.5, "B": 0.5}, 0.5), ({"A": 0.9, "B": 0.1}, 0.0), ({"A": 0.1, "B": 0.9}, 1.0)],
 )
-def test_an_order_that_cannot_decide_counts_for_neither(
+def test_an_order_that_cannot_decide_leaves_it_to_the_other(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, second: dict[str, float], found: float
 ) -> None:
     orders = [{"A": 0.5, "B": 0.5}, second]

@@ -94,14 +94,24 @@ def test_metrics_name_the_judge_and_leave_out_what_is_not_known() -> None:
     assert judge_metrics({}) == {} and rollout_metrics(None) == {}
 
 
+def test_held_out_sessions_that_were_not_judged_are_told_with_those_that_failed(
+    judged_run: RunDirectory, tmp_path: Path
+) -> None:
+    told = "failed held-out sessions: not_judged 3"
+    assert told in shown(inspect_run(judged_run.uri))
+    report = write_report(judged_run.uri, str(tmp_path / "report.html"), 16)
+    assert told in Path(report).read_text()
+
+
 def test_rows_of_training_and_of_held_out_sessions_are_summed_by_judge(judged_run: RunDirectory) -> None:
-    rows = judge_rows(RunView(judged_run).iterations())
+    iterations = list(RunView(judged_run).iterations())
+    rows = judge_rows(iterations)
     assert [(row["iteration"], row["sessions"], row["judge"]) for row in rows] == [
         (0, "held-out", "manners"),
         (0, "training", "manners"),
         (0, "training", "pairs"),
     ]
-    assert sum_judges(rows) == [
+    assert sum_judges(iterations) == [
         "judge manners: 600 calls, 18,000 tokens, 24 questions known before, "
         "4 replies that could not be read, 95 % of calls within 0.25 s",
         "judge pairs: 20 calls, 800 tokens, 0 questions known before, 0 replies that could not be read, "
