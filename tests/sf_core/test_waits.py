@@ -54,10 +54,12 @@ def test_a_wait_before_its_deadline_goes_on() -> None:
         wait.check()
 
 
-def test_waits_that_took_time_are_collected() -> None:
+def test_waits_that_took_time_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     with collect_waits() as collected:
+        monkeypatch.setattr(waits, "SHORTEST_S", 60.0)
         with waiting_for("nothing", 60):
             pass
+        monkeypatch.setattr(waits, "SHORTEST_S", 0.01)
         with waiting_for("batch 3", 60):
             time.sleep(0.03)
     assert [wait["what"] for wait in collected] == ["batch 3"]
