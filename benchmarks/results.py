@@ -37,6 +37,8 @@ COMMANDS = {
     "real_model": "benchmarks.real_model",
     "trainer": "benchmarks.trainer",
     "recipes": "benchmarks.recipes",
+    # after `sf train quickstart --set run_id=teacher`
+    "teachers": "benchmarks.teachers runs/teacher@40",
     # three hours; goes on with the runs of the file
     "curricula": "benchmarks.curricula --lines benchmarks/results/curricula.jsonl",
     "group_sessions": "benchmarks.group_sessions",

@@ -70,7 +70,7 @@ FIGURES = {
 
 SECTIONS = {
     "Engine": ("engines", "engines_100m", "schemas"),
-    "Trainer": ("trainer", "recipes"),
+    "Trainer": ("trainer", "recipes", "teachers"),
     "What is sampled": ("curricula", "group_sessions"),
     "Gateway": ("gateway", "gateway_turns", "streaming"),
     "Capture": ("capture",),
@@ -243,6 +243,18 @@ ROWS = (
         "trained tokens to a held-out reward of 0.8 on the quickstart, of three seeds: the recipe `ppo`",
         ", ".join(f"{{ppo[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)),
         ", ".join(f"{{grpo[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)) + ", `grpo`",
+    ),
+    *(
+        Row(
+            "teachers",
+            f"trained tokens to a held-out reward of 0.75 on the quickstart, of three seeds: {about}",
+            ", ".join(f"{{{arm}[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)),
+            ", ".join(f"{{rewards[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)) + ", rewards",
+        )
+        for arm, about in (
+            ("reverse-single", "a teacher, by `reverse` and sessions of 256 tasks"),
+            ("reverse", "a teacher, by `reverse` and groups of 8"),
+        )
     ),
     Row(
         "capture",

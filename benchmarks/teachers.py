@@ -30,7 +30,7 @@ def main(
     teacher: Annotated[str, typer.Argument(help="RUN@VERSION, or a model folder.")],
     arm: Annotated[list[str], typer.Option(help="By default all.")] = [],  # noqa: B006
     seed: Annotated[list[int], typer.Option()] = [1, 2, 3],  # noqa: B006
-    iterations: int = 16,
+    iterations: int = 14,
     every: int = 2,
 ) -> None:
     arms = make_arms(os.path.abspath(teacher))
