@@ -53,13 +53,14 @@ def test_a_judge_answers_who_has_the_key_and_is_back_after_a_kill(
         assert one.base_url.startswith("http://127.0.0.1:")
         with pytest.raises(openai.AuthenticationError):
             client_of(one, "none").models.list()
-        processes = servers()
+        # read before a kill, which ends the others too
+        commands = {process: process.cmdline() for process in servers()}
         # others on this machine see command lines
-        assert not any(one.api_key in word for process in processes for word in process.cmdline())
+        assert not any(one.api_key in word for words in commands.values() for word in words)
+        port = f"--port={one.base_url.rpartition(':')[2].partition('/')[0]}"
         with caplog.at_level(logging.WARNING):
-            for process in processes:
-                if f"--port={one.base_url.rpartition(':')[2].partition('/')[0]}" in process.cmdline():
-                    process.kill()
+            for process in [process for process, words in commands.items() if port in words]:
+                process.kill()
             wait_until(lambda: "judge a: its vLLM has ended" in caplog.text)
             wait_until(lambda: is_back(one))
         assert ask(one) == said and one.api_key not in caplog.text
