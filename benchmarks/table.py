@@ -94,6 +94,11 @@ benchmarks/curriculum_claims.py, both from before the first run.
 """
 
 
+def _tokens(arm: str) -> str:
+    """Tokens to the goal of an arm that was run with three seeds."""
+    return ", ".join(f"{{{arm}[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3))
+
+
 def _pipelines(result: str, weights: str) -> Row:
     def of(name: str) -> str:
         return f"{{{name}[tokens_per_second]:,.0f}}, {{{name}[idle_fraction]:.1%}}"
@@ -241,20 +246,15 @@ ROWS = (
     Row(
         "recipes",
         "trained tokens to a held-out reward of 0.8 on the quickstart, of three seeds: the recipe `ppo`",
-        ", ".join(f"{{ppo[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)),
-        ", ".join(f"{{grpo[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)) + ", `grpo`",
+        _tokens("ppo"),
+        f"{_tokens('grpo')}, `grpo`",
     ),
-    *(
-        Row(
-            "teachers",
-            f"trained tokens to a held-out reward of 0.75 on the quickstart, of three seeds: {about}",
-            ", ".join(f"{{{arm}[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)),
-            ", ".join(f"{{rewards[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)) + ", rewards",
-        )
-        for arm, about in (
-            ("reverse-single", "a teacher, by `reverse` and sessions of 256 tasks"),
-            ("reverse", "a teacher, by `reverse` and groups of 8"),
-        )
+    Row(
+        "teachers",
+        "trained tokens to a held-out reward of 0.75 on the quickstart, of three seeds: a teacher by "
+        "`reverse`, 256 tasks in a batch; groups of 8",
+        f"{_tokens('reverse-single')}; {_tokens('reverse')}",
+        f"{_tokens('rewards')}, rewards",
     ),
     Row(
         "capture",
