@@ -1,6 +1,6 @@
 """docs/benchmarks.md and README's six figures, made from benchmarks/results/: `python -m benchmarks.table`.
 
-Rows without a results file are left out.
+Rows without a results file are left out. The file is long, because the rows are one table of data.
 """
 
 from __future__ import annotations

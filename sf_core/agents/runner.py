@@ -42,7 +42,7 @@ MAX_NAMES = 4096
 """Task ids and environments of more bytes are left out of claims and sent with the session's report only."""
 
 MAX_JUDGED = 2**22
-"""Bytes of judgements beyond which a report leaves out what was asked. Data planes take twice as many."""
+"""Most bytes of judgements in a report, which leaves out further questions. Data planes take twice that."""
 
 LOOK_S = 2.0
 """Seconds after which a runner without room or new sessions asks again what has become of its sessions."""

@@ -180,7 +180,7 @@ class FinishBody(Body):
     judgements: Annotated[list[Any], AfterValidator(_read_judgements)] = []
     """What judges were asked for the reward, and what was noted, in the columns of the table `judgements`."""
     scoring: str = ""
-    """Of an unjudged answer that was claimed: what the claim said."""
+    """The field `scoring` of the claim that gave out an unjudged answer; empty if no claim did."""
     task_id: str = ""
     environment: str = ""
 

@@ -43,7 +43,7 @@ class Reply:
     """What came of a question."""
 
     told: Judgement
-    """Without what the reply means."""
+    """The question and its reply; the verdict is not read yet."""
     likely: Mapping[str, float] = field(default_factory=dict)
     """Log-probs of the most likely first tokens, if they were asked for."""
     error: str = ""

@@ -191,7 +191,7 @@ class Needed:
     unstored: set[str]
     """External sessions whose rows are not stored."""
     groups: set[int]
-    """Those of the last batch, those that left since then, and those that are there."""
+    """Groups of the last batch, groups that left since then, and groups that are there."""
     newest_evaluation: int
     last_batch: int
 

@@ -27,15 +27,15 @@ _IMPOSSIBLE = -9999.0
 """What vLLM says in the place of minus infinity, which JSON does not have."""
 
 Rows = Sequence[tuple[str, Sequence[int]]]
-"""Name and ids of each."""
+"""The name and the ids of each row."""
 
 Logprobs = npt.NDArray[np.float32]
 
 
 def ask_teacher(url: str, rows: Rows, timeout_s: float) -> list[Logprobs]:
-    """For each row, the log-prob of every token after those before it, at
-    temperature 1 over the whole vocabulary; 0 for the first. Every id must be one of the teacher's: others
-    may end the server. A server that does not answer is asked again.
+    """Ask for the log-prob of every token of each row after those before it, at temperature 1 over the whole
+    vocabulary; that of the first is 0. Every id must be one of the teacher's, because another one may end the
+    server. A server that does not answer is asked again.
 
     Raises TimeoutError if nothing has come for `timeout_s`, or ValueError, which names the row, if the server
     refuses it or a number is not finite."""

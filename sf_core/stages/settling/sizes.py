@@ -47,10 +47,10 @@ class PolicySizes:
     rank: int
     """What each rank trains, with its gradient and moments, and the weights that stay: its part of these."""
     frozen: int
-    """Of `rank`, its part of the teacher and of the reference of `train.loss.kl`."""
+    """What each rank holds of the teacher and of the reference of `train.loss.kl`; `rank` includes it."""
     checkpoint: int
     parameters: int
-    """Number of the policy's."""
+    """Number of parameters of the policy."""
     activations: int
     """What a rank keeps of a micro-batch for the backward pass, about; 0 if the model's shape is unknown."""
     adapter: TrainedAdapter | None

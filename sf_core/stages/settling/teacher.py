@@ -70,8 +70,8 @@ def teacher_context(config: RunConfig) -> int | None:
 
 
 def frozen_bytes(config: RunConfig, version: int) -> int:
-    """Bytes of the models that all ranks together hold and do not train: the teacher and the reference of
-    `train.loss.kl`. `version`: those of a version of the policy."""
+    """Count the bytes of all models that are held and not trained: the teacher and the reference of
+    `train.loss.kl`. `version` is the size of a version of the policy in bytes."""
     train, found, taught = config.train, find_here(config), 0
     if found is not None:
         dtype = read_dtype(read_model_config(found.source, SETTING))

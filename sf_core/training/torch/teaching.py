@@ -26,7 +26,7 @@ from storage.tables.batches import select_training_rows
 from storage.tables.parquet import numpy_rows
 
 Name = int | str
-"""Of a model that is not trained: a version of the run, or what `train.teacher.model` says."""
+"""The name of a model that is not trained: a version of the run, or what `train.teacher.model` says."""
 
 Load = Callable[[Name, TrainedModel], tuple[HeldModel, str]]
 """(name, the model that is trained) -> the model of that name, held by the same ranks, and the digest of its

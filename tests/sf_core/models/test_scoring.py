@@ -113,7 +113,7 @@ def divergences_by_the_definition(
 def test_divergences_and_gradients_are_those_of_the_definition(
     divergence: str, rows: int, has_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of distributions that nothing cuts, whatever cuts those that log-probs are of."""
+    """Divergences are those of uncut distributions, even where top-k or top-p cuts the log-probs."""
     monkeypatch.setattr(scoring, "CHUNK_BYTES", 7 * 4 * VOCABULARY)
     settings = drawn([1.0, 0.7, 0.0, 1.3], [1.0, 0.9, 1.0, 0.8], [0, 0, 0, 5], 20)
     hidden, head, token_ids, gradient = example(20)
