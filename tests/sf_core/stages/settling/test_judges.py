@@ -88,14 +88,20 @@ def test_a_judge_to_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, small_poli
     check_start(RunConfig.model_validate(elsewhere))
 
 
-def test_a_judge_on_the_cpu_needs_the_cpu_build(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_policy: str
-) -> None:
-    python = tmp_path / "bin" / "python"
-    (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0.dist-info").mkdir(parents=True)
+def name_vllm(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> None:
+    """Make an environment in `folder` that seems to have this version of vLLM, and name its Python: what is
+    checked before a run starts needs no more, so these tests pass where vLLM is not installed."""
+    python = folder / "bin" / "python"
+    (folder / "lib" / "python3.11" / "site-packages" / f"vllm-{version}.dist-info").mkdir(parents=True)
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     monkeypatch.setenv("SF_VLLM_PYTHON", str(python))
+
+
+def test_a_judge_on_the_cpu_needs_the_cpu_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_policy: str
+) -> None:
+    name_vllm(monkeypatch, tmp_path, "0.32.0")
     workers: dict[str, Any] = RunConfig().model_dump()["cluster"]["workers"]
 
     def on(device: str | None) -> RunConfig:
@@ -118,7 +124,10 @@ def test_a_judge_that_is_not_there_or_has_no_template_is_refused(tmp_path: Path,
     check_sentence(told(tmp_path / "judge"), f"{named}has no chat template")
 
 
-def test_the_plan_says_where_judges_are_and_what_they_may_take(tmp_path: Path, small_policy: str) -> None:
+def test_the_plan_says_where_judges_are_and_what_they_may_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_policy: str
+) -> None:
+    name_vllm(monkeypatch, tmp_path, "0.32.0+cpu")
     file = tmp_path / "run.yaml"
     judges = f"""
 environment:
