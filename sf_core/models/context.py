@@ -1,4 +1,5 @@
-"""The longest sequence of a model, by its Hugging Face configuration. Imports no tensor library."""
+"""The longest sequence of a model and the number of its ids, by its Hugging Face configuration. Imports no
+tensor library."""
 
 from __future__ import annotations
 
@@ -43,3 +44,8 @@ def _reach(rope: Mapping[str, Any], positions: int, original: int | None) -> int
             return int(positions * rope.get("factor", 1.0))
         case _:
             return positions
+
+
+def count_ids(config: Mapping[str, Any]) -> int | None:
+    """Number of ids that a model knows: rows of its last layer. None if the configuration does not say."""
+    return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")

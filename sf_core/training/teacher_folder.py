@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from sf_core.models.context import count_ids
 from sf_core.reports.view import RunView
 from sf_core.training.policy_folder import check_weights_folder, policy_folder, read_model_config
 from storage.files import describe, exists, join, list_files, local_folder, read_bytes
@@ -121,7 +122,7 @@ def count_rows(folder: str) -> int | None:
     """Number of ids that the model of this folder knows; None if its configuration is not there or does not
     say."""
     shape = read_model_config(folder, SETTING) if exists(join(folder, "config.json")) else {}
-    return shape.get("vocab_size") or (shape.get("text_config") or {}).get("vocab_size")
+    return count_ids(shape)
 
 
 def read_tokenizer(folder: str, setting: str) -> Tokenizer:

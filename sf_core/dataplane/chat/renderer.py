@@ -26,6 +26,7 @@ from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system
 from sf_core.dataplane.chat.template_probes import append_only_roles, end_of_turn, shows_tools
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
+from sf_core.models.context import count_ids
 from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.types import Ids
 from storage.files import local_folder
@@ -75,7 +76,7 @@ class Renderer:
         self._skipped = {token.content: int(number) for number, token in added if token.special}
         """Ids of tokens that texts are without, by what they show."""
         self.vocab_size = self._tokenizer.get_vocab_size()
-        self.num_ids = max(self.vocab_size, _num_rows(folder))
+        self.num_ids = max(self.vocab_size, count_ids(_read_json(folder / "config.json")) or 0)
         """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.options: dict[str, Any] = {}
@@ -249,12 +250,6 @@ class TextStream:
 
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def _num_rows(folder: Path) -> int:
-    """Rows of the network's last layer by its configuration; 0 if that does not say."""
-    config = _read_json(folder / "config.json")
-    return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -99,8 +99,7 @@ class VllmClient:
             return orjson.loads(answer)
         said = f"{path}: {status} {_read_message(answer)}"
         if status == 401:
-            said = f"the server at {self._url} rejected the key: set SF_TEACHER_KEY to the server's API key"
-            raise ValueError(said)
+            raise self._explain_key("SF_TEACHER_KEY")
         lasts = 400 <= status < 500 and status not in (408, 429)
         raise RequestRefusedError(said) if lasts else EngineLostError(f"vLLM: {said}")
 
@@ -177,14 +176,17 @@ class VllmClient:
         expected = 400 if method == "POST" else 200
         status, _ = await self._request(method, path, {} if method == "POST" else None)
         if status == 401:
-            raise ValueError(
-                f"the server at {self._url} rejected the key: set SF_VLLM_KEY to the server's API key"
-            )
+            raise self._explain_key("SF_VLLM_KEY")
         if status != expected:
             raise ValueError(
                 f"the server at {self._url} answers {path} with {status}: it must be vLLM, started with "
                 f"{remedy}"
             )
+
+    def _explain_key(self, variable: str) -> ValueError:
+        return ValueError(
+            f"the server at {self._url} rejected the key: set {variable} to the server's API key"
+        )
 
     async def _call(
         self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float = _ANSWER_S, **query: str

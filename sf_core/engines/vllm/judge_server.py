@@ -19,6 +19,7 @@ from sf_core.config.rollout_config import JudgeConfig
 from sf_core.engines.vllm.limits import check_cpu_build
 from sf_core.engines.vllm.server import VllmServer
 from sf_core.models.cache_size import cache_bytes
+from sf_core.models.context import longest_context
 from sf_core.surroundings import has_gpu, vllm_python
 from sf_core.types import Endpoint
 from sf_core.waits import waiting_for
@@ -142,7 +143,7 @@ class JudgeServer:
 def _count_kv_bytes(folder: str, num_calls: int) -> int:
     """Memory for the KV of so many calls, each as long as the model's context, as far as it is given."""
     shape = json.loads(Path(folder, "config.json").read_text())
-    length = (shape.get("text_config") or shape).get("max_position_embeddings") or 2**15
+    length = longest_context(shape) or 2**15
     # one more: vLLM keeps a block for itself
     needed = cache_bytes(shape, num_calls + 1, length)
     return _MOST_KV_BYTES if needed is None else min(needed, _MOST_KV_BYTES)

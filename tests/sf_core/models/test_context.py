@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.models.context import longest_context
+from sf_core.models.context import count_ids, longest_context
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,16 @@ def test_the_longest_sequence_is_read_from_the_configuration(
     config: dict[str, Any], longest: int | None
 ) -> None:
     assert longest_context(config) == longest
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({}, None),
+        ({"vocab_size": 7}, 7),
+        ({"text_config": {"vocab_size": 9}}, 9),
+        ({"text_config": {}}, None),
+    ],
+)
+def test_ids_are_those_of_the_last_layer(config: dict[str, Any], count: int | None) -> None:
+    assert count_ids(config) == count
