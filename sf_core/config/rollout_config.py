@@ -54,8 +54,8 @@ class JudgeConfig(Settings):
     concurrency: int = Field(16, ge=1, le=1024)
     """Calls that each worker that scores makes at once."""
     max_tokens_per_iteration: int | None = Field(None, ge=1)
-    """Tokens, those of questions and of replies, that all calls together may take from one batch to the next.
-    When more are spent, the run ends with a sentence that says so. Empty: no bound."""
+    """Maximum number of tokens, of questions and replies, that all calls together may take between two
+    batches. A run that takes more ends with a sentence that says so. Empty: no bound."""
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> JudgeConfig:

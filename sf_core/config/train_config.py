@@ -79,18 +79,17 @@ class TeacherConfig(Teacher):
 
     model: FilePath | None = None
     """Folder of a Hugging Face causal LM, the name of one that `sf model` has made, or RUN@VERSION: a version
-    of the run in the folder RUN. It is on every training worker, which hold it together, and must not change
-    during the run."""
+    of the run in the folder RUN. Every training worker needs the folder. It must not change during the run.
+    The workers hold the model together."""
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
     """Address of a vLLM server, with `divergence: sampled`. The filter stage asks it for the log-probs of the
     tokens that train. Its key is read from the environment variable SF_TEACHER_KEY."""
     weights: Literal["start"] | None = None
-    """start: version 0 of the policy, which holds later versions back. With `train.lora` it takes no
-    memory."""
+    """start: version 0 of the policy. It holds later versions back. With `train.lora` it takes no memory."""
     tokenizer: FilePath | None = None
     """Folder with the tokenizer of the teacher at `url`."""
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time, in seconds, during which the filter stage asks a server at `url` again that does not
+    """Longest time, in seconds, for which the filter stage asks the server at `url` again while it does not
     answer."""
 
     @model_validator(mode="after")
