@@ -184,9 +184,8 @@ class VllmClient:
             )
 
     def _explain_key(self, variable: str) -> ValueError:
-        return ValueError(
-            f"the server at {self._url} rejected the key: set {variable} to the server's API key"
-        )
+        said = f"the server at {self._url} rejected the key"
+        return ValueError(f"{said}: set {variable} to the server's API key")
 
     async def _call(
         self, path: str, body: Any = None, *, method: str = "POST", timeout_s: float = _ANSWER_S, **query: str

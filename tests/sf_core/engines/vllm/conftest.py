@@ -141,6 +141,12 @@ def socket_of(process: psutil.Process) -> str:
     return command[command.index("--uds") + 1]
 
 
+def own_socket(*words: str) -> str:
+    """That of the one server of an engine here whose command has all of these words."""
+    (socket,) = {socket_of(one) for one in servers() if {"--uds", *words} <= {*one.cmdline()}}
+    return socket
+
+
 @pytest.fixture
 def as_tcp() -> Iterator[Callable[[str], str]]:
     """A function (path of a Unix socket) -> URL at which it can be reached, until the test ends."""

@@ -17,13 +17,14 @@ from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, until
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.deliveries import Adapters
+from sf_core.engines.vllm.server import TAKES_ADAPTERS
 from sf_core.models.adapter import Adapter, make_factors, shape_factors
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from storage.tensors.weights import save_adapter
 from tests.bench.engines.adapter_folders import AdapterFolders
 from tests.bench.engines.model_folders import linears_of
 from tests.sf_core.engines.adapter_contract import AdapterEngineTests
-from tests.sf_core.engines.vllm.conftest import CONTEXT, config, refusal, servers, socket_of
+from tests.sf_core.engines.vllm.conftest import CONTEXT, config, own_socket, refusal, servers
 
 pytestmark = pytest.mark.system
 
@@ -124,7 +125,7 @@ class TestContract(AdapterEngineTests):
     ) -> None:
         memory = list[int]()
         with self.serve() as engine:
-            url = as_tcp(own_socket())
+            url = as_tcp(own_socket(TAKES_ADAPTERS))
             for version in range(1, 61):
                 engine.submit(self.request("r"))
                 # of 30 adapters, each twice
@@ -141,7 +142,7 @@ class TestContract(AdapterEngineTests):
         self, as_tcp: Callable[[str], str]
     ) -> None:
         with self.serve():
-            url = as_tcp(own_socket())
+            url = as_tcp(own_socket(TAKES_ADAPTERS))
         settings = config(adapts=True, vllm={"url": url})
         engine = DrivenEngine(make_engine(settings, self.adapters.start(KIND)))
         awake(engine, self.weights(4))
@@ -164,7 +165,7 @@ class TestContract(AdapterEngineTests):
         self, as_tcp: Callable[[str], str], tmp_path: Path
     ) -> None:
         with self.serve():
-            url = as_tcp(own_socket())
+            url = as_tcp(own_socket(TAKES_ADAPTERS))
         start = tmp_path / "start"
         shutil.copytree(self.adapters.start(KIND), start)
         adapter = Adapter(9, 9.0, ("q_proj",))
@@ -178,11 +179,6 @@ class TestContract(AdapterEngineTests):
 def versions(chunks: list[Chunk]) -> list[int]:
     """Versions that sampled, each once, in their order."""
     return list(dict.fromkeys(chunk.version for chunk in chunks if chunk.token_ids))
-
-
-def own_socket() -> str:
-    (socket,) = {socket_of(process) for process in servers() if "--uds" in process.cmdline()}
-    return socket
 
 
 def list_models(url: str) -> list[dict[str, str]]:

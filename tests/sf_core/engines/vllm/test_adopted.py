@@ -15,7 +15,7 @@ from sf_core.engines.testing import awake, drain, ids_of, sample_by_both
 from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from storage.files import write_atomic
 from tests.bench.engines.adapter_folders import AdapterFolders
-from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config, refusal, servers, socket_of
+from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config, own_socket, refusal, servers
 
 pytestmark = pytest.mark.system
 
@@ -28,8 +28,7 @@ def adopted_url(engine: Engine, tied: Policies, as_tcp: Callable[[str], str]) ->
     driven = DrivenEngine(engine)
     awake(driven, tied.ref(0))
     driven.rest()
-    (socket,) = {socket_of(process) for process in servers() if "--uds" in process.cmdline()}
-    yield as_tcp(socket)
+    yield as_tcp(own_socket())
     # for the tests that own the server: it has other weights than they gave it
     awake(driven, tied.ref(99))
     driven.rest()

@@ -40,6 +40,13 @@ class TestContract(GrammarEngineTests):
         # what vLLM draws depends on interruptions (docs/decisions/026-vllm.md)
         return GREEDY
 
+    def test_what_is_sampled_while_nobody_asks_is_reported(self) -> None:
+        expected = self.sample_alone()
+        with self.serve() as engine:
+            engine.submit(self.request("r"))
+            until(lambda: engine.wait(0.05), lambda: engine.num_requests == 0)
+            assert ids_of(drain(engine)) == expected
+
     def test_greedy_turns_go_on_in_the_torch_engine_and_come_back_with_the_same_ids(self) -> None:
         expected = self.sample_alone()
         vllm = DrivenEngine(self.engine)

@@ -20,7 +20,7 @@ from sf_core.engines.testing import awake
 from sf_core.engines.vllm.teacher import CONCURRENCY, ask_teacher
 from tests.bench.refusals import check_sentence
 from tests.patience import patience
-from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, servers, socket_of
+from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, own_socket, servers
 
 
 @pytest.fixture
@@ -28,8 +28,7 @@ def teacher_url(engine: Engine, tied: Policies, as_tcp: Callable[[str], str]) ->
     """A real server with the tied policy, version 0."""
     driven = DrivenEngine(engine)
     awake(driven, tied.ref(0))
-    (socket,) = {socket_of(process) for process in servers() if "--uds" in process.cmdline()}
-    url = as_tcp(socket)
+    url = as_tcp(own_socket())
     # an engine that nobody steps is paused
     httpx.post(f"{url}/resume", timeout=patience()).raise_for_status()
     yield url
