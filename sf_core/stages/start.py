@@ -173,11 +173,11 @@ def _recipe_files(environment: Environment) -> list[Path]:
     import sf_core.environments
     from sf_core.agents import tool_loop
     from sf_core.dataplane import chat
-    from sf_core.models import builtin, cache_size, decoder, projections, token_bytes
+    from sf_core.models import builtin, cache_size, context, decoder, projections, token_bytes
     from sf_core.training import demonstrations, packing, warmstart
     from sf_core.training.torch import network
 
     modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
-    parts: list[Any] = [*modules, token_bytes, tool_loop, *environment.classes]
+    parts: list[Any] = [*modules, context, token_bytes, tool_loop, *environment.classes]
     whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat)]
     return [*(Path(inspect.getfile(part)) for part in parts), *sorted(chain(*whole))]
