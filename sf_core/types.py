@@ -40,6 +40,18 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Unsigned 64-bit key of this turn."""
 
 
+class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A picture among token ids: the `length` placeholders from `start` on show it."""
+
+    sha256: str
+    """That of its PNG file in the run's `media` folder, which has the same name."""
+    start: int
+    length: int
+    height: int
+    """Pixels, as the policy sees it."""
+    width: int
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to an engine: continue these ids."""
 
@@ -57,6 +69,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     grammar: str = ""
     """What the tokens of the whole turn must follow, in llguidance's Lark; empty: nothing. Log-probs are then
     those of the distribution over the tokens that it allows."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """What the placeholders among `prompt_ids` show, in order."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):

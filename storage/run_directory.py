@@ -67,6 +67,11 @@ class RunDirectory:
     def journal_dir(self) -> str:
         return self.path("journal")
 
+    @property
+    def media_dir(self) -> str:
+        """Folder of the pictures that policies were shown (storage/media.py)."""
+        return self.path("media")
+
     def weights_dir(self, version: int) -> str:
         return self.path("weights", f"v{version:05d}")
 

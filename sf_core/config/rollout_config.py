@@ -153,9 +153,12 @@ class RolloutConfig(Settings):
     """Unsupported request fields, such as `presence_penalty`, that are ignored although they would change an
     answer; for clients that always send them. Requests with other unsupported fields are refused."""
     unseen_parts: Literal["replace", "refuse"] = "replace"
-    """What happens to parts of tool results that are no text, such as images. replace: a sentence stands in
-    their place, such as `[image left out]`, and they are counted. refuse: the request is refused. A user's
-    message with such a part is always refused."""
+    """What happens to parts of tool results that the policy is not shown, such as images, unless it sees
+    pictures. replace: a sentence stands in their place, such as `[image left out]`, and they are counted.
+    refuse: the request is refused. A user's message with such a part is always refused."""
+    max_picture_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens of a picture, for a policy that sees; larger pictures are made smaller. Empty:
+    what the model's processor allows."""
     normalised: tuple[Normalisation, ...] = ("billing_header",)
     """Text removed from prompts because it changes on every turn and would break prefix matching.
     billing_header: the line `x-anthropic-billing-header: ...` in the system prompt of Claude Code."""

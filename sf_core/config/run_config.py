@@ -63,6 +63,9 @@ class PolicyConfig(Settings):
     """Hidden size of the built-in policy."""
     num_layers: int = Field(4, ge=1, le=64)
     """Number of layers of the built-in policy."""
+    sees: bool = False
+    """Whether the built-in policy is shown pictures: a small Qwen2.5-VL is created in place of the Qwen3. A
+    `model` tells by its own files."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
     """Supervised start, on demonstrations. Empty: none."""
     dtype: DtypeName | None = None

@@ -1,0 +1,100 @@
+"""How a policy sees pictures, by the files of its Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from storage.files import join, read_if_there
+
+SEEING = ("qwen2_5_vl",)
+"""Values of `model_type` whose policies are shown pictures."""
+
+PROCESSOR = "preprocessor_config.json"
+"""The file that says how pictures become the network's input."""
+
+MAX_ASPECT = 200
+"""Largest ratio of a picture's sides, as Qwen's processor has it."""
+
+_DEFAULT_PIXELS = (56 * 56, 28 * 28 * 1280)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a policy makes of a picture of a given size."""
+
+    token_id: int
+    """The placeholder: a picture is as many of it as its length."""
+    side: int
+    """Pixels of each side of the square that one token shows."""
+    min_pixels: int
+    max_pixels: int
+
+    def limit(self, max_tokens: int | None) -> Sight:
+        """This sight with at most so many tokens for a picture; None: as many as the processor allows."""
+        if max_tokens is None:
+            return self
+        most = max(min(self.max_pixels, max_tokens * self.side**2), self.side**2)
+        return replace(self, max_pixels=most, min_pixels=min(self.min_pixels, most))
+
+    def fit(self, height: int, width: int) -> tuple[int, int]:
+        """The height and width to which a picture is resized: multiples of `side` within the limits, at about
+        its aspect, as `smart_resize` of Qwen's processor has them. Raises ValueError if there are none."""
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise ValueError(f"its sides are {width} by {height} pixels, a ratio above {MAX_ASPECT}")
+        tall, wide = round(height / self.side) * self.side, round(width / self.side) * self.side
+        if tall * wide > self.max_pixels:
+            scale = math.sqrt(height * width / self.max_pixels)
+            tall, wide = (
+                max(self.side, math.floor(n / scale / self.side) * self.side) for n in (height, width)
+            )
+        elif tall * wide < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            tall, wide = (math.ceil(n * scale / self.side) * self.side for n in (height, width))
+        if not self.min_pixels <= tall * wide <= self.max_pixels:
+            raise ValueError(
+                f"its sides are {width} by {height} pixels, and no size of about their ratio has from "
+                f"{self.min_pixels} to {self.max_pixels} pixels"
+            )
+        return tall, wide
+
+    def count_tokens(self, height: int, width: int) -> int:
+        """Number of tokens of a picture of this size, which is one that `fit` gives."""
+        return (height // self.side) * (width // self.side)
+
+
+def read_sight(folder: str) -> Sight | None:
+    """The sight of the policy in this folder; None if it is not shown pictures. Raises ValueError, one
+    sentence, if a file that tells it is missing or broken."""
+    config = _read(folder, "config.json")
+    if config.get("model_type") not in SEEING:
+        return None
+    processor = _read(folder, PROCESSOR)
+    try:
+        size = processor.get("size") or {}
+        low, high = (
+            processor.get(f"{name}_pixels") or size.get(edge) or default
+            for name, edge, default in zip(
+                ("min", "max"), ("shortest_edge", "longest_edge"), _DEFAULT_PIXELS, strict=True
+            )
+        )
+        side = int(processor.get("patch_size", 14)) * int(processor.get("merge_size", 2))
+        return Sight(int(config["image_token_id"]), side, int(low), int(high))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder}: {PROCESSOR} or config.json is broken: {error!r}") from None
+
+
+def _read(folder: str, name: str) -> Mapping[str, Any]:
+    data = read_if_there(join(folder, name))
+    if data is None:
+        raise ValueError(
+            f"{folder}: no {name}; save the processor there too: "
+            "AutoProcessor.from_pretrained(...).save_pretrained(folder)"
+        )
+    try:
+        return dict(json.loads(data))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder}: {name} is broken: {error}") from None

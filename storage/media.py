@@ -1,0 +1,32 @@
+"""The pictures of a run: PNG files in its `media` folder, each named by the sha256 of its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+
+from storage.files import exists, join, read_bytes, write_atomic
+
+
+def media_file(folder: str, sha256: str) -> str:
+    return join(folder, f"{sha256}.png")
+
+
+def store_picture(folder: str, png: bytes) -> str:
+    """Store a picture, once; returns its sha256. Raises StorageError or OSError."""
+    sha256 = hashlib.sha256(png).hexdigest()
+    file = media_file(folder, sha256)
+    if not exists(file):
+        write_atomic(file, png)
+    return sha256
+
+
+def read_picture(folder: str, sha256: str) -> bytes:
+    """Raises ValueError, one sentence, if the picture is missing or its file has other bytes."""
+    file = media_file(folder, sha256)
+    try:
+        png = read_bytes(file)
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing, and a trajectory shows it") from None
+    if hashlib.sha256(png).hexdigest() != sha256:
+        raise ValueError(f"{file} has other bytes than those that its name is the sha256 of")
+    return png
