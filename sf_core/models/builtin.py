@@ -1,5 +1,4 @@
-"""The built-in policy: a small Qwen3, or a Qwen2.5-VL that sees, and its tokenizer, saved as an ordinary Hugging
-Face folder.
+"""The built-in policy: a small Qwen3, or a Qwen2.5-VL that sees, and its tokenizer, as a Hugging Face folder.
 
 Owns the vocabulary, the chat format and the shape of the network. Trains nothing (see training/warmstart.py).
 """
