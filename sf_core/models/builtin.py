@@ -1,20 +1,34 @@
-"""The built-in policy: a small Qwen3 and its tokenizer, saved as an ordinary Hugging Face folder.
+"""The built-in policy: a small Qwen3, or a Qwen2.5-VL that sees, and its tokenizer, as a Hugging Face folder.
 
 Owns the vocabulary, the chat format and the shape of the network. Trains nothing (see training/warmstart.py).
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from sf_core.config import PolicyConfig
 from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.models.cache_size import built_in_shape
+from sf_core.pictures.sight import PROCESSOR
 
 UNKNOWN, PADDING, TURN_START, TURN_END = "<unk>", "<pad>", "<|im_start|>", "<|im_end|>"
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+PICTURE_START, PICTURE_END, PICTURE = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+FILM = "<|video_pad|>"
+"""Named by the configuration of every Qwen2.5-VL; never shown."""
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "\t"]
 
@@ -45,13 +59,30 @@ CHAT_TEMPLATE = """\
 """
 
 
+SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
+    " + (message.content or '') }}",
+    """ }}
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}{%- for part in message.content or [] -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}
+{%- endfor -%}{%- endif -%}""",
+)
+"""The same for contents that are lists of texts and pictures."""
+
+PATCH, MERGED = 14, 2
+"""Pixels of a side of the tower's patches, and patches of a side of the square that one token shows."""
+
+MIN_PICTURE, MAX_PICTURE = 4, 256
+"""Tokens of the smallest and the largest picture."""
+
+
 def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
-    """Write an untrained policy that AutoModelForCausalLM, AutoTokenizer and vLLM load.
+    """Write an untrained policy that transformers and vLLM load.
 
     The weights are a function of the configuration and the seed.
     """
-    tokenizer = make_tokenizer()
-    shape = Qwen3Config(
+    tokenizer = make_tokenizer(config.sees)
+    shape: dict[str, Any] = dict(
         **built_in_shape(config.hidden_size, config.num_layers),
         vocab_size=len(tokenizer),
         max_position_embeddings=BUILT_IN_CONTEXT,
@@ -64,13 +95,66 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(shape)
+        if config.sees:
+            model: Any = Qwen2_5_VLForConditionalGeneration(_seeing(shape, tokenizer))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if config.sees:
+        Path(folder, PROCESSOR).write_text(json.dumps(_PROCESSOR, indent=1))
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, a few whole phrases, the marks of turns and tool calls.
+def _seeing(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+    """A Qwen2.5-VL whose language part has this shape."""
+    # heads of 32: a sixth of their 16 frequencies is time's, as in the models that are published
+    rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    ids = zip(
+        ("vision_start", "vision_end", "image", "video"),
+        tokenizer.convert_tokens_to_ids([PICTURE_START, PICTURE_END, PICTURE, FILM]),
+        strict=True,
+    )
+    return Qwen2_5_VLConfig(
+        text_config=shape | {"rope_parameters": rotation},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGED,
+            "temporal_patch_size": 2,
+            "window_size": 4 * PATCH,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": shape["hidden_size"],
+            "initializer_range": 0.1,
+        },
+        **{f"{name}_token_id": token for name, token in ids},
+        **{name: shape[name] for name in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "dtype")},
+    )
+
+
+_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),
+    "rescale_factor": 1 / 255,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "patch_size": PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": MERGED,
+    "size": {
+        edge: tokens * (PATCH * MERGED) ** 2
+        for edge, tokens in (("shortest_edge", MIN_PICTURE), ("longest_edge", MAX_PICTURE))
+    },
+    "resample": 3,
+}
+
+
+def make_tokenizer(sees: bool = False) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, a few whole phrases, the marks of turns and tool calls, and of
+    pictures if the policy sees.
 
     Text of these characters comes back from its ids unchanged; any other character becomes `<unk>`.
     """
@@ -80,13 +164,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([PADDING, TURN_START, TURN_END])
     backend.add_tokens([AddedToken(text, normalized=False) for text in (CALL_START, CALL_END, *PHRASES)])
+    marks = [PICTURE_START, PICTURE_END, PICTURE, FILM] * sees
+    backend.add_special_tokens(marks)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token=UNKNOWN,
         pad_token=PADDING,
         eos_token=TURN_END,
-        additional_special_tokens=[TURN_START],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[TURN_START, *marks],
+        chat_template=SEEING_TEMPLATE if sees else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=BUILT_IN_CONTEXT,
         tool_format="plain",

@@ -38,11 +38,17 @@ class Sight:
     max_pixels: int
 
     def limit(self, max_tokens: int | None) -> Sight:
-        """This sight with at most so many tokens for a picture; None: as many as the processor allows."""
+        """This sight with at most so many tokens for a picture; None: as many as the processor allows. Raises
+        ValueError if the processor makes small pictures larger than that."""
         if max_tokens is None:
             return self
-        most = max(min(self.max_pixels, max_tokens * self.side**2), self.side**2)
-        return replace(self, max_pixels=most, min_pixels=min(self.min_pixels, most))
+        most, fewest = max_tokens * self.side**2, -(-self.min_pixels // self.side**2)
+        if max_tokens < fewest:
+            raise ValueError(
+                f"rollout.max_picture_tokens is {max_tokens}, and the policy's processor makes no picture "
+                f"smaller than {fewest} tokens"
+            )
+        return replace(self, max_pixels=min(self.max_pixels, most))
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """The height and width to which a picture is resized: multiples of `side` within the limits, at about

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from sf_core.config import PolicyConfig
 from sf_core.environments.calculator import CALCULATOR
@@ -12,11 +12,15 @@ from sf_core.models.builtin import (
     CALL_END,
     CALL_START,
     CHARACTERS,
+    FILM,
+    MAX_PICTURE,
     PHRASES,
+    PICTURE,
     TURN_END,
     make_policy,
     make_tokenizer,
 )
+from sf_core.pictures.sight import Sight, read_sight
 
 CONFIG = PolicyConfig(hidden_size=64, num_layers=2)
 TOKENIZER = make_tokenizer()
@@ -121,3 +125,49 @@ def test_the_default_policy_has_about_a_million_parameters(tmp_path: Path) -> No
     make_policy(str(tmp_path), PolicyConfig(), seed=0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert 0.9e6 < model.num_parameters() < 1.1e6
+
+
+@pytest.fixture(scope="module")
+def seeing_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeing")
+    make_policy(str(folder), PolicyConfig(sees=True, hidden_size=64, num_layers=2), seed=3)
+    return folder
+
+
+def test_a_policy_that_sees_loads_with_the_auto_classes(seeing_policy: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(seeing_policy)
+    model = AutoModelForImageTextToText.from_pretrained(seeing_policy)
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id
+    assert model.config.text_config.vocab_size == len(tokenizer)
+    ids = tokenizer.convert_tokens_to_ids([PICTURE, FILM])
+    assert ids == [model.config.image_token_id, model.config.video_token_id]
+    assert read_sight(str(seeing_policy)) == Sight(ids[0], 28, 4 * 28**2, MAX_PICTURE * 28**2)
+
+
+def test_a_policy_that_does_not_see_has_no_sight(builtin_policy: Path) -> None:
+    assert read_sight(str(builtin_policy)) is None
+    assert PICTURE not in TOKENIZER.get_vocab()
+
+
+@pytest.mark.parametrize("tools", [None, [CALCULATOR.schema]])
+def test_pictures_are_shown_where_they_stand(tools: list[object] | None) -> None:
+    picture = {"type": "image", "sha256": "0" * 64, "width": 56, "height": 56}
+    seeing, marks = make_tokenizer(sees=True), "<|vision_start|><|image_pad|><|vision_end|>"
+    text = seeing.apply_chat_template(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "Look: "}, picture, picture]},
+            *CONVERSATION[2:3],
+            {"role": "tool", "tool_call_id": "call_0", "content": [picture]},
+        ],
+        tools=tools,
+        tokenize=False,
+    )
+    assert text == (
+        ("<|im_start|>tools\ncalc<|im_end|>\n" if tools else "")
+        + f"<|im_start|>user\nLook: {marks}{marks}<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>calc 47*83</tool_call><|im_end|>\n"
+        f"<|im_start|>tool\n{marks}<|im_end|>\n"
+    )
+    for count in range(1, len(CONVERSATION) + 1):
+        whole = seeing.apply_chat_template(CONVERSATION[:count], tools=tools, tokenize=False)
+        assert whole == render(count, tools=tools)
