@@ -16,8 +16,8 @@ trainer   a step on 32 rows with a picture each, of which 8 differ: the share th
           first step on these pictures.
 
 Predicted before the first run: 60 ms of CPU per turn with a screen for 2 ms with text (10 to decode, 15 to
-resize, 25 to encode, 10 to parse and hash the history), 2 times the PNG stored, 5 kB more in the journal (four
-bytes for each placeholder); cached_share 0.75 of 0.9 at most; with pictures 0.8 of the tokens per second; the
+resize, 25 to encode, 10 to parse and hash the history), 2 times the PNG stored, 5 kB more in the journal
+(four bytes for each placeholder); cached_share 0.75 of 0.9 at most; with pictures 0.8 of the tokens per second; the
 tower a tenth of the step.
 """
 
