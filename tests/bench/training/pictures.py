@@ -54,8 +54,8 @@ def store_named(media: str, name: str) -> tuple[str, int, int]:
 def seeing_batch(
     folder: str, media: str, rows: Sequence[Sequence[tuple[Sequence[Part], int]]], **choices: Any
 ) -> pa.Table:
-    """Each row is several turns: the parts of a prompt, which has random tokens of its own place alone, and the
-    number of tokens that were sampled after it. Equal prompts have equal tokens."""
+    """Each row is several turns: the parts of a prompt, and the number of tokens that were sampled after it.
+    Equal prompts have equal tokens."""
     sight = read_sight(folder)
     assert sight is not None
     made = [_row(sight, media, turns, number) for number, turns in enumerate(rows)]
