@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from storage.media import PictureSpan as PictureSpan
+
 Ids = npt.NDArray[np.int32]
 """Token ids, [num_tokens]."""
 
@@ -38,18 +40,6 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """0 means no limit."""
     seed: int = 0
     """Unsigned 64-bit key of this turn."""
-
-
-class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A picture among token ids: the `length` placeholders from `start` on show it."""
-
-    sha256: str
-    """That of its PNG file in the run's `media` folder, which has the same name."""
-    start: int
-    length: int
-    height: int
-    """Pixels, as the policy sees it."""
-    width: int
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -1,10 +1,25 @@
-"""The pictures of a run: PNG files in its `media` folder, each named by the sha256 of its bytes."""
+"""The pictures of a run: PNG files in its `media` folder, each named by the sha256 of its bytes, and
+where they are among token ids."""
 
 from __future__ import annotations
 
 import hashlib
 
+import msgspec
+
 from storage.files import exists, join, read_bytes, write_atomic
+
+
+class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A picture among token ids: the `length` placeholders from `start` on show it."""
+
+    sha256: str
+    """That of its PNG file in the run's `media` folder, which has the same name."""
+    start: int
+    length: int
+    height: int
+    """Pixels, as the policy sees it."""
+    width: int
 
 
 def media_file(folder: str, sha256: str) -> str:

@@ -1,1 +1,1 @@
-"""Pictures in observations: how a policy sees them, and how they stand among tokens. Imports no tensor library."""
+"""Pictures in prompts: how a policy sees them, and how they stand among tokens. Needs no tensor library."""

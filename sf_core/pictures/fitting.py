@@ -31,8 +31,8 @@ class Fitted(NamedTuple):
 
 
 def fit_picture(data: bytes, sight: Sight) -> Fitted:
-    """Decode, turn as EXIF says, put transparent parts on white, and resize. Raises ValueError, a clause whose
-    subject is the picture, if it cannot be shown."""
+    """Decode, turn as EXIF says, put what is transparent on white, and resize. Raises ValueError, a clause
+    whose subject is the picture, if it cannot be shown."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has {len(data)} bytes, and at most {MAX_BYTES} are read")
     try:

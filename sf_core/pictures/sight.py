@@ -16,6 +16,10 @@ SEEING = ("qwen2_5_vl",)
 PROCESSOR = "preprocessor_config.json"
 """The file that says how pictures become the network's input."""
 
+PLACEHOLDER_BIAS = -100.0
+"""Added to the placeholder's logit wherever a policy that sees samples or is scored, so that it is never
+sampled: a sampled one shows nothing."""
+
 MAX_ASPECT = 200
 """Largest ratio of a picture's sides, as Qwen's processor has it."""
 
@@ -34,11 +38,17 @@ class Sight:
     max_pixels: int
 
     def limit(self, max_tokens: int | None) -> Sight:
-        """This sight with at most so many tokens for a picture; None: as many as the processor allows."""
+        """This sight with at most so many tokens for a picture; None: as many as the processor allows. Raises
+        ValueError if the processor makes small pictures larger than that."""
         if max_tokens is None:
             return self
-        most = max(min(self.max_pixels, max_tokens * self.side**2), self.side**2)
-        return replace(self, max_pixels=most, min_pixels=min(self.min_pixels, most))
+        most, fewest = max_tokens * self.side**2, -(-self.min_pixels // self.side**2)
+        if max_tokens < fewest:
+            raise ValueError(
+                f"rollout.max_picture_tokens is {max_tokens}, and the policy's processor makes no picture "
+                f"smaller than {fewest} tokens"
+            )
+        return replace(self, max_pixels=min(self.max_pixels, most))
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """The height and width to which a picture is resized: multiples of `side` within the limits, at about
@@ -64,6 +74,12 @@ class Sight:
     def count_tokens(self, height: int, width: int) -> int:
         """Number of tokens of a picture of this size, which is one that `fit` gives."""
         return (height // self.side) * (width // self.side)
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor of this name in the folder of a policy that sees is of its tower, which is not trained
+    and in no later version."""
+    return name.startswith(("visual.", "model.visual."))
 
 
 def read_sight(folder: str) -> Sight | None:

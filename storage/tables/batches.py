@@ -14,24 +14,21 @@ import pyarrow.compute as pc
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 from storage.tables import parquet
-from storage.tables.schema import SCHEMA
+from storage.tables.schema import IMAGES, SCHEMA, SEEING_SCHEMA
 from storage.tables.trajectories import read_trajectories
 
 TRAIN = "train"
 """The `decision` of rows that train."""
 
-BATCH_SCHEMA = pa.unify_schemas(
+_ADDED = pa.schema(
     [
-        SCHEMA,
-        pa.schema(
-            [
-                ("advantages", pa.list_(pa.float32())),
-                ("weights", pa.list_(pa.float32())),
-                ("decision", pa.string()),
-            ]
-        ),
+        ("advantages", pa.list_(pa.float32())),
+        ("weights", pa.list_(pa.float32())),
+        ("decision", pa.string()),
     ]
 )
+
+BATCH_SCHEMA = pa.unify_schemas([SCHEMA, _ADDED])
 
 
 def write_batch(
@@ -54,15 +51,17 @@ def write_batch(
         *(_list_column(values, len(lengths)) for values in (advantages, weights)),
         pa.array(decisions, pa.string()),
     ]
-    columns = [trajectories[name] for name in SCHEMA.names]
-    table = pa.table([*columns, *added], schema=BATCH_SCHEMA)
+    # whether the policy sees
+    known = SEEING_SCHEMA if IMAGES.name in trajectories.column_names else SCHEMA
+    columns = [trajectories[name] for name in known.names]
+    table = pa.table([*columns, *added], schema=pa.unify_schemas([known, _ADDED]))
     uri = f"{run.partition('batches', iteration)}/{part}.parquet"
     return run.relative(parquet.write_table(uri, table))
 
 
 def read_batch(uri: str, columns: list[str] | None = None) -> pa.Table:
     """Like read_trajectories, with the columns `advantages`, `weights` and `decision`."""
-    return read_trajectories(uri, columns, BATCH_SCHEMA)
+    return read_trajectories(uri, columns, BATCH_SCHEMA.append(IMAGES))
 
 
 def select_training_rows(batch: pa.Table) -> pa.Table:

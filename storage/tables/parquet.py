@@ -5,7 +5,7 @@ Owns compression, the schema version and the validation of a file. Knows nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,21 +52,30 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
         return file.ref(uri)
 
 
-def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
-    """Read one file; with `columns`, only their bytes. Raises ValueError if the file is missing, broken, of
-    another schema version, lacks a column, or has one of another type than in `schema`."""
+def read_table(
+    uri: str,
+    columns: list[str] | None = None,
+    schema: pa.Schema | None = None,
+    optional: Collection[str] = (),
+) -> pa.Table:
+    """Read one file; with `columns`, only their bytes. Columns that are `optional` may be missing. Raises
+    ValueError if the file is missing, broken, of another schema version, lacks a column, or has one of
+    another type than in `schema`."""
     with _open(uri, pre_buffer=True) as reader:
-        _check_columns(uri, reader.schema_arrow, columns, schema)
-        return reader.read(columns)
+        return reader.read(_check_columns(uri, reader.schema_arrow, columns, schema, optional))
 
 
 def iter_batches(
-    uri: str, max_rows: int, columns: list[str] | None = None, schema: pa.Schema | None = None
+    uri: str,
+    max_rows: int,
+    columns: list[str] | None = None,
+    schema: pa.Schema | None = None,
+    optional: Collection[str] = (),
 ) -> Iterator[pa.RecordBatch]:
-    """Read one file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
+    """Read one file, `max_rows` at a time, never whole in memory; else like `read_table`."""
     with _open(uri, pre_buffer=False) as reader:
-        _check_columns(uri, reader.schema_arrow, columns, schema)
-        yield from reader.iter_batches(max_rows, columns=columns)
+        found = _check_columns(uri, reader.schema_arrow, columns, schema, optional)
+        yield from reader.iter_batches(max_rows, columns=found)
 
 
 def offsets(rows: Sequence[Sized]) -> pa.Int32Array:
@@ -133,12 +142,20 @@ def _complete(uri: str) -> Iterator[None]:
         raise ValueError(f"{uri}: not a complete Parquet file: {reason}") from None
 
 
-def _check_columns(uri: str, found: pa.Schema, columns: list[str] | None, expected: pa.Schema | None) -> None:
-    if unknown := set(columns or ()) - set(found.names):
+def _check_columns(
+    uri: str,
+    found: pa.Schema,
+    columns: list[str] | None,
+    expected: pa.Schema | None,
+    optional: Collection[str],
+) -> list[str] | None:
+    """The columns that are there."""
+    if unknown := set(columns or ()) - set(found.names) - set(optional):
         raise ValueError(f"{uri}: has no column {', '.join(sorted(unknown))}")
     for field in expected or ():
         if field.name in found.names and (kind := found.field(field.name).type) != field.type:
             raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
+    return None if columns is None else [name for name in columns if name in found.names]
 
 
 def _check_version(uri: str, schema: pa.Schema) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from storage.media import PictureSpan
+
 NOT_SAMPLED = -1
 """Policy version of a token that was not sampled; null in the file."""
 
@@ -60,6 +62,21 @@ SCHEMA = pa.schema(
         ("finished_at", pa.timestamp("us", tz="UTC")),
     ]
 )
+
+IMAGE = pa.struct(
+    [
+        ("sha256", pa.string()),
+        ("start", pa.int32()),
+        ("length", pa.int32()),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+    ]
+)
+
+IMAGES = pa.field("images", pa.list_(IMAGE))
+"""The column that the files of policies that see have too."""
+
+SEEING_SCHEMA = SCHEMA.append(IMAGES)
 
 
 class TurnSpan(NamedTuple):
@@ -115,3 +132,5 @@ class Trajectory:
     """JSON of the tools that the branch's requests named; None without any."""
     output: str | None = None
     """What the agent's process wrote, in the first branch of its session; None of an agent without one."""
+    images: Sequence[PictureSpan] = ()
+    """The pictures among the tokens, in order."""

@@ -14,9 +14,19 @@ import numpy as np
 import pyarrow as pa
 
 from storage.files import FileRef
+from storage.media import PictureSpan
 from storage.run_directory import RunDirectory
 from storage.tables import parquet
-from storage.tables.schema import NOT_SAMPLED, SCHEMA, TURN, Trajectory, TurnSpan
+from storage.tables.schema import (
+    IMAGE,
+    IMAGES,
+    NOT_SAMPLED,
+    SCHEMA,
+    SEEING_SCHEMA,
+    TURN,
+    Trajectory,
+    TurnSpan,
+)
 
 TrajectoryKind = Literal["trajectories", "evaluations", "opened"]
 """Folder of the run directory: sessions of iterations, of evaluations, or opened by agents themselves."""
@@ -31,24 +41,30 @@ def write_trajectories(
     rows: Iterable[Trajectory],
     part: str,
     kind: TrajectoryKind = "trajectories",
+    *,
+    sees: bool = False,
 ) -> FileRef:
     """Write one part of an iteration (of a policy version, for other kinds). `part` names the shard and the
     attempt; the same part of the same iteration is the same file. Rows are consumed as they are written, so
-    that only one row group of an iterator is in memory."""
+    that only one row group of an iterator is in memory. `sees`: the policy is shown pictures, and the file
+    has the column IMAGES."""
     uri = f"{run.partition(kind, iteration)}/{part}.parquet"
-    tables = (to_table(run.run_id, group) for group in _row_groups(rows))
-    return run.relative(parquet.write_tables(uri, SCHEMA, tables))
+    tables = (to_table(run.run_id, group, sees=sees) for group in _row_groups(rows))
+    return run.relative(parquet.write_tables(uri, SEEING_SCHEMA if sees else SCHEMA, tables))
 
 
-def read_trajectories(uri: str, columns: list[str] | None = None, schema: pa.Schema = SCHEMA) -> pa.Table:
-    """Read one file, and add the column `iteration` from the name of its folder.
+def read_trajectories(
+    uri: str, columns: list[str] | None = None, schema: pa.Schema = SEEING_SCHEMA
+) -> pa.Table:
+    """Read one file, and add the column `iteration` from the name of its folder. IMAGES is left out where it
+    is missing.
 
     Raises ValueError with one sentence if the file is missing, broken, has a column of another type than
     `schema` says, or is in no such folder.
     """
     number = iteration_of(uri)
     wanted = None if columns is None else [name for name in columns if name != "iteration"]
-    table = parquet.read_table(uri, wanted, schema)
+    table = parquet.read_table(uri, wanted, schema, [IMAGES.name])
     if columns is not None and "iteration" not in columns:
         return table
     iteration = pa.array(np.full(len(table), number, np.int32))
@@ -66,13 +82,13 @@ def iteration_of(uri: str) -> int:
 def iter_trajectories(
     uri: str, max_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read one file in the columns of SCHEMA, or some of them, `max_rows` at a time. Raises ValueError if it
-    cannot be read."""
-    names = SCHEMA.names if columns is None else list(columns)
-    schema = pa.schema([SCHEMA.field(name) for name in names])
-    for batch in parquet.iter_batches(uri, max_rows, names, schema):
+    """Read one file in the columns of SEEING_SCHEMA, or some of them, `max_rows` at a time. IMAGES is left
+    out where it is missing. Raises ValueError if it cannot be read."""
+    names = SEEING_SCHEMA.names if columns is None else list(columns)
+    for batch in parquet.iter_batches(uri, max_rows, names, SEEING_SCHEMA, [IMAGES.name]):
+        there = [name for name in names if name in batch.schema.names]
         # Parquet has its own name for the elements of a list
-        yield batch.select(names).cast(schema)
+        yield batch.select(there).cast(pa.schema([SEEING_SCHEMA.field(name) for name in there]))
 
 
 def first_rows(session_ids: pa.ChunkedArray) -> np.ndarray:
@@ -81,8 +97,9 @@ def first_rows(session_ids: pa.ChunkedArray) -> np.ndarray:
     return np.sort(np.unique(codes, return_index=True)[1])
 
 
-def to_table(run_id: str, rows: Sequence[Trajectory]) -> pa.Table:
-    """Raises ValueError if the arrays of a row differ in length."""
+def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> pa.Table:
+    """Raises ValueError if the arrays of a row differ in length, or if a row has pictures and its policy does
+    not see."""
     for row in rows:
         lengths = {len(row.token_ids), len(row.loss_mask), len(row.logprobs), len(row.policy_versions)}
         if len(lengths) > 1:
@@ -99,15 +116,22 @@ def to_table(run_id: str, rows: Sequence[Trajectory]) -> pa.Table:
         "loss_mask": parquet.list_array([row.loss_mask for row in rows], np.bool_),
         "logprobs": parquet.list_array([row.logprobs for row in rows], np.float32, not_sampled),
         "policy_versions": parquet.list_array(versions, np.int32, not_sampled),
-        "turns": _turns([row.turns for row in rows]),
+        "turns": _structs(TURN, [row.turns for row in rows]),
         "reward_parts": [list(row.reward_parts.items()) for row in rows],
         "min_version": [int(row.min()) if len(row) else None for row in sampled],
         "max_version": [int(row.max()) if len(row) else None for row in sampled],
         "started_at": [round(row.started_at * 1e6) for row in rows],
         "finished_at": [round(row.finished_at * 1e6) for row in rows],
     }
-    plain = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names if name not in columns}
-    return pa.Table.from_pydict(columns | plain, schema=SCHEMA)
+    schema = SEEING_SCHEMA if sees else SCHEMA
+    if sees:
+        columns[IMAGES.name] = _structs(IMAGE, [row.images for row in rows])
+    elif shown := next((row for row in rows if row.images), None):
+        raise ValueError(
+            f"branch {shown.branch_id} of session {shown.session_id} has pictures, and its policy sees none"
+        )
+    plain = {name: [getattr(row, name) for row in rows] for name in schema.names if name not in columns}
+    return pa.Table.from_pydict(columns | plain, schema=schema)
 
 
 def to_rows(table: pa.Table) -> list[Trajectory]:
@@ -122,9 +146,17 @@ def to_rows(table: pa.Table) -> list[Trajectory]:
         "reward_parts": [dict(parts) for parts in table["reward_parts"].to_pylist()],
         "started_at": _seconds(table["started_at"]),
         "finished_at": _seconds(table["finished_at"]),
+        "images": images_of(table),
     }
     values = [columns[name] if name in columns else table[name].to_pylist() for name in names]
     return [Trajectory(*row) for row in zip(*values, strict=True)]
+
+
+def images_of(table: pa.Table) -> list[tuple[PictureSpan, ...]]:
+    """The pictures of each row; none where the table has no column of them."""
+    if IMAGES.name not in table.column_names:
+        return [()] * len(table)
+    return [tuple(PictureSpan(**image) for image in images) for images in table[IMAGES.name].to_pylist()]
 
 
 def _row_groups(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
@@ -141,10 +173,11 @@ def _row_groups(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
         yield group
 
 
-def _turns(rows: Sequence[Sequence[TurnSpan]]) -> pa.ListArray:
-    flat = [turn for row in rows for turn in row]
-    children = [pa.array([getattr(turn, field.name) for turn in flat], field.type) for field in TURN]
-    structs = pa.StructArray.from_arrays(children, fields=list(TURN))
+def _structs(kind: pa.StructType, rows: Sequence[Sequence[object]]) -> pa.ListArray:
+    """A list for each row, of structs with the attributes of its elements."""
+    flat = [one for row in rows for one in row]
+    children = [pa.array([getattr(one, field.name) for one in flat], field.type) for field in kind]
+    structs = pa.StructArray.from_arrays(children, fields=list(kind))
     return pa.ListArray.from_arrays(parquet.offsets(rows), structs)
 
 

@@ -73,9 +73,9 @@ class ChatTemplate:
         content = message["content"]
         if "reasoning_content" in message:
             message = {**message, "reasoning": message["reasoning_content"]}
-        if not self._takes_parts or message["role"] == "tool":
+        if not self._takes_parts:
             return message if isinstance(content, str) else {**message, "content": text_of(message)}
-        if isinstance(content, str):
+        if isinstance(content, str) and message["role"] != "tool":
             # an answer without content has no part
             empty = not content and message["role"] == "assistant"
             return {**message, "content": [] if empty else [{"type": "text", "text": content}]}

@@ -15,7 +15,7 @@ LENGTHS = (1, 3, 4)
 
 @given(st.lists(st.one_of(st.integers(6, 9), st.integers(-3, -1)), max_size=12))
 def test_names_are_undone(parts: list[int]) -> None:
-    """A part is an id of text, or minus one minus the number of a picture; equal pictures may be neighbours."""
+    """A part is an id of text, or -1 minus the number of a picture; equal pictures may be neighbours."""
     ids: list[int] = []
     spans: list[PictureSpan] = []
     for part in parts:

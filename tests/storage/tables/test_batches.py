@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from storage.media import PictureSpan
 from storage.run_directory import RunDirectory
 from storage.tables.batches import BATCH_SCHEMA, read_batch, write_batch
 from storage.tables.parquet import numpy_rows
 from storage.tables.schema import SCHEMA, Trajectory
-from storage.tables.trajectories import read_trajectories, write_trajectories
+from storage.tables.trajectories import images_of, read_trajectories, write_trajectories
 
 
 def row(session: str, length: int) -> Trajectory:
@@ -54,6 +57,16 @@ def test_a_batch_is_its_trajectories_and_the_filters_decision(run_anywhere: RunD
     assert batch["decision"].to_pylist() == ["train", "zero_variance"]
     assert [list(a) for a in numpy_rows(batch["advantages"])] == [[0.5, -0.5, 0.0], [0.0, 0.0]]
     assert set(batch.column_names) == {"iteration", *BATCH_SCHEMA.names}
+
+
+def test_a_batch_has_the_pictures_of_its_trajectories(run_anywhere: RunDirectory) -> None:
+    shown = replace(row("a", 3), images=(PictureSpan("a" * 64, 1, 1, 28, 28),))
+    source = write_trajectories(run_anywhere, 0, [shown, row("b", 2)], "part", sees=True)
+    trajectories = read_trajectories(run_anywhere.path(source.uri))
+    ref = write_batch(
+        run_anywhere, 0, trajectories, advantages=None, weights=None, decisions=["train"] * 2, part="b"
+    )
+    assert images_of(read_batch(run_anywhere.path(ref.uri), ["images"])) == [shown.images, ()]
 
 
 def test_what_the_train_step_makes_is_null(run_anywhere: RunDirectory) -> None:

@@ -17,10 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage import files
+from storage.media import PictureSpan
 from storage.run_directory import RunDirectory
 from storage.tables.parquet import SCHEMA_VERSION
-from storage.tables.schema import NOT_SAMPLED, SCHEMA, Trajectory, TurnSpan
-from storage.tables.trajectories import first_rows, read_trajectories, to_rows, to_table, write_trajectories
+from storage.tables.schema import NOT_SAMPLED, SCHEMA, SEEING_SCHEMA, Trajectory, TurnSpan
+from storage.tables.trajectories import (
+    first_rows,
+    iter_trajectories,
+    read_trajectories,
+    to_rows,
+    to_table,
+    write_trajectories,
+)
 from tests.properties import examples
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -72,6 +80,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         interruptions=draw(INTS),
         started_at=draw(TIMES),
         finished_at=draw(TIMES),
+        images=draw(st.lists(st.builds(PictureSpan, TEXT, INTS, INTS, INTS, INTS), max_size=2).map(tuple)),
     )
 
 
@@ -123,7 +132,7 @@ def same(left: Trajectory, right: Trajectory) -> bool:
 )
 @given(rows=st.lists(trajectories(), max_size=4))
 def test_rows_come_back_as_they_were_written(run_anywhere: RunDirectory, rows: list[Trajectory]) -> None:
-    ref = write_trajectories(run_anywhere, 3, rows, "shard-0-attempt-1")
+    ref = write_trajectories(run_anywhere, 3, rows, "shard-0-attempt-1", sees=True)
     table = read_trajectories(run_anywhere.path(ref.uri))
     assert table["iteration"].to_pylist() == [3] * len(rows)
     assert table["run_id"].to_pylist() == ["run-1"] * len(rows)
@@ -223,6 +232,22 @@ def test_a_column_that_is_not_there_is_named(run_anywhere: RunDirectory) -> None
     uri = run_anywhere.path(write_trajectories(run_anywhere, 0, [example()], "part").uri)
     with pytest.raises(ValueError, match=r"part\.parquet: has no column prize"):
         read_trajectories(uri, ["reward", "prize"])
+
+
+def test_only_files_of_policies_that_see_have_pictures(run_anywhere: RunDirectory) -> None:
+    shown = example(images=[PictureSpan("a" * 64, 2, 4, 28, 56)])
+    blind = run_anywhere.path(write_trajectories(run_anywhere, 0, [example()], "blind").uri)
+    seeing = run_anywhere.path(
+        write_trajectories(run_anywhere, 0, [shown, example(1)], "sees", sees=True).uri
+    )
+    for columns in (None, ["reward", "images"]):
+        assert "images" not in read_trajectories(blind, columns).column_names
+        assert [len(row) for row in read_trajectories(seeing, columns)["images"].to_pylist()] == [1, 0]
+    names = [[piece.schema.names for piece in iter_trajectories(uri, 8)] for uri in (blind, seeing)]
+    assert names == [[SCHEMA.names], [SEEING_SCHEMA.names]]
+    assert [row.images for row in to_rows(read_trajectories(blind))] == [()]
+    with pytest.raises(ValueError, match=r"branch 0 of session .* has pictures, and its policy sees none"):
+        to_table("run-1", [shown])
 
 
 def test_rows_of_an_iterator_are_written_in_groups_and_read_back_in_order(

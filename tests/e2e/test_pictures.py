@@ -1,0 +1,84 @@
+"""A run whose policy is shown pictures, on a real stack with vLLM: nothing is lost to what is killed, and a
+wrong picture ends the run."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sf_core.cli.replay import replay
+from sf_core.config import RunConfig
+from sf_core.surroundings import vllm_python
+from storage.run_directory import RunDirectory
+from tests.e2e.conftest import Cluster, is_committed
+from tests.e2e.invariants import check_result, trajectories
+from tests.patience import wait_until
+
+SEES: dict[str, Any] = {
+    # vLLM's CPU build knows no narrower heads
+    "policy": {"sees": True, "hidden_size": 64, "num_layers": 1, "warmstart": None},
+    "environment": {"name": "screen", "tasks": None, "agent": None, "reward": None},
+    "engine": {"kind": "vllm", "script": None},
+}
+
+
+def configure(cluster: Cluster, run_id: str, **train: Any) -> RunConfig:
+    rollout = {"overlap": False, "max_tokens": 8}
+    return cluster.config(run_id, **SEES, rollout=rollout, train=train)
+
+
+def kill_vllm(cluster: Cluster) -> None:
+    """kill -9 of the process that computes."""
+    engines = [
+        process
+        for worker in cluster.stack.processes
+        if worker.startswith("worker-")
+        for process in psutil.Process(cluster.stack.processes[worker].pid()).children(recursive=True)
+        if "EngineCore" in " ".join(process.cmdline())
+    ]
+    assert engines
+    for process in engines:
+        process.kill()
+
+
+def shown(config: RunConfig) -> list[dict[str, Any]]:
+    """The spans of all pictures in the trajectories that trained."""
+    rows = [row for k in range(config.train.iterations) for row in trajectories(config, k).to_pylist()]
+    return [span for row in rows for span in row["images"]]
+
+
+def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_replayed(
+    cluster: Cluster,
+) -> None:
+    vllm_python()
+    config = configure(cluster, "sees", iterations=5)
+    process, run = cluster.start(config), RunDirectory(config.run_dir)
+
+    def reach(iteration: int) -> None:
+        wait_until(lambda: is_committed(config, iteration, "rollout"), f"batch {iteration}", quiet_s=240)
+
+    reach(0)
+    cluster.restart_dataplane()
+    reach(1)
+    kill_vllm(cluster)
+    reach(2)
+    cluster.worker_process("t0").kill()
+    reach(3)
+    process.kill()
+    process.wait()
+    cluster.finish(config, cluster.start(config))
+
+    check_result(config)
+    spans = shown(config)
+    assert spans
+    files = {file.name: file for file in Path(run.media_dir).iterdir()}
+    assert {f"{span['sha256']}.png" for span in spans} <= files.keys()
+    for name, file in files.items():
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == name.removesuffix(".png")
+    steps = [run.read_committed(number, "train").data for number in range(5)]
+    differences = [step["engine_difference_mean"] for step in steps if step["engine_difference_tokens"]]
+    assert differences and all(difference < 1e-5 for difference in differences), steps
+    assert replay(run.uri, 4).equal and replay(run.uri, 0).equal

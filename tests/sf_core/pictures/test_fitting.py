@@ -1,0 +1,103 @@
+"""Pictures as clients send them become what the policy sees."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sf_core.pictures import fitting
+from sf_core.pictures.fitting import fit_picture
+from sf_core.pictures.sight import Sight
+
+SIGHT = Sight(token_id=5, side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
+
+
+def save(picture: Image.Image, kind: str = "PNG", **more: object) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **more)
+    return file.getvalue()
+
+
+def fit(data: bytes) -> np.ndarray:
+    """[height, width, 3] of the fitted picture."""
+    fitted = fit_picture(data, SIGHT)
+    picture = Image.open(io.BytesIO(fitted.png))
+    assert picture.mode == "RGB"
+    assert picture.size == (fitted.width, fitted.height)
+    return np.asarray(picture)
+
+
+def test_picture_of_the_grid_keeps_its_pixels() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (84, 112, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(fit(save(Image.fromarray(pixels))), pixels)
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "shown"),
+    [
+        ("L", 100, (100, 100, 100)),
+        ("P", 0, (0, 0, 0)),
+        ("1", 1, (255, 255, 255)),
+        ("I;16", 257 * 90, (90, 90, 90)),
+        ("RGBA", (200, 0, 0, 0), (255, 255, 255)),
+        ("RGBA", (200, 0, 0, 255), (200, 0, 0)),
+        ("LA", (0, 0), (255, 255, 255)),
+    ],
+)
+def test_every_kind_of_pixel_is_shown(mode: str, colour: object, shown: tuple[int, int, int]) -> None:
+    picture = Image.new(mode, (56, 56), colour)
+    np.testing.assert_array_equal(fit(save(picture)), np.full((56, 56, 3), shown))
+
+
+def test_transparent_palette_is_put_on_white() -> None:
+    picture = Image.new("P", (56, 56), 0)
+    picture.putpalette([10, 20, 30])
+    np.testing.assert_array_equal(fit(save(picture, transparency=0)), np.full((56, 56, 3), 255))
+
+
+def test_picture_is_turned_as_exif_says() -> None:
+    pixels = np.zeros((56, 112, 3), np.uint8)
+    pixels[:, :56] = 255
+    exif = Image.Exif()
+    exif[0x112] = 6
+    turned = fit(save(Image.fromarray(pixels), exif=exif))
+    assert turned.shape == (112, 56, 3)
+    assert turned[0].min() == 255
+    assert turned[-1].max() == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "it is in no format of pictures that is known, or broken"),
+        (b"\x89PNG broken", "it is in no format of pictures that is known, or broken"),
+        (save(Image.new("RGB", (90, 90)))[:-40], "it cannot be decoded: "),
+        (save(Image.new("RGB", (8, 1700))), "its sides are 8 by 1700 pixels, a ratio above 200"),
+        (
+            save(
+                Image.new("RGB", (56, 56)),
+                "GIF",
+                save_all=True,
+                append_images=[Image.new("RGB", (56, 56), "red")],
+            ),
+            "it is animated",
+        ),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(data: bytes, told: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        fit_picture(data, SIGHT)
+    assert told in str(refusal.value)
+
+
+def test_large_pictures_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = save(Image.new("RGB", (300, 300)))
+    monkeypatch.setattr(fitting, "MAX_PIXELS", 300 * 300 - 1)
+    with pytest.raises(ValueError, match="it has 300 by 300 pixels, and at most 89999 are decoded"):
+        fit_picture(data, SIGHT)
+    monkeypatch.setattr(fitting, "MAX_BYTES", len(data) - 1)
+    with pytest.raises(ValueError, match=f"it has {len(data)} bytes, and at most {len(data) - 1} are read"):
+        fit_picture(data, SIGHT)

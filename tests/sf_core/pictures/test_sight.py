@@ -1,0 +1,80 @@
+"""What is read of a policy's files, and sizes that neither vLLM nor the trainer changes again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
+
+SIGHT = Sight(token_id=5, side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
+sides = st.integers(1, 2000)
+
+
+@given(sides, sides, st.integers(4, 200) | st.none())
+def test_fit_is_qwens_and_is_left_alone(height: int, width: int, max_tokens: int | None) -> None:
+    sight = SIGHT.limit(max_tokens)
+    try:
+        fitted = sight.fit(height, width)
+    except ValueError as error:
+        assert str(error).startswith(f"its sides are {width} by {height} pixels")
+        return
+    limits = sight.side, sight.min_pixels, sight.max_pixels
+    assert fitted == smart_resize(height, width, *limits)
+    # the processor of an engine has the limits of the folder, and meets the picture at this size
+    assert smart_resize(*fitted, SIGHT.side, SIGHT.min_pixels, SIGHT.max_pixels) == fitted
+    assert sight.count_tokens(*fitted) <= (max_tokens or 64)
+
+
+def test_limit_below_the_processors_least_is_refused() -> None:
+    """An engine would make the picture larger again."""
+    with pytest.raises(
+        ValueError, match="max_picture_tokens is 3, and the policy.s processor makes no picture"
+    ):
+        SIGHT.limit(3)
+
+
+def write_folder(folder: Path, config: dict[str, object], processor: str | None) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    if processor is not None:
+        (folder / PROCESSOR).write_text(processor)
+    return str(folder)
+
+
+QWEN = {"model_type": "qwen2_5_vl", "image_token_id": 7}
+
+
+def test_sight_is_read_from_both_spellings(tmp_path: Path) -> None:
+    plain = {"patch_size": 14, "merge_size": 2}
+    spelled = (
+        {"min_pixels": 3136, "max_pixels": 12845056},
+        {"size": {"shortest_edge": 3136, "longest_edge": 12845056}},
+    )
+    for size in spelled:
+        folder = write_folder(tmp_path, QWEN, json.dumps(plain | size))
+        assert read_sight(folder) == Sight(7, 28, 3136, 12845056)
+
+
+def test_blind_policy_has_no_sight(tmp_path: Path) -> None:
+    assert read_sight(write_folder(tmp_path, {"model_type": "qwen3"}, None)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "told"),
+    [
+        (QWEN, None, "no preprocessor_config.json; save the processor there too"),
+        (QWEN, "{", "preprocessor_config.json is broken"),
+        ({"model_type": "qwen2_5_vl"}, "{}", "KeyError('image_token_id')"),
+    ],
+)
+def test_broken_folder_is_refused(
+    tmp_path: Path, config: dict[str, object], processor: str | None, told: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^/\S+: ") as refusal:
+        read_sight(write_folder(tmp_path, config, processor))
+    assert told in str(refusal.value)

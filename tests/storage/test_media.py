@@ -1,0 +1,35 @@
+"""Pictures are stored once, and found only as they were stored."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from storage.media import media_file, read_picture, store_picture
+
+
+def test_picture_is_stored_once(tmp_path: Path) -> None:
+    folder = str(tmp_path / "media")
+    name = store_picture(folder, b"png")
+    assert name == hashlib.sha256(b"png").hexdigest()
+    before = os.stat(media_file(folder, name))
+    assert store_picture(folder, b"png") == name
+    assert os.stat(media_file(folder, name)).st_ino == before.st_ino
+    assert [file.name for file in Path(folder).iterdir()] == [f"{name}.png"]
+    assert read_picture(folder, name) == b"png"
+
+
+def test_missing_or_changed_picture_is_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    name = store_picture(folder, b"png")
+    Path(media_file(folder, name)).write_bytes(b"another")
+    with pytest.raises(
+        ValueError, match=f"{name}.png has other bytes than those that its name is the sha256 of"
+    ):
+        read_picture(folder, name)
+    Path(media_file(folder, name)).unlink()
+    with pytest.raises(ValueError, match=f"{name}.png is missing, and a trajectory shows it"):
+        read_picture(folder, name)
