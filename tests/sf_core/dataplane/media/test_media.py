@@ -98,6 +98,7 @@ def test_letters_of_urls_are_read(tmp_path: Path) -> None:
     ("data", "sentence"),
     [
         ("", "it is in no format of pictures that is known, or broken"),
+        (encoded(png("red", kind="EPS")), "it is in no format of pictures that is known, or broken"),
         ("AAAA", "it is in no format of pictures that is known, or broken"),
         ("A", "its base64 is broken"),
         (encoded(png("red")[:60]), "it cannot be decoded"),
