@@ -70,7 +70,7 @@ class PolicyFolder:
             self._write_processor(self.sight)
         self._shapes: Shapes = {}
         """Shapes of the weights that were taken last, by name, without the tower."""
-        self._tower: list[str] = []
+        self._tower: list[str] | None = None
         """Names of the tensors of the tower, once it has a file of its own."""
 
     def read_tokenizer(self) -> bytes:
@@ -136,7 +136,7 @@ class PolicyFolder:
 
     def _write_tower(self) -> list[str]:
         """Write the tower into a file of its own, once, and return the names of its tensors."""
-        if not self._tower:
+        if self._tower is None:
             whole, pieces = open_weights(self._start_dir)
             ranges, entries, begin = list[tuple[int, int]](), dict[str, Entry](), 0
             for name, entry in sorted(whole.entries.items(), key=lambda item: item[1].data_offsets):
