@@ -18,6 +18,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from sf_core.types import Endpoint
 
+Content = str | list[dict[str, Any]]
+"""Of a message: text, or texts and pictures in parts."""
+
 
 class LostToolError(Exception):
     """A tool cannot be called any more, which ends the loop; the message is one sentence."""
@@ -29,7 +32,7 @@ class Tool:
     description: str
     parameters: dict[str, Any]
     """JSON schema of the arguments."""
-    function: Callable[..., str | Awaitable[str]]
+    function: Callable[..., Content | Awaitable[Content]]
     """Called with the arguments by keyword, plain or async; an error that it raises is shown to the model as
     the result, but for a LostToolError."""
 
@@ -46,7 +49,7 @@ class Tool:
 
 
 async def run_tool_loop(
-    endpoint: Endpoint, prompt: str, tools: Sequence[Tool] = (), max_turns: int = 4
+    endpoint: Endpoint, prompt: Content, tools: Sequence[Tool] = (), max_turns: int = 4
 ) -> str:
     """The model's final text; empty if it still calls tools in its last turn."""
     client = await open_client(endpoint)
@@ -89,7 +92,7 @@ async def _ask(
     return completion.choices[0].message
 
 
-async def _run_tool(by_name: dict[str, Tool], call: Any) -> str:
+async def _run_tool(by_name: dict[str, Tool], call: Any) -> Content:
     try:
         tool = by_name[call.function.name]
         result = tool.function(**json.loads(call.function.arguments))

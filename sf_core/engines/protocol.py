@@ -97,12 +97,17 @@ class AsyncEngine(Engine, Protocol):
     async def rest(self) -> None: ...
 
 
-def check_request(request: GenerationRequest, context_length: int, vocab_size: int) -> None:
-    """Raises ValueError if no engine of this context and vocabulary can do it."""
+def check_request(
+    request: GenerationRequest, context_length: int, vocab_size: int, *, sees: bool = False
+) -> None:
+    """Raises ValueError if no engine of this context and vocabulary can do it. `sees`: whether the engine
+    shows pictures."""
     ids = request.prompt_ids
     if not 0 < len(ids) < context_length:
         raise ValueError(f"prompt has {len(ids)} tokens; allowed are 1 to {context_length - 1}")
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise ValueError(f"prompt has an id outside the vocabulary of {vocab_size}")
+    if request.pictures and not sees:
+        raise ValueError("pictures were given, and this engine shows none")
     if request.max_tokens < 1:
         raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")

@@ -32,6 +32,7 @@ SHIPPED = {
     "instructions": "sf_core.environments.instructions.environment:Instructions",
     "manners": "sf_core.environments.judged.manners:Manners",
     "prompts": "sf_core.environments.prompts:Prompts",
+    "screen": "sf_core.environments.screen.environment:ScreenOfButtons",
     "repositories": "sf_core.environments.repositories.environment:Repositories",
     "reasoning_gym": "sf_core.environments.reasoning_gym:ReasoningGym",
     "verifiers": "sf_core.environments.verifiers:Verifiers",

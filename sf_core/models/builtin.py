@@ -40,6 +40,14 @@ PHRASES = [
     "calc",
 ]
 
+# The same for those of the environment `screen`.
+SEEING_PHRASES = [
+    "Press all ",
+    " buttons.",
+    *("red", "green", "blue", "yellow", "pink", "black"),
+    "click ",
+]
+
 # An assistant turn is rendered verbatim behind the generation prompt, so that every rendering extends the
 # rendering of its prefix and the recorded ids of earlier turns stay valid.
 CHAT_TEMPLATE = """\
@@ -63,7 +71,7 @@ SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
     " + (message.content or '') }}",
     """ }}
 {%- if message.content is string -%}{{ message.content }}
-{%- else -%}{%- for part in message.content or [] -%}
+{%- elif message.content -%}{%- for part in message.content -%}
 {{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}
 {%- endfor -%}{%- endif -%}""",
 )
@@ -166,6 +174,7 @@ def make_tokenizer(sees: bool = False) -> PreTrainedTokenizerFast:
     backend.add_tokens([AddedToken(text, normalized=False) for text in (CALL_START, CALL_END, *PHRASES)])
     marks = [PICTURE_START, PICTURE_END, PICTURE, FILM] * sees
     backend.add_special_tokens(marks)
+    backend.add_tokens([AddedToken(text, normalized=False) for text in SEEING_PHRASES * sees])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token=UNKNOWN,

@@ -16,6 +16,10 @@ SEEING = ("qwen2_5_vl",)
 PROCESSOR = "preprocessor_config.json"
 """The file that says how pictures become the network's input."""
 
+PLACEHOLDER_BIAS = -100.0
+"""Added to the placeholder's logit wherever a policy that sees samples or is scored, so that it is never
+sampled: a sampled one shows nothing."""
+
 MAX_ASPECT = 200
 """Largest ratio of a picture's sides, as Qwen's processor has it."""
 
@@ -70,6 +74,12 @@ class Sight:
     def count_tokens(self, height: int, width: int) -> int:
         """Number of tokens of a picture of this size, which is one that `fit` gives."""
         return (height // self.side) * (width // self.side)
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor of this name in the folder of a policy that sees is of its tower, which is not trained
+    and in no later version."""
+    return name.startswith(("visual.", "model.visual."))
 
 
 def read_sight(folder: str) -> Sight | None:

@@ -1,10 +1,10 @@
 """Messages in canonical form, and their identity.
 
 A canonical message holds only what a model can see, in one spelling: absent content is "", several parts of
-text are a list of them, arguments of tool calls are mappings. Dialects produce it, templates render it,
-sessions compare it. A recorded answer is known without its reasoning, in one part, without the `name` that
-agents give to answers they send back, and without ids of its calls: clients change all of these. Other
-assistant messages keep theirs.
+text, and pictures, are a list of them, arguments of tool calls are mappings. Dialects produce it, templates
+render it, sessions compare it. A recorded answer is known without its reasoning, in one part, without the
+`name` that agents give to answers they send back, and without ids of its calls: clients change all of these.
+Other assistant messages keep theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
-from sf_core.dataplane.chat.contents import join_texts
+from sf_core.dataplane.chat.contents import Part, join_texts, pictures_of
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
 
@@ -47,6 +47,11 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 def text_of(message: Message) -> str:
     """The text of a message, parts each on a line of their own as vLLM joins them."""
     return join_texts(message["content"], "\n")
+
+
+def list_pictures(messages: Iterable[Message]) -> list[Part]:
+    """The parts of messages that show pictures, in order."""
+    return [part for message in messages for part in pictures_of(message["content"])]
 
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:

@@ -15,19 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
 from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
 from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
 from sf_core.dataplane.chat.json_text import encode_sorted
-from sf_core.dataplane.chat.messages import Message, text_of
+from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
-from sf_core.dataplane.chat.template_probes import append_only_roles, end_of_turn, shows_tools
+from sf_core.dataplane.chat.template_probes import append_only_roles, end_of_turn, shows_tools, with_pictures
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.context import count_ids
 from sf_core.models.token_bytes import TokenBytes, control_tokens
+from sf_core.pictures.sight import read_sight
 from sf_core.types import Ids
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
@@ -78,6 +80,13 @@ class Renderer:
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, count_ids(_read_json(folder / "config.json")) or 0)
         """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
+        self.sight = read_sight(str(folder)) if (folder / "config.json").exists() else None
+        """How the policy sees pictures, within the limits of its processor; None: it is shown none."""
+        if self.sight is not None and self._tokenizer.id_to_token(self.sight.token_id) is None:
+            raise ValueError(
+                f"{model_dir}: the tokenizer has no token {self.sight.token_id}, which config.json names as "
+                "image_token_id"
+            )
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.options: dict[str, Any] = {}
         """Further variables of the template."""
@@ -109,6 +118,8 @@ class Renderer:
         self.opens_thinking = self.thinks and self._opens_thinking()
         """The prompt itself ends with the opening think tag."""
         self._append_only_roles = append_only_roles(self.render)
+        if self.sight is not None:
+            self._append_only_roles &= append_only_roles(with_pictures(self.render))
         self.shows_tools = shows_tools(self.render)
         """A prompt with a tool differs from one without."""
 
@@ -123,6 +134,18 @@ class Renderer:
         """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins."""
         variables = self._special | self.options | {"add_generation_prompt": opens_answer}
         return self.templates.of(tools).render(messages, tools, variables, num_first)
+
+    def check_shown(self, text: str, messages: list[Message]) -> None:
+        """Raises TemplateError if a rendering shows not just the pictures of its messages, in placeholders
+        of which some text of theirs may spell one."""
+        if self.sight is None:
+            return
+        placeholder = str(self._tokenizer.id_to_token(self.sight.token_id))
+        if any(placeholder in str(message) for message in messages if message["role"] != "assistant"):
+            raise jinja2.TemplateError(f"a text has {placeholder}, which stands for a picture")
+        num_shown, num_pictures = text.count(placeholder), len(list_pictures(messages))
+        if num_shown != num_pictures:
+            raise jinja2.TemplateError(f"it shows {num_shown} pictures where they have {num_pictures}")
 
     def merge_late_system(self, messages: list[Message]) -> list[Message]:
         """The messages of Anthropic's API with system messages where the template takes them."""

@@ -13,6 +13,7 @@ from itertools import chain, product
 
 import jinja2
 
+from sf_core.dataplane.chat.contents import IMAGE, canonical
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 
@@ -44,6 +45,21 @@ def append_only_roles(render: Render) -> frozenset[str]:
     return frozenset(
         role for role in ("user", "tool") if all(_holds(render, probe) for probe in _probes(role))
     )
+
+
+def with_pictures(render: Render) -> Render:
+    """A rendering in which everything that comes from outside shows a picture too."""
+
+    def render_shown(messages: list[Message], tools: list[Tool]) -> str:
+        return render([_show_picture(message) for message in messages], tools)
+
+    return render_shown
+
+
+def _show_picture(message: Message) -> Message:
+    if message["role"] not in ("user", "tool"):
+        return message
+    return {**message, "content": canonical([message["content"], {"type": IMAGE}])}
 
 
 def shows_tools(render: Render) -> bool:

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from sf_core.dataplane.chat.contents import CHARACTERS
 from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
 from sf_core.dataplane.gateway.dialects.checks import Body, asks_strictness, get, parse_object, refuse_undone
-from sf_core.dataplane.gateway.dialects.normalised import normalise
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
+from sf_core.dataplane.gateway.normalised import normalise
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.identity import RequestIdentity
@@ -26,6 +26,10 @@ from sf_core.dataplane.turns.opening import count_tokens, open_turns
 from sf_core.dataplane.turns.request import TurnRequest
 
 MAX_BODY_BYTES = 8 * 2**20
+"""Most bytes of a request without its pictures."""
+
+MAX_PICTURE_BYTES = 64 * 2**20
+"""Most bytes of a request with pictures; agents send those of a whole conversation each time."""
 
 ID_HEADERS = (b"x-request-id", b"request-id")
 """Where the packages of OpenAI and Anthropic read a request's id."""
@@ -41,14 +45,16 @@ class TurnEndpoint:
         self._dialect, self._find_session = dialect, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        data = await read_body(receive)
-        given, is_mended = parse_object(data)
-        body, turns, session, requests = _read(given, scope, self._dialect, self._find_session)
+        data = await read_body(receive, MAX_PICTURE_BYTES)
+        identity = RequestIdentity.of(scope["headers"], data)
+        asked = await _read(data, scope, self._dialect, self._find_session)
+        del data  # it may hold megabytes of pictures, and the turn may take minutes
+        body, turns, session, requests, is_mended = asked
         told = {CHARACTERS: is_mended, "strict": asks_strictness(body)}
         for kind in (*requests[0].left_out.kinds, *(kind for kind, is_so in told.items() if is_so)):
             turns.counters[f"left_out.{kind}"] += 1
         try:
-            waiting = open_turns(turns, session, requests, RequestIdentity.of(scope["headers"], data))
+            waiting = open_turns(turns, session, requests, identity)
         except ContextOverflow as error:
             await turns.note_overflow(session)
             raise error.reword(*self._dialect.overflow) from None
@@ -74,41 +80,66 @@ class TokenCount:
         self._dialect, self._field, self._find_session = dialect, field, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given, _ = parse_object(await read_body(receive))
         # a dialect may require max_tokens, which a count does not have
-        asked = _read({"max_tokens": 1} | given, scope, self._dialect, self._find_session)
+        data, missing = await read_body(receive, MAX_PICTURE_BYTES), {"max_tokens": 1}
+        asked = await _read(data, scope, self._dialect, self._find_session, missing)
         num_tokens = count_tokens(asked.turns.renderer, asked.requests[0])
         await send_body(send, 200, orjson.dumps({self._field: num_tokens}))
+
+
+_NOTHING: Body = {}
 
 
 class Asked(NamedTuple):
     """A request as its run reads it."""
 
     body: Body
+    """Its fields but the prompt."""
     turns: LiveTurns
     session: Session
     requests: list[TurnRequest]
     """One per prompt."""
+    is_mended: bool
+    """Characters in it were mended."""
 
 
-def _read(given: Body, scope: Scope, dialect: Dialect, find_session: FindSession) -> Asked:
-    """Raises ApiError also for fields that are not done, and for parts that are no text if the run refuses
-    them."""
-    body = dialect.read(given, scope["path"])
-    turns, session = find_session(scope, get(body, "model", (str,), ""))
-    rules = turns.spec.rollout
+async def _read(
+    data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, missing: Body = _NOTHING
+) -> Asked:
+    """Raises ApiError also for fields that are not done, for parts that are no text if the run refuses them,
+    and for pictures that cannot be shown or stored. `missing`: fields that the body need not have."""
+    given, is_mended = parse_object(data)
+    body = dialect.read({**missing, **given}, scope["path"])
+    model = get(body, "model", (str,), "")
+    turns, session = find_session(scope, model)
+    rules, sight = turns.spec.rollout, turns.renderer.sight
+    if sight is None:
+        _check_size(len(data))
     done = dialect.schema_fields if turns.spec.follows_grammars else ()
     body = normalise(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
-    requests = dialect.parse(body, session)
-    unseen = requests[0].left_out.unseen
+    requests = dialect.parse(body, session, sight is not None)
+    left_out = requests[0].left_out
+    unseen = left_out.unseen
     if unseen and rules.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
         raise WrongField(unseen[0], f"{told} (rollout.unseen_parts: replace puts a sentence in its place)")
-    return Asked(body, turns, session, requests)
+    _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
+    if sight is not None and left_out.pictures:
+        await turns.media.complete(left_out.pictures, sight.limit(rules.max_picture_tokens))
+        left_out.pictures.clear()
+        # it may have ended meanwhile
+        turns, session = find_session(scope, model)
+    rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}
+    return Asked(rest, turns, session, requests, is_mended)
 
 
-async def read_body(receive: Receive) -> bytes:
-    """Raises ApiError 413 for a body over the limit."""
+def _check_size(size: int, most: int = MAX_BODY_BYTES) -> None:
+    if size > most:
+        raise ApiError(413, f"The request body is over the limit of {most} bytes.")
+
+
+async def read_body(receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
+    """Raises ApiError 413 for a body of more bytes."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -117,8 +148,7 @@ async def read_body(receive: Receive) -> bytes:
             raise ApiError(400, "The client went away before its request was read.")
         parts.append(event.get("body", b""))
         size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"The request body is over the limit of {MAX_BODY_BYTES} bytes.")
+        _check_size(size, most)
         if not event.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 

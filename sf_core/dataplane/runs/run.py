@@ -17,6 +17,7 @@ from sf_core.dataplane.bodies import PauseMode, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.media.media import Media
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
@@ -33,6 +34,7 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.live_turn import LiveTurns
 from sf_core.types import WeightsRef
+from storage.run_directory import RunDirectory
 
 
 def limits_of(spec: RunSpec) -> Limits:
@@ -80,6 +82,7 @@ class ServedRun:
         self.turns = LiveTurns(
             state.spec,
             renderer,
+            Media(RunDirectory(state.spec.run_dir).media_dir),
             self.router,
             journal,
             grace_s,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.renderer import Renderer, shows
 from sf_core.dataplane.chat.template_probes import opening, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.sessions.identity import Conversation
+from sf_core.dataplane.sessions.pictures import Namer, Pictures
 from sf_core.dataplane.sessions.tree import NO_TEXT, Seam, TextMark, TreePosition, Turn, place_at
 from sf_core.types import Ids
 
@@ -24,13 +26,19 @@ class Encoded(NamedTuple):
 
 
 def encode_request(
-    conversation: Conversation, matched: Turn | None, tools: list[Tool], renderer: Renderer
+    conversation: Conversation,
+    matched: Turn | None,
+    tools: list[Tool],
+    renderer: Renderer,
+    pictures: Pictures,
 ) -> Encoded:
     """Encode what is not recorded of a request. `matched` is the deepest recorded turn whose conversation
     this one begins with. Raises jinja2.TemplateError."""
+    namer, added = pictures.namer(conversation.messages, renderer.sight), list[Message]()
     if matched is not None:
+        added = conversation.messages[matched.prompt.num_messages + 1 :]
         rest = _render_after_prompt(conversation, matched, tools, renderer)
-        if rest is not None and (extension := _extend(matched, rest, renderer)):
+        if rest is not None and (extension := _extend(matched, rest, added, renderer, namer)):
             return extension
     messages, num_first = list(conversation.messages), None
     for turn in matched.conversation() if matched else ():
@@ -39,14 +47,16 @@ def encode_request(
         messages[num_first] = turn.message
     text = renderer.render(messages, tools, num_first)
     if matched is None:
-        return _encode_behind(TreePosition(None, 0), NO_TEXT, text, renderer)
+        renderer.check_shown(text, messages)
+        return _encode_behind(TreePosition(None, 0), NO_TEXT, text, renderer, namer)
     rest = matched.prompt.text.rest_of(text)
     if rest is None:
-        renderer.note_rewrite(conversation.messages[matched.prompt.num_messages + 1 :])
-    elif extension := _extend(matched, rest, renderer):
+        renderer.note_rewrite(added)
+    elif extension := _extend(matched, rest, added, renderer, namer):
         return extension
+    renderer.check_shown(text, messages)
     place, mark = _last_common_seam(matched, text)
-    return _encode_behind(place, mark, text[mark.length :], renderer)
+    return _encode_behind(place, mark, text[mark.length :], renderer, namer)
 
 
 def _render_after_prompt(
@@ -70,9 +80,9 @@ def _render_after_prompt(
     return render_addition(renderer.render, beginning, conversation.opening_text, answered, tools)
 
 
-def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
-    """The tokens of a request that extends `turn`, with `rest` rendered after the turn's prompt; None if
-    `rest` does not begin with the whole answer and its end-of-turn token."""
+def _extend(turn: Turn, rest: str, added: list[Message], renderer: Renderer, namer: Namer) -> Encoded | None:
+    """The tokens of a request that extends `turn` by `added`, with `rest` rendered after the turn's prompt;
+    None if `rest` does not begin with the whole answer and its end-of-turn token."""
     if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
         # the answer spells an end-of-turn token in ordinary tokens: the cut would fall inside the answer
         return None
@@ -82,16 +92,17 @@ def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
     shown = rest[: len(rest) - len(suffix)]
     if not shows(shown, turn.message):
         return None
+    renderer.check_shown(suffix, added)
     mark = turn.prompt.text.extend(shown)
     stop = renderer.stop_texts.get(int(turn.ids[-1]), "") if len(turn.ids) else ""
     after = stop if shown.endswith(stop) else ""
-    return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer, after)
+    return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer, namer, after)
 
 
 def _encode_behind(
-    place: TreePosition, mark: TextMark, text: str, renderer: Renderer, after: str = ""
+    place: TreePosition, mark: TextMark, text: str, renderer: Renderer, namer: Namer, after: str = ""
 ) -> Encoded:
-    ids = renderer.encode(text, after)
+    ids = namer(renderer.encode(text, after))
     last_stop = renderer.last_stop(text, ids)
     if last_stop is None:
         return Encoded(place, ids, mark.extend(text), None)

@@ -85,6 +85,18 @@ class Conversation:
         """Approximate memory in bytes of what only this conversation holds."""
         return sys.getsizeof(self.opening_text) + sum(map(size_of, self._sent.values()))
 
+    def hold_once(self, matched: Turn) -> None:
+        """Replace messages of the request by the recorded objects of the turn that it extends, to hold them
+        once."""
+        for turn in matched.conversation():
+            at = turn.prompt.num_messages
+            if at < self.num_known:
+                break
+            begin = at - len(turn.prompt.messages)
+            for i, message in enumerate([*turn.prompt.messages, turn.message], begin):
+                if self.messages[i] == message:  # reasoning may have been left out
+                    self.messages[i] = message
+
     def copy_beginning(self, num_messages: int) -> Conversation:
         copy = Conversation(self.keys[0])
         copy.messages = self.messages[:num_messages]

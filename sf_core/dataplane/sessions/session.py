@@ -25,8 +25,9 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.encoding import Encoded, encode_request
-from sf_core.dataplane.sessions.identity import Conversation, Conversations
+from sf_core.dataplane.sessions.identity import Conversations
 from sf_core.dataplane.sessions.memory import size_of_judgement
+from sf_core.dataplane.sessions.pictures import Pictures
 from sf_core.dataplane.sessions.tree import (
     NO_TEXT,
     Prompt,
@@ -98,6 +99,7 @@ class Session:
     has_overflowed: bool = False
     """No turn was begun since a request did not fit into the context window."""
     branch_reasons: Counter[str] = field(default_factory=Counter)
+    pictures: Pictures = field(default_factory=Pictures)
     _tree: TokenTree = field(default_factory=TokenTree)
     _tapes: Tapes = field(default_factory=Tapes)
     _conversations: Conversations = field(default_factory=Conversations)
@@ -130,8 +132,8 @@ class Session:
             matched = self._longest_match(keys)
             num_matched = matched.prompt.num_messages + 1 if matched else 0
             if matched is not None:
-                _hold_once(conversation, matched)
-            encoded = encode_request(conversation, matched, tools, renderer)
+                conversation.hold_once(matched)
+            encoded = encode_request(conversation, matched, tools, renderer, self.pictures)
             if forced:
                 ids = np.concatenate([encoded.ids, renderer.encode_behind_text(forced)])
                 encoded = encoded._replace(ids=ids)
@@ -257,7 +259,7 @@ class Session:
     def num_bytes(self) -> int:
         """Approximate memory in bytes; takes no longer than what each request does anyway."""
         sampled = sum(12 * len(recorded.tokens.ids) for recorded in self.recorded if recorded.turn is None)
-        kept = self._tapes.num_bytes + self._conversations.num_bytes
+        kept = self._tapes.num_bytes + self._conversations.num_bytes + self.pictures.num_bytes
         kept += sum(map(size_of_judgement, self.judgements))
         return SESSION_BYTES + size_of(self.metadata) + self._num_bytes + kept + sampled
 
@@ -337,6 +339,7 @@ class Session:
         self._prompts[prompt.chain, prompt.forced] = prompt
         self._openings.update(prompt.opening)
         self._tree.add(prompt)
+        self.pictures.note(prompt.messages)
         tools = prompt.tools if prompt.continues is None else b""
         held = prompt.ids.nbytes + len(tools) + sum(map(size_of, prompt.messages))
         self._num_bytes += PROMPT_BYTES + held
@@ -384,16 +387,3 @@ class Session:
 
 def _turn_bytes(turn: Turn) -> int:
     return TURN_BYTES + 12 * len(turn.ids) + size_of(turn.message)
-
-
-def _hold_once(conversation: Conversation, matched: Turn) -> None:
-    """Replace recorded messages of a request by the recorded objects, to hold them once."""
-    held = conversation.messages
-    for turn in matched.conversation():
-        at = turn.prompt.num_messages
-        if at < conversation.num_known:
-            break
-        begin = at - len(turn.prompt.messages)
-        for i, message in enumerate([*turn.prompt.messages, turn.message], begin):
-            if held[i] == message:  # reasoning may have been left out
-                held[i] = message

@@ -101,7 +101,7 @@ class Prompt:
         return 0
 
     def full_ids(self) -> array[int]:
-        """All int32 ids of the prompt."""
+        """All int32 ids of the prompt, with names in place of pictures (pictures.py)."""
         return self.tapes.read(self)
 
 

@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.media.media import Media
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import StreamPace
 from sf_core.dataplane.routing.router import Router
@@ -42,7 +46,7 @@ from sf_core.dataplane.turns.answer_reader import AnswerReader
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.dataplane.turns.sampling import choose_sampling, limit_tokens
-from sf_core.types import FinishReason, GenerationRequest
+from sf_core.types import FinishReason, GenerationRequest, PictureSpan
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class LiveTurns:
     spec: RunSpec
     """What the run is registered with now."""
     renderer: Renderer
+    media: Media
     router: Router
     journal: Journal
     grace_s: float
@@ -140,7 +145,11 @@ class LiveTurn:
     def _make_generation(self, request: TurnRequest, grammar: str, nth: int) -> Generation:
         turns, session, prompt = self._turns, self._session, self.prompt
         spec, claim, sample = turns.spec, session.claim, self.recorded.key.sample
-        prompt_ids = prompt.full_ids()
+        prompt_ids, pictures = prompt.full_ids(), list[PictureSpan]()
+        if (sight := turns.renderer.sight) is not None:
+            named = np.frombuffer(prompt_ids, dtype=np.int32)
+            ids, pictures = session.pictures.read(named, sight)
+            prompt_ids = array("i", ids.tobytes())
         asked = GenerationRequest(
             f"{next(_request_numbers)}",
             prompt_ids,
@@ -150,6 +159,7 @@ class LiveTurn:
             sampling=choose_sampling(request, spec, claim, prompt.index, sample, nth),
             stream=request.stream or self.reader.reads_singly,
             grammar=grammar,
+            pictures=tuple(pictures),
         )
         generation = Generation(asked, floor=max(prompt.version, session.floor))
         generation.session_id = session.session_id

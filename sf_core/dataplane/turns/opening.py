@@ -131,6 +131,9 @@ def _read_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
     ids = renderer.encode(given).tolist() if isinstance(given, str) else given
     if not 0 <= min(ids) <= max(ids) < renderer.vocab_size:
         raise WrongField("prompt", f"Token ids must be from 0 to {renderer.vocab_size - 1}.")
+    if renderer.sight is not None and renderer.sight.token_id in ids:
+        told = f"prompt has the token {renderer.sight.token_id}, which stands for a picture"
+        raise WrongField("prompt", f"{told}; pictures can be shown in messages")
     return ids
 
 

@@ -5,7 +5,7 @@ Most of them are development routes, of which vLLM promises nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,6 +40,10 @@ class StreamPiece:
     """vLLM's word, on the last piece."""
     labels: frozenset[str]
     """Names of the weights that sampled the request so far; only on the last piece."""
+    prompt_ids: list[int]
+    """What the tokens go on from; only on the first piece, of a request that asks for it."""
+    pictures: list[dict[str, int]]
+    """Offset and length of each picture in `prompt_ids`."""
 
 
 class VllmClient:
@@ -62,7 +66,7 @@ class VllmClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[StreamPiece]:
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[StreamPiece]:
         """Stream the tokens of a request. Raises RequestRefusedError."""
         data, headers = orjson.dumps(body), {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S)
@@ -157,6 +161,11 @@ class VllmClient:
         """Forget the KV of requests that have ended."""
         await self._call("/reset_prefix_cache")
 
+    async def forget_pictures(self) -> None:
+        """Forget what the tower has made of pictures, while paused. With other weights the server would end
+        at the next picture that it has seen before."""
+        await self._call("/reset_encoder_cache")
+
     async def check_health(self) -> None:
         await self._call("/health", method="GET")
 
@@ -230,6 +239,8 @@ def _read_piece(message: dict[str, Any]) -> StreamPiece:
         [entry["logprob"] for entry in content],
         choice["finish_reason"],
         frozenset(span["version"] for span in spans),
+        message.get("prompt_token_ids") or [],
+        (message.get("mm_placeholders") or {}).get("image") or [],
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.vllm.client import VllmClient
 from sf_core.engines.vllm.deliveries import Delivery
+from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.server import VllmServer
 from sf_core.types import WeightsRef
 from storage.files import absolute, is_local
@@ -104,9 +105,11 @@ class OwnServer(ServerOrigin):
 class AdoptedServer(ServerOrigin):
     """A server that somebody else started, for one engine. It is never ended, nor put to sleep."""
 
-    def __init__(self, url: str, key: str | None, delivery: Delivery, context_length: int) -> None:
+    def __init__(
+        self, url: str, key: str | None, delivery: Delivery, context_length: int, pictures: Pictures | None
+    ) -> None:
         self._url, self._key, self._delivery = url, key, delivery
-        self._context_length = context_length
+        self._context_length, self._pictures = context_length, pictures
 
     def locate(self, weights: WeightsRef, folder: str) -> str:
         if not is_local(weights.uri):
@@ -142,4 +145,6 @@ class AdoptedServer(ServerOrigin):
                 "reports log-probs that are not those of the sampling distribution: start it with "
                 "--logprobs-mode processed_logprobs"
             )
+        if self._pictures is not None and (fault := self._pictures.find_fault(model)):
+            return fault
         return await self._delivery.adopt(client, settings)

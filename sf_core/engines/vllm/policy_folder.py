@@ -13,15 +13,31 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sf_core.models.cache_size import cache_bytes
-from storage.files import exists, join, read_bytes
+from sf_core.pictures.sight import PROCESSOR, Sight, is_of_tower, read_sight
+from storage.files import join, read_bytes, read_if_there
 from storage.scratch import scratch_folder
 from storage.tensors.tensor_bytes import Entry, Header, Shapes, find_difference, read_header
-from storage.tensors.weights import FILE_NAME, INDEX_NAME
+from storage.tensors.weights import FILE_NAME, INDEX_NAME, open_weights
 
 TOKENIZER = "tokenizer.json"
 """Read where an answer must follow a grammar, here and by the server (grammar_processor.py)."""
 
+_OF_PROCESSOR = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What the server of a policy that sees reads beside TOKENIZER and PROCESSOR, if it is there."""
+
 _HEAD, _HEAD_FILE = "lm_head.weight", "lm_head.safetensors"
+
+_TOWER_FILE = "tower.safetensors"
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """Ends of the names that input embeddings have."""
@@ -35,18 +51,26 @@ _KV_BLOCK = 128
 
 class PolicyFolder:
     """A folder of this process. On the CPU vLLM packs the head when it starts, and a reload does not reach a
-    head that is tied to the embedding; there it is a tensor of its own, and the configuration says so."""
+    head that is tied to the embedding; there it is a tensor of its own, and the configuration says so. The
+    tower of a policy that sees is always that of the start folder, whose files say how it sees."""
 
-    def __init__(self, start_dir: str, *, untied: bool) -> None:
+    def __init__(self, start_dir: str, *, untied: bool, max_picture_tokens: int | None = None) -> None:
         self._place = scratch_folder()
         self.path = self._place.name
         self.config: dict[str, Any] = json.loads(read_bytes(join(start_dir, "config.json")))
-        self._untied = untied
-        tokenizer = join(start_dir, TOKENIZER)
-        if exists(tokenizer):
-            Path(self.path, TOKENIZER).write_bytes(read_bytes(tokenizer))
+        self._start_dir, self._untied = start_dir, untied
+        sight = read_sight(start_dir)
+        self.sight = sight and sight.limit(max_picture_tokens)
+        """How the policy sees; None: it does not."""
+        for name in [TOKENIZER, *(_OF_PROCESSOR if self.sight else ())]:
+            if (content := read_if_there(join(start_dir, name))) is not None:
+                Path(self.path, name).write_bytes(content)
+        if self.sight is not None:
+            self._write_processor(self.sight)
         self._shapes: Shapes = {}
-        """Shapes of the weights that were taken last, by name."""
+        """Shapes of the weights that were taken last, by name, without the tower."""
+        self._tower: list[str] = []
+        """Names of the tensors of the tower, once it has a file of its own."""
 
     def read_tokenizer(self) -> bytes:
         """Raises FileNotFoundError if the policy has none."""
@@ -75,21 +99,29 @@ class PolicyFolder:
         path = join(folder, FILE_NAME)
         with open(path, "rb") as file:
             header = read_header(path, file)
-            if self._shapes and (fault := find_difference(header.shapes, self._shapes)):
+            shapes = {name: shape for name, shape in header.shapes.items() if not is_of_tower(name)}
+            if self._shapes and (fault := find_difference(shapes, self._shapes)):
                 raise ValueError(f"{path}: {fault}")
-            config = self.config
+            config, files = self.config, dict.fromkeys(header.entries, FILE_NAME)
+            if self.sight and shapes.keys() == files.keys():
+                files |= dict.fromkeys(self._write_tower(), _TOWER_FILE)
             if self._untied and _HEAD not in header.entries:
                 self._write_head(path, file, header.entries)
+                files[_HEAD] = _HEAD_FILE
                 config = config | {"tie_word_embeddings": False}
+                if "text_config" in config:
+                    config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
+        if {*files.values()} != {FILE_NAME}:
+            Path(self.path, INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
         link = Path(self.path, FILE_NAME)
         link.unlink(missing_ok=True)
         link.symlink_to(path)
         Path(self.path, "config.json").write_text(json.dumps(config))
-        self._shapes = header.shapes
+        self._shapes = shapes
 
     def _write_head(self, path: str, file: BinaryIO, entries: dict[str, Entry]) -> None:
-        """Write the embedding as the head, into a file of its own, and an index of the two. The file is read
-        from where its data starts."""
+        """Write the embedding as the head, into a file of its own. The file is read from where its data
+        starts."""
         name = next((name for name in entries if name.endswith(_EMBEDDINGS)), None)
         if name is None:
             raise ValueError(
@@ -100,5 +132,30 @@ class PolicyFolder:
         file.seek(begin, SEEK_CUR)
         head = Header({}, {_HEAD: replace(entries[name], data_offsets=(0, end - begin))})
         Path(self.path, _HEAD_FILE).write_bytes(head.encode() + file.read(end - begin))
-        files = dict.fromkeys(entries, FILE_NAME) | {_HEAD: _HEAD_FILE}
-        Path(self.path, INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+    def _write_tower(self) -> list[str]:
+        """Write the tower into a file of its own, once, and return the names of its tensors."""
+        if not self._tower:
+            whole, pieces = open_weights(self._start_dir)
+            ranges, entries, begin = list[tuple[int, int]](), dict[str, Entry](), 0
+            for name, entry in sorted(whole.entries.items(), key=lambda item: item[1].data_offsets):
+                if is_of_tower(name):
+                    ranges.append(entry.data_offsets)
+                    end = begin + entry.data_offsets[1] - entry.data_offsets[0]
+                    entries[name] = replace(entry, data_offsets=(begin, end))
+                    begin = end
+            with Path(self.path, _TOWER_FILE).open("wb") as file:
+                file.write(Header({}, entries).encode())
+                at = 0
+                for piece in pieces:
+                    file.writelines(piece[max(0, begin - at) : max(0, end - at)] for begin, end in ranges)
+                    at += len(piece)
+            self._tower = [*entries]
+        return self._tower
+
+    def _write_processor(self, sight: Sight) -> None:
+        """Write how pictures are resized so that none is that has a size of the sight."""
+        processor = json.loads(read_bytes(join(self._start_dir, PROCESSOR)))
+        size = {"shortest_edge": sight.min_pixels, "longest_edge": sight.max_pixels}
+        kept = {key: value for key, value in processor.items() if key not in ("min_pixels", "max_pixels")}
+        Path(self.path, PROCESSOR).write_text(json.dumps(kept | {"size": size}))

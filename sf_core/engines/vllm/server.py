@@ -69,11 +69,13 @@ def make_arguments(
     kv_bytes: int,
     on_cpu: bool,
     adapter_rank: int | None,
+    media_dir: str | None = None,
     more: Sequence[str],
 ) -> list[str]:
     """The server's arguments, without model and socket. What `more` repeats counts as it is there. The server
     computes in `dtype`, whatever its weights have: those of version 0 may have another than later ones.
-    `adapter_rank`: that of the adapters that it is given; None: it is given whole models."""
+    `adapter_rank`: that of the adapters that it is given; None: it is given whole models. `media_dir`: where
+    the pictures are that it is shown; None: the policy does not see."""
     own = {
         # else float32 weights are served as bfloat16
         "dtype": dtype,
@@ -82,7 +84,11 @@ def make_arguments(
         "logprobs-mode": "processed_logprobs",
         "served-model-name": "policy",
     }
-    flags = ["enable-scale-out", "skip-tokenizer-init", "disable-uvicorn-access-log", "disable-log-stats"]
+    flags = ["enable-scale-out", "disable-uvicorn-access-log", "disable-log-stats"]
+    if media_dir is None:
+        flags += ["skip-tokenizer-init"]
+    else:
+        own |= {"allowed-local-media-path": media_dir, "limit-mm-per-prompt": '{"video": 0}'}
     if on_cpu:
         own["kv-cache-memory-bytes"] = str(kv_bytes)
         # a seeded request whose prompt is split between two steps would end the server

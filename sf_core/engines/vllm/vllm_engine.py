@@ -24,12 +24,14 @@ from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
 from sf_core.engines.vllm.deliveries import Adapters, Delivery, WholeModels
 from sf_core.engines.vllm.limits import check_cpu_build, check_shape
+from sf_core.engines.vllm.pictures import Pictures
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer, ServerOrigin
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, make_arguments
 from sf_core.engines.vllm.turn import VllmTurn
 from sf_core.surroundings import has_gpu, vllm_key, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +54,15 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
     if on_cpu:
         check_cpu_build(vllm_python())
     # a base is never reloaded
-    policy = PolicyFolder(start_dir, untied=on_cpu and config.train.lora is None)
+    untied, most = on_cpu and config.train.lora is None, config.rollout.max_picture_tokens
+    policy = PolicyFolder(start_dir, untied=untied, max_picture_tokens=most)
     check_shape(policy.config, config)
+    pictures = Pictures(policy.sight, RunDirectory(config.run_dir).media_dir) if policy.sight else None
     adapters = Adapters(start_dir, policy if settings.url is None else None) if config.train.lora else None
     delivery = adapters or WholeModels(policy)
     place: ServerOrigin
     if settings.url is not None:
-        place = AdoptedServer(settings.url, vllm_key(), delivery, engine.context)
+        place = AdoptedServer(settings.url, vllm_key(), delivery, engine.context, pictures)
     else:
         arguments = make_arguments(
             dtype=config.policy.dtype_name,
@@ -67,13 +71,15 @@ def make_engine(config: RunConfig, start_dir: str, device: WorkerDevice) -> Vllm
             kv_bytes=policy.kv_bytes(engine.max_running, engine.context),
             on_cpu=on_cpu,
             adapter_rank=adapters.rank if adapters else None,
+            media_dir=pictures.folder if pictures else None,
             more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
         )
         sleep_level = 0 if on_cpu or adapters else settings.sleep_level
         place = OwnServer(policy.path, arguments, on_cpu=on_cpu, sleep_level=sleep_level)
     vocabularies = Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None
     keep_kv = engine.kv_on_update == "keep"
-    return VllmEngine(place, delivery, policy.vocab_size, engine.context, keep_kv, vocabularies)
+    size = policy.vocab_size
+    return VllmEngine(place, delivery, size, engine.context, keep_kv, vocabularies, pictures)
 
 
 class VllmEngine:
@@ -88,13 +94,15 @@ class VllmEngine:
         context_length: int,
         keep_kv: bool,
         vocabularies: Vocabularies | None,
+        pictures: Pictures | None,
     ) -> None:
-        """`vocabularies` are what answers with grammars are made of; None: the server follows no grammars."""
+        """`vocabularies` are what answers with grammars are made of; None: the server follows no grammars.
+        `pictures`: None: the policy does not see."""
         self.loop = asyncio.new_event_loop()
         self.tell: Callable[[Event], None] = lambda event: None
         self._place, self._delivery, self._keep_kv = place, delivery, keep_kv
         self._vocab_size, self._context_length = vocab_size, context_length
-        self._vocabularies = vocabularies
+        self._vocabularies, self._pictures = vocabularies, pictures
         # one thread: the copy of the weights is used by one at a time
         self._fetching = ThreadPoolExecutor(1, "fetch-weights")
         self._client: VllmClient | None = None
@@ -133,7 +141,10 @@ class VllmEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         # here, because vLLM would say it in the middle of a stream
-        check_request(request, self._context_length, self._vocab_size)
+        sees = self._pictures is not None
+        check_request(request, self._context_length, self._vocab_size, sees=sees)
+        if self._pictures is not None:
+            self._pictures.check(request)
         if request.request_id in self._turns:
             raise ValueError(f"request {request.request_id!r} is already here")
         if request.grammar:
@@ -256,6 +267,8 @@ class VllmEngine:
                 await client.wake("kv_cache")
                 await client.drop_prefixes()
                 self._asleep = False
+            if self._pictures is not None:
+                await client.forget_pictures()
             if weights != self._wanted:
                 # superseded by newer weights, or the engine was put to rest
                 return
@@ -285,7 +298,9 @@ class VllmEngine:
     async def _sample(self, turn: VllmTurn, body: dict[str, Any], client: VllmClient, version: int) -> None:
         name, label, reason = turn.request.request_id, self._label, None
         try:
-            async for piece in client.generate(body):
+            seen = self._pictures
+            pieces = seen.generate(client, body, turn.request.pictures) if seen else client.generate(body)
+            async for piece in pieces:
                 if piece.labels - {label}:
                     raise EngineLostError(f"weights that vLLM names {set(piece.labels)} sampled for {label}")
                 finish, reason = turn.take(piece), piece.finish_reason

@@ -7,7 +7,15 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import LeftOut, canonical, read_result, read_texts
+from sf_core.dataplane.chat.contents import (
+    IMAGE,
+    LeftOut,
+    Part,
+    canonical,
+    read_picture,
+    read_result,
+    read_texts,
+)
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -58,12 +66,12 @@ class Anthropic:
             raise ApiError(400, sentence, code=THREAD, param="thread")
         return body
 
-    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
+    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
         max_tokens = positive(body, "max_tokens")
         if max_tokens is None:
             raise WrongField("max_tokens", "max_tokens is required")
         tools = _parse_tools(get(body, "tools", (list,), []))
-        left_out = LeftOut()
+        left_out = LeftOut(sees)
         messages = _system_message(body.get("system"), "system")
         given = get(body, "messages", (list,), [])
         if not given:
@@ -235,7 +243,7 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]
     if not isinstance(content, list):
         raise WrongField(where, f"{where}.content must be a string or a list of blocks")
     blocks = [(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
-    found = [text for block, at in blocks for text in _block_texts(block, role, at) if text]
+    found = [part for block, at in blocks for part in _block_parts(block, role, at, left_out) if part]
     if role == "user":
         results = [
             _tool_result(block, at, left_out) for block, at in blocks if block["type"] == "tool_result"
@@ -249,15 +257,17 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> list[Message]
     return [answer]
 
 
-def _block_texts(block: Any, role: str, where: str) -> list[str]:
-    """The text of a block; other blocks that the role may have, have none."""
+def _block_parts(block: Any, role: str, where: str, left_out: LeftOut) -> list[str | Part]:
+    """The text or picture of a block; other blocks that the role may have, have none."""
     kind = block.get("type") if isinstance(block, dict) else kind_of(block)
     others = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
     if kind in others:
         return []
+    if kind == IMAGE and role == "user" and left_out.sees:
+        return [read_picture(block, where, left_out)]
     if kind != "text":
         raise WrongField(where, f"{where}: {kind} blocks are not supported for {role}")
-    return read_texts([block], where)
+    return [*read_texts([block], where)]
 
 
 def _tool_result(block: dict[str, Any], where: str, left_out: LeftOut) -> Message:

@@ -38,13 +38,13 @@ class Chat(OpenAI):
     paths: tuple[str, ...] = ("/v1/chat/completions",)
     schema_fields = frozenset({"response_format"})
 
-    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
+    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
         chosen = body.get("tool_choice")
         function = chosen.get("function") if isinstance(chosen, dict) else None
         named = function.get("name") if isinstance(function, dict) else None
         choice, tools = read_choice(body, _parse_tools(body.get("tools")), named)
         limit = positive(body, "max_completion_tokens")
-        left_out = LeftOut()
+        left_out = LeftOut(sees)
         get(body, "stream_options", (dict,), {})
         return [
             TurnRequest(
@@ -155,7 +155,8 @@ def _parse_message(message: Any, where: str, left_out: LeftOut) -> Message:
         parsed["content"] = read_result(message.get("content"), f"{where}.content", left_out)
         parsed["tool_call_id"] = message.get("tool_call_id")
     else:
-        parsed["content"] = read_content(message.get("content"), f"{where}.content")
+        shown = left_out if message["role"] == "user" else None
+        parsed["content"] = read_content(message.get("content"), f"{where}.content", shown)
     if message["role"] == "assistant":
         given = (message.get(name) for name in ("reasoning", "reasoning_content"))
         if (reasoning := next((text for text in given if isinstance(text, str)), None)) is not None:

@@ -31,7 +31,7 @@ class Completions(OpenAI):
     paths: tuple[str, ...] = ("/v1/completions",)
     overflow = OVERFLOW, "prompt"
 
-    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
+    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
         num_samples = positive(body, "n", MAX_TURNS) or 1
         refuse(body, "best_of", "best_of must equal n", num_samples)
         logprobs = get(body, "logprobs", (int,), None)

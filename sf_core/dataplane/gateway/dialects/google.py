@@ -1,4 +1,4 @@
-"""Google's dialect, `generateContent`.
+"""Google's dialect, `generateContent`, parsing.
 
 Fields are read in both spellings that Google takes, `topP` and `top_p`, and named in the second, as its own
 package google-genai does. That package sends calls back as they came, but their results without ids.
@@ -11,8 +11,16 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_grammar import Schema
-from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.contents import OTHER, LeftOut, canonical, kind_of_media
+from sf_core.dataplane.chat.contents import (
+    IMAGE,
+    MEDIA,
+    LeftOut,
+    Part,
+    canonical,
+    join_result,
+    kind_of_media,
+    read_media,
+)
 from sf_core.dataplane.chat.google_schemas import exact, json_schema, spell
 from sf_core.dataplane.chat.json_text import kind_of
 from sf_core.dataplane.chat.messages import Message, tool_call
@@ -33,27 +41,16 @@ from sf_core.dataplane.gateway.dialects.checks import (
     refuse,
     template_options,
 )
-from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Count, data_event
+from sf_core.dataplane.gateway.dialects.google_reply import GoogleReply, describe_error
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Count
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, TokenLogprob
 from sf_core.dataplane.turns.request import ToolChoice, TurnRequest
 
 Placed = tuple[dict[str, Any], str]
 """A part of a content, and where it stands."""
 
 STREAMED = "streamGenerateContent"
-STATUSES = {
-    400: "INVALID_ARGUMENT",
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    409: "ABORTED",
-    429: "RESOURCE_EXHAUSTED",
-    503: "UNAVAILABLE",
-}
-RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 ROLES = {"user": "user", "model": "model", "tool": "user", "function": "user"}
-FINISH_REASONS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
 MODES = {
     "AUTO": ToolChoice("auto"),
     "VALIDATED": ToolChoice("auto"),
@@ -66,9 +63,6 @@ LEFT_OUT = ("google_search", "google_search_retrieval", "url_context", "code_exe
 
 _BESIDE_TEXT = {"model": "function_call", "user": "function_response"}
 """What a content may have besides text, by who says it."""
-
-MEDIA = {"inline_data", "file_data"}
-"""Parts that are no text."""
 
 _ABOUT = {"thought", "thought_signature", "part_metadata"}
 """Fields that tell something about a part."""
@@ -99,8 +93,8 @@ class Google:
         config = get(body, "generation_config", (dict,), {})
         return {**body, **config, "model": model, "stream": method == STREAMED}
 
-    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        left_out = LeftOut()
+    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
+        left_out = LeftOut(sees)
         tools = _parse_tools(get(body, "tools", (list,), []), left_out)
         choice, tools = _parse_choice(body, tools, left_out)
         refuse(body, "logprobs", "logprobs must be 0; response_logprobs gives the sampled token's", 0)
@@ -126,56 +120,13 @@ class Google:
         return GoogleReply(turn_id, body["model"], body.get("candidate_count") or 1)
 
     def error_body(self, error: ApiError, request_id: str) -> dict[str, Any]:
-        status = STATUSES.get(error.status, "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT")
-        told: dict[str, Any] = {"code": error.status, "message": error.message, "status": status}
-        if error.retry_after_s is not None:
-            # gemini-cli reads it here, not in the header
-            told["details"] = [{"@type": RETRY_INFO, "retryDelay": f"{error.retry_after_s}s"}]
-        return {"error": told}
+        return describe_error(error)
 
     def model_entry(self, model: str) -> dict[str, Any]:
         return {"name": f"models/{model}", "displayName": model}
 
     def model_list(self, models: list[str]) -> dict[str, Any]:
         return {"models": [self.model_entry(name) for name in models]}
-
-
-class GoogleReply:
-    """The response; every event of a stream is one, and holds parts of candidates.
-
-    Each candidate of an event has a part: google-genai forgets an answer in which one has none."""
-
-    def __init__(self, turn_id: str, model: str, num_candidates: int) -> None:
-        self._head = {"modelVersion": model, "responseId": turn_id}
-        self._num_candidates = num_candidates
-
-    def whole(self, answers: list[Answer]) -> bytes:
-        candidates = [
-            _candidate(i, _list_events(answer), answer.logprobs) | _describe_end(answer)
-            for i, answer in enumerate(answers)
-        ]
-        return msgspec.json.encode(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
-
-    def start(self, num_prompt_tokens: int) -> bytes:
-        return self._event([_candidate(i, []) for i in range(self._num_candidates)])
-
-    def piece(self, index: int, pieces: Pieces) -> bytes:
-        if not pieces.events and not pieces.logprobs:
-            return b""
-        return self._event([_candidate(index, pieces.events, pieces.logprobs)])
-
-    def end_turn(self, index: int, answer: Answer) -> bytes:
-        return b""
-
-    def end(self, answers: list[Answer]) -> bytes:
-        candidates = [_candidate(i, []) | _describe_end(answer) for i, answer in enumerate(answers)]
-        return self._event(candidates, usageMetadata=_usage(answers))
-
-    def fail(self, error: ApiError, request_id: str) -> bytes:
-        return data_event(Google().error_body(error, request_id))
-
-    def _event(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
-        return data_event({"candidates": candidates} | more | self._head)
 
 
 def _read_top_k(body: Body) -> int:
@@ -247,20 +198,20 @@ def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
         found = _texts(_parts(instruction, "system", "system_instruction"))
         messages += [{"role": "system", "content": canonical(found)}] if any(found) else []
     calls: list[dict[str, Any]] = []
-    for role, parts in _parse_contents(get(body, "contents", (list,), [])):
+    for role, parts in _parse_contents(get(body, "contents", (list,), []), left_out.sees):
         if role == "model":
             messages.append(_answer(parts, len(messages), left_out))
             calls = list(messages[-1].get("tool_calls", ()))
         else:
             messages += _results(parts, calls, left_out)
-            if found := _texts(parts):
-                messages.append({"role": "user", "content": canonical(found)})
+            if said := _said(parts, left_out):
+                messages.append({"role": "user", "content": canonical(said)})
     if messages and messages[-1]["role"] == "assistant":
         raise ApiError(400, "The last content must be the user's: an answer cannot be begun for the model")
     return check_conversation(messages, "contents")
 
 
-def _parse_contents(contents: list[Any]) -> list[tuple[str, list[Placed]]]:
+def _parse_contents(contents: list[Any], sees: bool) -> list[tuple[str, list[Placed]]]:
     """The parts that user and model say in turns; the pieces of a streamed answer come as contents each."""
     turns: list[tuple[str, list[Placed]]] = []
     for i, content in enumerate(contents):
@@ -268,7 +219,7 @@ def _parse_contents(contents: list[Any]) -> list[tuple[str, list[Placed]]]:
         given = get(content, "role", (str,), "user") if isinstance(content, dict) else "user"
         if (role := ROLES.get(given)) is None:
             raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {given!r}")
-        parts = _parts(content, role, where)
+        parts = _parts(content, role, where, sees)
         if role == "user" and not parts:
             raise WrongField(where, f"{where}.parts must hold at least one part")
         if role == "model" and turns and turns[-1][0] == role:
@@ -278,7 +229,7 @@ def _parse_contents(contents: list[Any]) -> list[tuple[str, list[Placed]]]:
     return turns
 
 
-def _parts(content: Any, role: str, where: str) -> list[Placed]:
+def _parts(content: Any, role: str, where: str, sees: bool = False) -> list[Placed]:
     """The parts of a content. What a model thinks is a part of its own kind, `thought`."""
     if not isinstance(content, dict):
         raise WrongField(where, f"{where} must be an object with parts, got {kind_of(content)}")
@@ -292,7 +243,8 @@ def _parts(content: Any, role: str, where: str) -> list[Placed]:
         if not isinstance(part, dict):
             raise WrongField(at, f"{at} must be an object, got {kind_of(part)}")
         given = {name: value for name, value in part.items() if value is not None and name not in _ABOUT}
-        if len(given) != 1 or not given.keys() <= known:
+        is_shown = sees and role == "user" and kind_of_media(given) == IMAGE
+        if len(given) != 1 or not (is_shown or given.keys() <= known):
             kinds = " and ".join(given) or "empty"
             raise WrongField(at, f"{at}: {kinds} parts are not supported for {role}")
         [(kind, value)] = given.items()
@@ -305,6 +257,19 @@ def _parts(content: Any, role: str, where: str) -> list[Placed]:
 
 def _texts(parts: list[Placed], kind: str = "text") -> list[str]:
     return [part[kind] for part, _ in parts if kind in part]
+
+
+def _said(parts: list[Placed], left_out: LeftOut) -> list[str | Part]:
+    """What a user says and shows: pictures behind a result are its own."""
+    said: list[str | Part] = []
+    is_behind_result = False
+    for part, where in parts:
+        is_behind_result |= "function_response" in part
+        if "text" in part:
+            said.append(part["text"])
+        elif left_out.sees and MEDIA & part.keys() and not is_behind_result:
+            said.append(read_media(part, where, left_out))
+    return said
 
 
 def _answer(parts: list[Placed], num_before: int, left_out: LeftOut) -> Message:
@@ -327,21 +292,19 @@ def _answer(parts: list[Placed], num_before: int, left_out: LeftOut) -> Message:
 def _results(parts: list[Placed], calls: list[dict[str, Any]], left_out: LeftOut) -> list[Message]:
     """The messages of the results in a content, the last of which has what stands beside them."""
     results: list[Message] = []
+    found: list[str | Part] = []
     for part, where in parts:
         if (given := part.get("function_response")) is not None:
             results.append(_result(given, where, calls))
+            found = [results[-1]["content"]]
             media = get(given, "parts", (list,), [])
         else:
             media = [part] * bool(MEDIA & part.keys())
-        sentences = [left_out.sentence(_media_kind(one), where) for one in media]
+        if results or not left_out.sees:
+            found += [read_media(one, where, left_out) for one in media]
         if results:
-            results[-1]["content"] = "\n".join([results[-1]["content"], *sentences])
+            results[-1]["content"] = join_result(found)
     return results
-
-
-def _media_kind(part: Any) -> str:
-    given = [part[name] for name in MEDIA if isinstance(part, dict) and isinstance(part.get(name), dict)]
-    return kind_of_media(str(given[0].get("mime_type"))) if given else OTHER
 
 
 def _result(given: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Message:
@@ -358,40 +321,3 @@ def _result(given: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> M
     [output] = response.values() if response.keys() in ({"output"}, {"result"}) else [response]
     content = output if isinstance(output, str) else msgspec.json.encode(output).decode()
     return {"role": "tool", "content": content, "tool_call_id": found[0]["id"]}
-
-
-def _list_events(answer: Answer) -> list[Event]:
-    thought = [Reasoning(answer.reasoning)] if answer.reasoning else []
-    return [*thought, *([answer.content] if answer.content else []), *answer.calls]
-
-
-def _candidate(index: int, events: list[Event], logprobs: list[TokenLogprob] | None = None) -> dict[str, Any]:
-    content = {"role": "model", "parts": [_part(event) for event in events or [""]]}
-    candidate: dict[str, Any] = {"content": content, "index": index}
-    if logprobs is not None:
-        chosen = [{"token": text, "logProbability": logprob} for text, _, logprob in logprobs]
-        candidate["logprobsResult"] = {"chosenCandidates": chosen}
-    return candidate
-
-
-def _part(event: Event) -> dict[str, Any]:
-    if isinstance(event, MadeCall):
-        args = msgspec.json.decode(event.arguments)
-        return {"functionCall": {"id": event.call_id, "name": event.name, "args": args}}
-    if isinstance(event, Reasoning):
-        return {"text": event.text, "thought": True}
-    return {"text": event}
-
-
-def _describe_end(answer: Answer) -> dict[str, str]:
-    return {"finishReason": FINISH_REASONS[answer.finish_reason]}
-
-
-def _usage(answers: list[Answer]) -> dict[str, int]:
-    # the candidates share one prompt
-    prompt, sampled = answers[0].num_prompt_tokens, sum(answer.num_sampled_tokens for answer in answers)
-    return {
-        "promptTokenCount": prompt,
-        "candidatesTokenCount": sampled,
-        "totalTokenCount": prompt + sampled,
-    }

@@ -72,8 +72,8 @@ class Dialect(Protocol):
         the field names of `UNDONE`. Raises ApiError."""
         ...
 
-    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        """The requests of a body, one per prompt. Raises ApiError."""
+    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
+        """The requests of a body, one per prompt, for a policy that `sees` with pictures. Raises ApiError."""
         ...
 
     def reply(self, body: Body, turn_id: str, session: Session) -> Reply:

@@ -52,11 +52,11 @@ class Responses(OpenAI):
     # LiteLLM knows only the words of Chat
     overflow = f"Your input exceeds the context window of this model. {OVERFLOW}", "input"
 
-    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
+    def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
         refuse(body, "prompt", "stored prompts are not supported; use instructions")
         get(body, "text", (dict,), {})
         given = get(body, "tools", (list,), [])
-        left_out = LeftOut([tool["type"] for tool in given if _is_left_out(tool)])
+        left_out = LeftOut(sees, [tool["type"] for tool in given if _is_left_out(tool)])
         chosen = body.get("tool_choice")
         named = chosen.get("name") if isinstance(chosen, dict) else None
         choice, tools = read_choice(body, _parse_tools(given), named)
@@ -158,7 +158,7 @@ def _recall(messages: list[Message], item_id: Any, session: Session, where: str)
         answer = {"role": "assistant", "content": turn.message["content"]}
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant" or not join_texts(last["content"]).endswith(answer["content"]):
-            _add_message(messages, answer, where)
+            _add_message(messages, answer, where, LeftOut())
     elif named["kind"] == "rs":
         _add_reasoning(messages, turn.message.get("reasoning_content", ""))
     elif named["kind"] == "fc":
@@ -173,7 +173,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_ou
         case "reasoning":
             _add_reasoning(messages, _read_reasoning(item, where))
         case "message":
-            _add_message(messages, item, where)
+            _add_message(messages, item, where, left_out)
         case "function_call":
             if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
                 raise WrongField(where, f"{where} must have a name and a call_id")
@@ -189,11 +189,11 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_ou
             raise WrongField(where, f"{where}: items of type {kind} are not supported")
 
 
-def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> None:
+def _add_message(messages: list[Message], item: dict[str, Any], where: str, left_out: LeftOut) -> None:
     role = item.get("role")
     if role not in ("system", "developer", "user", "assistant"):
         raise WrongField(where, f"{where}.role must be system, developer, user or assistant, got {role!r}")
-    content = read_content(item.get("content"), f"{where}.content")
+    content = read_content(item.get("content"), f"{where}.content", left_out if role == "user" else None)
     last = messages[-1] if messages else {}
     if role == "assistant" and last.get("role") == role and not last["content"]:
         last["content"] = content

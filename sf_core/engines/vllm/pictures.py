@@ -1,0 +1,132 @@
+"""Pictures in requests to vLLM: each is one placeholder and a file, and what the server has made of them is
+compared with what was asked.
+
+vLLM answers without an error if it was given too few pictures, or shows them at other places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from sf_core.engines.vllm.client import RequestRefusedError, StreamPiece, VllmClient
+from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight
+from sf_core.types import GenerationRequest, PictureSpan
+from storage.files import absolute, is_local, write_atomic
+from storage.media import media_file, read_picture
+from storage.scratch import scratch_folder
+
+_MOST_COPIES_BYTES = 2 * 2**30
+"""Of pictures of a remote storage that are kept here."""
+
+
+class Pictures:
+    """What the server of a policy that sees is asked, beside ids, and must answer."""
+
+    def __init__(self, sight: Sight, media_dir: str) -> None:
+        self.token_id, self._files = sight.token_id, _Files(media_dir)
+
+    @property
+    def folder(self) -> str:
+        """The folder of which the server must be allowed to read files."""
+        return self._files.folder
+
+    def find_fault(self, model: Mapping[str, Any]) -> str | None:
+        """What is wrong with a server that somebody else started, by its `model_config`; None if nothing
+        is."""
+        if not self._files.is_of_run:
+            return (
+                "reads pictures from a folder, and those of this run are not in one: set storage.root to one"
+            )
+        if model.get("skip_tokenizer_init"):
+            return "shows no pictures: start it without --skip-tokenizer-init"
+        allowed = model.get("allowed_local_media_path")
+        if not allowed or not Path(self.folder).resolve().is_relative_to(Path(allowed).resolve()):
+            return f"must read this run's pictures: start it with --allowed-local-media-path {self.folder}"
+        return None
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises ValueError if the placeholders among the ids are not those of the pictures."""
+        shown = [at for span in request.pictures for at in range(span.start, span.start + span.length)]
+        if shown != [at for at, token in enumerate(request.prompt_ids) if token == self.token_id]:
+            raise ValueError(
+                f"the placeholders ({self.token_id}) among the ids are not those of its pictures"
+            )
+
+    async def generate(
+        self, client: VllmClient, body: dict[str, Any], spans: Sequence[PictureSpan]
+    ) -> AsyncGenerator[StreamPiece]:
+        """Stream the tokens of a request, whose body has all ids, with its pictures. Raises as
+        `client.generate`, also if a picture is missing or broken, or the server shows others."""
+        # a sampled one would take the next picture when the request is sent again
+        body["sampling_params"]["logit_bias"] = {str(self.token_id): PLACEHOLDER_BIAS}
+        shown = await asyncio.to_thread(self._show, body, spans) if spans else body
+        async with aclosing(client.generate(shown)) as pieces:
+            is_first = bool(spans)
+            async for piece in pieces:
+                if is_first and (piece.token_ids or piece.prompt_ids):
+                    _compare(piece, body["token_ids"], spans)
+                    is_first = False
+                yield piece
+
+    def _show(self, body: dict[str, Any], spans: Sequence[PictureSpan]) -> dict[str, Any]:
+        """The body with a file and one placeholder for each picture."""
+        ids, parts, end = list[int](), list[dict[str, str]](), 0
+        for span in spans:
+            try:
+                path = Path(self._files.find(span.sha256))
+            except (ValueError, OSError) as error:
+                raise RequestRefusedError(str(error)) from None
+            # the server takes pictures of one name for the same
+            parts.append({"type": "image_url", "url": path.as_uri(), "uuid": span.sha256})
+            ids += [*body["token_ids"][end : span.start], self.token_id]
+            end = span.start + span.length
+        ids += body["token_ids"][end:]
+        return body | {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
+
+
+def _compare(first: StreamPiece, ids: list[int], spans: Sequence[PictureSpan]) -> None:
+    """Raises RequestRefusedError if a stream, by its first piece, goes on from other ids or pictures."""
+    wanted = [{"offset": span.start, "length": span.length} for span in spans]
+    if (first.prompt_ids, first.pictures) != (ids, wanted):
+        raise RequestRefusedError(
+            f"vLLM shows pictures at {first.pictures} of {len(first.prompt_ids)} tokens, and those of the "
+            f"request are at {wanted} of {len(ids)}"
+        )
+
+
+class _Files:
+    """The files of pictures as a server of this host reads them, each verified before it is named: those of
+    the run, or copies of them if its storage is remote."""
+
+    def __init__(self, media_dir: str) -> None:
+        self._media_dir = media_dir
+        self.is_of_run = is_local(media_dir)
+        self._place = None if self.is_of_run else scratch_folder()
+        self.folder = self._place.name if self._place else absolute(media_dir)
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """Of the copies by hash; that which was asked for last is at the end."""
+        self._turn = threading.Lock()
+
+    def find(self, sha256: str) -> str:
+        """Path of a picture. Raises ValueError, one sentence, if it is missing or broken, or OSError."""
+        path = media_file(self.folder, sha256)
+        if self._place is None:
+            read_picture(self._media_dir, sha256)
+            return path
+        with self._turn:
+            if sha256 in self._sizes:
+                self._sizes.move_to_end(sha256)
+                return path
+        png = read_picture(self._media_dir, sha256)
+        write_atomic(path, png)
+        with self._turn:
+            self._sizes[sha256] = len(png)
+            while sum(self._sizes.values()) > _MOST_COPIES_BYTES and len(self._sizes) > 1:
+                Path(media_file(self.folder, self._sizes.popitem(last=False)[0])).unlink()
+        return path

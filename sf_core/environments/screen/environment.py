@@ -1,0 +1,112 @@
+"""Buttons of one colour among others: the agent sees the screen, and after each click what became of it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from random import Random
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from sf_core.agents.tool_loop import Tool, run_tool_loop
+from sf_core.environments.environment import Demonstration, Environment
+from sf_core.environments.screen.drawing import COLOURS, Place, Screen, as_parts, centre, write_rows
+from sf_core.environments.splits import Split, split_of
+from sf_core.types import Endpoint, Task
+
+CLICK = re.compile(r"\s*(\d{1,4})\s*,\s*(\d{1,4})\s*")
+
+PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+
+
+class ScreenOfButtons(Environment):
+    """The reward is the share of the buttons of the named colour that were pressed. There are as many clicks
+    as such buttons, so each wrong click costs its share."""
+
+    columns: int = Field(4, ge=2, le=16)
+    """Places for buttons beside each other."""
+    rows: int = Field(4, ge=2, le=16)
+    """Places for buttons above each other."""
+    targets: int = Field(2, ge=1, le=8)
+    """Buttons of the named colour, and clicks of a session."""
+    others: int = Field(4, ge=0)
+    """Buttons of other colours."""
+
+    @model_validator(mode="after")
+    def _has_places(self) -> ScreenOfButtons:
+        if self.targets + self.others > self.columns * self.rows:
+            raise ValueError(
+                f"targets ({self.targets}) and others ({self.others}) must not exceed the "
+                f"{self.columns * self.rows} places of {self.columns} columns and {self.rows} rows"
+            )
+        return self
+
+    def tasks(self, split: Split, index: int) -> Task:
+        drawn = (self._draw(Random(f"{split} {index} {attempt}")) for attempt in itertools.count())
+        colour, rows = next(found for found in drawn if split_of("".join(found[1])) == split)
+        screen, instruction = Screen(rows), f"Press all {colour} buttons."
+        places = [place for place, found in screen.buttons.items() if found == colour]
+        return Task(
+            f"screen-{split}-{index}",
+            "screen",
+            "\n".join([instruction, *rows]),
+            "; ".join(map(_write, places)),
+            {"instruction": instruction, "colour": colour, "rows": rows},
+        )
+
+    async def agent(self, task: Task, endpoint: Endpoint) -> str:
+        screen, clicks = Screen(task.metadata["rows"]), list[str]()
+
+        def click(at: str) -> list[dict[str, Any]]:
+            _click(screen, at)
+            clicks.append(at)
+            return as_parts([], screen.draw())
+
+        tool = Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, click)
+        shown = as_parts([task.metadata["instruction"]], screen.draw())
+        await run_tool_loop(endpoint, shown, [tool], max_turns=self.targets)
+        return "; ".join(clicks)
+
+    def reward(self, task: Task, answer: str) -> float:
+        screen = Screen(task.metadata["rows"])
+        for at in answer.split(";")[: self.targets]:
+            if CLICK.fullmatch(at):
+                _click(screen, at)
+        return screen.pressed.count(task.metadata["colour"]) / self.targets
+
+    def demonstrate(self, index: int) -> Demonstration:
+        task = self.tasks("train", index)
+        screen = Screen(task.metadata["rows"])
+        shown = as_parts([task.metadata["instruction"]], screen.draw())
+        messages: list[dict[str, Any]] = [{"role": "user", "content": shown}]
+        for number, at in enumerate(task.answer.split("; ")):
+            function = {"name": "click", "arguments": {"at": at}}
+            call = {"id": f"call_{number}", "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            _click(screen, at)
+            shown = as_parts([], screen.draw())
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": shown})
+        schema = Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, str).schema
+        return Demonstration(messages[:-1], [schema])
+
+    def _draw(self, random: Random) -> tuple[str, list[str]]:
+        """A colour, and a screen with buttons of it."""
+        colour = random.choice([*COLOURS])
+        others = [other for other in COLOURS if other != colour]
+        places: list[Place] = [(column, row) for row in range(self.rows) for column in range(self.columns)]
+        chosen = random.sample(places, self.targets + self.others)
+        colours = [colour] * self.targets + random.choices(others, k=self.others)
+        return colour, write_rows(dict(zip(chosen, colours, strict=True)), self.columns, self.rows)
+
+
+def _write(place: Place) -> str:
+    x, y = centre(place)
+    return f"{x},{y}"
+
+
+def _click(screen: Screen, at: str) -> None:
+    found = CLICK.fullmatch(at)
+    if found is None:
+        raise ValueError("expected X,Y, two numbers")
+    screen.click(int(found[1]), int(found[2]))

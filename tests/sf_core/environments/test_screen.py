@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from pydantic import ValidationError
+
+from sf_core.environments.screen.drawing import CELL, COLOURS, PRESSED, Screen, centre, write_rows
+from sf_core.environments.screen.environment import ScreenOfButtons
+from sf_core.environments.testing import EnvironmentTests
+
+places = st.dictionaries(
+    st.tuples(st.integers(0, 3), st.integers(0, 2)), st.sampled_from([*COLOURS]), max_size=12
+)
+
+
+def pixel(png: bytes, at: tuple[int, int]) -> Any:
+    return Image.open(io.BytesIO(png)).getpixel(at)
+
+
+class TestScreenOfButtons(EnvironmentTests):
+    environment = ScreenOfButtons()
+
+
+@given(places)
+def test_a_screen_has_the_buttons_of_its_rows(buttons: dict[tuple[int, int], str]) -> None:
+    screen = Screen(write_rows(buttons, columns=4, rows=3))
+    assert screen.buttons == buttons
+    png = screen.draw()
+    assert Image.open(io.BytesIO(png)).size == (4 * CELL, 3 * CELL)
+    assert all(pixel(png, centre(place)) == COLOURS[colour] for place, colour in buttons.items())
+
+
+def test_a_button_turns_grey_once_and_a_click_beside_it_does_nothing() -> None:
+    screen = Screen(["r.", ".b"])
+    before = screen.draw()
+    for beside in ((CELL + 5, 5), (0, 0), (9999, 9999)):
+        screen.click(*beside)
+    assert screen.draw() == before and screen.pressed == []
+    screen.click(*centre((1, 1)))
+    screen.click(*centre((1, 1)))
+    assert screen.pressed == ["blue"]
+    assert pixel(screen.draw(), centre((1, 1))) == PRESSED
+    assert pixel(screen.draw(), centre((0, 0))) == COLOURS["red"]
+
+
+def test_the_reward_is_the_share_of_the_named_buttons() -> None:
+    environment = ScreenOfButtons()
+    task = environment.tasks("train", 3)
+    first, second = task.answer.split("; ")
+    assert environment.reward(task, task.answer) == 1.0
+    assert environment.reward(task, first) == environment.reward(task, f"{first}; {first}") == 0.5
+    assert environment.reward(task, f"no; {second}") == 0.5
+    # a wrong click costs its share, although another follows
+    assert environment.reward(task, f"0,0; {task.answer}") == 0.5
+    assert environment.reward(task, "") == 0.0
+
+
+def test_a_demonstration_presses_every_named_button_and_sees_what_becomes_of_it() -> None:
+    environment = ScreenOfButtons(targets=3)
+    for index in range(20):
+        task, shown = environment.tasks("train", index), environment.demonstrate(index)
+        assert [message["role"] for message in shown.messages] == [
+            "user",
+            *["assistant", "tool"] * 2,
+            "assistant",
+        ]
+        calls = [call for message in shown.messages for call in message.get("tool_calls", ())]
+        clicks = "; ".join(call["function"]["arguments"]["at"] for call in calls)
+        assert environment.reward(task, clicks) == 1.0
+        screen, pressed = Screen(task.metadata["rows"]), iter(clicks.split("; "))
+        for message in shown.messages:
+            if message["role"] == "assistant":
+                x, y = next(pressed).split(",")
+                screen.click(int(x), int(y))
+                continue
+            url = message["content"][-1]["image_url"]["url"]
+            assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == screen.draw()
+
+
+def test_more_buttons_than_places_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"targets \(2\) and others \(4\) must not exceed the 4 places"):
+        ScreenOfButtons(columns=2, rows=2)
