@@ -13,6 +13,7 @@ from typing import Any
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
+from sf_core.pictures.sight import SEEING
 from storage.files import join, list_files, read_bytes
 from storage.tensors.weights import open_weights
 
@@ -95,7 +96,7 @@ def _fault_of(model: str, setting: str) -> str | None:
 def _is_causal(shape: dict[str, Any]) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return shape.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return shape.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SEEING}
 
 
 def _find_quantiser(model: str, shape: dict[str, Any]) -> str | None:
