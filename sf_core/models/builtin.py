@@ -71,7 +71,7 @@ SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
     " + (message.content or '') }}",
     """ }}
 {%- if message.content is string -%}{{ message.content }}
-{%- else -%}{%- for part in message.content or [] -%}
+{%- elif message.content -%}{%- for part in message.content -%}
 {{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}
 {%- endfor -%}{%- endif -%}""",
 )
