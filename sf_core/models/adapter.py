@@ -161,10 +161,13 @@ def list_linears(shape: Mapping[str, Any]) -> dict[str, torch.Size]:
     """Shapes [width out, width in] of the linear layers in the blocks of a model, by their names in
     transformers. `shape`: that of the model, named as in Hugging Face's config.json. No weights are read."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from sf_core.models.language import language_model
+
+    kind, config = language_model(AutoConfig.for_model(**shape))
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), trust_remote_code=False)
+        model: Any = kind.from_config(config, trust_remote_code=False)
     kinds = model._no_split_modules or ()
     return {
         f"{block}.{name}": module.weight.shape

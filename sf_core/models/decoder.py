@@ -41,11 +41,13 @@ class DecoderSpec:
     """[head_dim / 2], angle per position of each rotary pair."""
     rope_scaling: float
     """Factor on the rotated queries and keys (YaRN); 1 otherwise."""
+    axes: torch.Tensor | None = None
+    """[head_dim / 2] which of time, row and column turns each rotary pair, for a policy that sees."""
 
 
 def decoder_spec(config: Any, max_length: int) -> DecoderSpec | None:
     """The spec of a Hugging Face config, or None if this module cannot run it up to max_length tokens."""
-    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
+    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text"):
         return None
     window = getattr(config, "sliding_window", None)
     rope = config.rope_parameters
@@ -59,6 +61,7 @@ def decoder_spec(config: Any, max_length: int) -> DecoderSpec | None:
         return None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     inv_freq, rope_scaling = _rope(config, head_dim)
+    sections = rope.get("mrope_section")
     return DecoderSpec(
         config.num_hidden_layers,
         config.num_attention_heads,
@@ -67,6 +70,7 @@ def decoder_spec(config: Any, max_length: int) -> DecoderSpec | None:
         config.rms_norm_eps,
         inv_freq,
         rope_scaling,
+        None if sections is None else torch.arange(3).repeat_interleave(torch.tensor(sections)),
     )
 
 
@@ -271,8 +275,9 @@ def _pair(spec: DecoderSpec, rows: torch.Tensor) -> torch.Tensor:
 
 
 def rotations(spec: DecoderSpec, positions: torch.Tensor) -> torch.Tensor:
-    """Complex [N, 1, head_dim / 2] for positions [N]."""
-    angles = positions.unsqueeze(1).float() * spec.inv_freq.to(positions.device)
+    """Complex [N, 1, head_dim / 2] for positions [N], or for times, rows and columns [N, 3]."""
+    turning = positions.unsqueeze(1) if positions.dim() == 1 else positions[:, spec.axes]
+    angles = turning.float() * spec.inv_freq.to(positions.device)
     return torch.polar(torch.full_like(angles, spec.rope_scaling), angles).unsqueeze(1)
 
 

@@ -23,6 +23,10 @@ CHUNK_BYTES = 64 << 20
 is read and written too often."""
 
 
+LOWERED = 100.0
+"""What engines are asked to take from the logit of a token that is never sampled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """A head of which each of several processes has some rows; all of them score the same outputs at once."""
@@ -56,6 +60,7 @@ def score(
     top_k: npt.NDArray[np.int64],
     split: Split | None = None,
     target: Target | None = None,
+    never: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs [N] of token_ids [N], and the entropies [N] in nats of the distributions before top-k and
     top-p cut them; with a target also the divergences [N] in nats of these from the teacher's, over the same
@@ -64,14 +69,15 @@ def score(
     The logits are `outputs` [N, width] times the weight `head` [V, width]; without a head, `outputs` are the
     logits. A token outside the support, as other weights may have sampled it, widens the support down to
     itself, so that its log-prob stays finite and has a gradient. Of a split head, the gradient of the outputs
-    is this process's part of a sum.
+    is this process's part of a sum. `never`: an id that policy and target never sample, as its logit is
+    lowered by LOWERED.
     """
     greedy = temperature == 0
     top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
     scale = torch.from_numpy(np.where(greedy, 1, temperature)).to(outputs.device, torch.float32)
     vocabulary = outputs.shape[1] if head is None else head.shape[0]
     theirs = (None, None, "") if target is None else _narrow(target, vocabulary)
-    return tuple(_Score.apply(outputs, head, token_ids, scale, top_p, top_k, split, *theirs))
+    return tuple(_Score.apply(outputs, head, token_ids, scale, top_p, top_k, split, never, *theirs))
 
 
 def _narrow(target: Target, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor | None, str]:
@@ -97,6 +103,7 @@ class _Score(torch.autograd.Function):
         top_p: npt.NDArray[np.float32],
         top_k: npt.NDArray[np.int64],
         split: Split | None,
+        never: int | None,
         their_outputs: torch.Tensor | None,
         their_head: torch.Tensor | None,
         divergence: str,
@@ -107,8 +114,8 @@ class _Score(torch.autograd.Function):
         lowest, normalizers = torch.full_like(scale, -torch.inf), torch.empty_like(scale)
         cut = (top_p < 1) | (top_k > 0)
         spare: torch.Tensor | None = None
-        teacher = _predict(their_outputs, their_head, scale)
-        for (part, logits), theirs in zip(_chunks(outputs, head, scale, split), teacher, strict=False):
+        teacher = _predict(their_outputs, their_head, scale, never)
+        for (part, logits), theirs in zip(_chunks(outputs, head, scale, split, never), teacher, strict=False):
             chosen = logits.gather(1, token_ids[part].unsqueeze(1))
             spare = torch.empty_like(logits) if spare is None else spare
             all_logprobs = torch.log_softmax(logits, 1, out=spare[: len(logits)])
@@ -124,7 +131,7 @@ class _Score(torch.autograd.Function):
         made = lowest, normalizers, divergences
         ctx.save_for_backward(outputs, head, token_ids, scale, *made, their_outputs, their_head)
         ctx.set_materialize_grads(False)
-        ctx.split, ctx.divergence = split, divergence
+        ctx.split, ctx.never, ctx.divergence = split, never, divergence
         return (logprobs, entropies) if divergences is None else (logprobs, entropies, divergences)
 
     @staticmethod
@@ -146,8 +153,8 @@ class _Score(torch.autograd.Function):
         is_learned = head is not None and ctx.needs_input_grad[1]
         to_head = torch.zeros_like(head, dtype=torch.float32) if is_learned else None
         their_outputs, their_head = theirs if of_divergences is not None else (None, None)
-        teacher = _predict(their_outputs, their_head, scale)
-        for (part, logits), target in zip(_chunks(outputs, head, scale, ctx.split), teacher, strict=False):
+        teacher, chunks = _predict(their_outputs, their_head, scale, ctx.never), (ctx.split, ctx.never)
+        for (part, logits), target in zip(_chunks(outputs, head, scale, *chunks), teacher, strict=False):
             others: torch.Tensor | None = None
             if of_entropies is not None:
                 others = _certainty(logits).mul_(of_entropies[part].unsqueeze(1))
@@ -173,7 +180,7 @@ class _Score(torch.autograd.Function):
             if to_head is not None:
                 to_head.addmm_(surprise.t(), outputs[part].float() * -slope[part])
         of_head = None if to_head is None else to_head.to(head.dtype)
-        return to_outputs, of_head, *[None] * 8
+        return to_outputs, of_head, *[None] * 9
 
 
 def _certainty(logits: torch.Tensor) -> torch.Tensor:
@@ -206,20 +213,26 @@ def _nearing(
     return gaps.add_(divergences.unsqueeze(1)).mul_(logprobs.exp_())
 
 
-def _predict(outputs: torch.Tensor | None, head: torch.Tensor | None, scale: torch.Tensor) -> Iterator[Any]:
+def _predict(
+    outputs: torch.Tensor | None, head: torch.Tensor | None, scale: torch.Tensor, never: int | None
+) -> Iterator[Any]:
     """Log-probs of all tokens by a teacher, for the tokens of one chunk of the policy's after the other; None
     for each without a teacher."""
     if outputs is None:
         yield from repeat(None)
         return
     spare: torch.Tensor | None = None
-    for _, logits in _chunks(outputs, head, scale, None):
+    for _, logits in _chunks(outputs, head, scale, None, never):
         spare = torch.empty_like(logits) if spare is None else spare
         yield torch.log_softmax(logits, 1, out=spare[: len(logits)])
 
 
 def _chunks(
-    outputs: torch.Tensor, head: torch.Tensor | None, scale: torch.Tensor, split: Split | None
+    outputs: torch.Tensor,
+    head: torch.Tensor | None,
+    scale: torch.Tensor,
+    split: Split | None,
+    never: int | None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Logits over temperature, in float32, for some tokens at a time. All are given in the same memory, since
     taking 64 MiB from the system and returning it costs half as much as computing them."""
@@ -238,4 +251,6 @@ def _chunks(
             torch.mm(outputs[part], head.t(), out=logits)
         else:
             logits.copy_(outputs[part] @ head.t())
+        if never is not None:
+            logits[:, never] -= LOWERED
         yield part, logits.div_(scale[part].unsqueeze(1)) if scaled else logits

@@ -14,8 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from sf_core.pictures.positions import place_tokens
+from sf_core.pictures.spans import name_pictures
+from storage.media import PictureSpan
 from storage.tables.batches import select_training_rows
 from storage.tables.schema import NOT_SAMPLED
+from storage.tables.trajectories import images_of
 
 SAMPLING = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")])
 """Sampling parameters with which a token was drawn."""
@@ -26,6 +30,7 @@ class Row:
     """One trajectory; the arrays have one element per token."""
 
     token_ids: npt.NDArray[np.int32]
+    """With the names of pictures, numbered in the batch, in place of their placeholders."""
     loss_mask: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]
@@ -36,6 +41,8 @@ class Row:
     """Weight of each token in the loss."""
     group: str
     session: str
+    pictures: tuple[PictureSpan, ...] = ()
+    """What the names among the tokens show, in order."""
     number: int = 0
     """Place in the batch."""
     old: npt.NDArray[np.float32] | None = None
@@ -62,9 +69,9 @@ class Microbatch:
     once and goes through the network once. N distinct tokens remain; M tokens are trained."""
 
     token_ids: torch.Tensor
-    """[N] int64, tokens of the trie."""
+    """[N] int64, tokens of the trie; below 0 where they show a picture."""
     depths: torch.Tensor
-    """[N] position of each token in its row."""
+    """[N] position of each token in its row; [N, 3] if a row has a picture."""
     grid: torch.Tensor
     """[R, T] index of each row's tokens in token_ids; arbitrary after a row's end, since causal attention
     does not look ahead."""
@@ -95,6 +102,14 @@ class Microbatch:
     policy_versions: torch.Tensor
     sampling: npt.NDArray[np.void]
     """[M] of dtype SAMPLING; stays on the host."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """Each picture of the rows once."""
+    shown: torch.Tensor | None = None
+    """[P] index in token_ids of each token that shows a picture; None without any."""
+    parts: torch.Tensor | None = None
+    """[P] what each of them shows, counted through all tokens of `pictures`."""
+    features: torch.Tensor | None = None
+    """[P, width] what the network reads in the place of their embeddings."""
 
     @classmethod
     def empty(cls) -> Microbatch:
@@ -149,7 +164,16 @@ def read_rows(batch: pa.Table) -> list[Row]:
         # all null where the train step makes them
         _split(batch, "weights", np.float32, 1.0),
     ]
-    per_row = [batch[name].to_pylist() for name in ("group_id", "session_id")]
+    pictures = images_of(batch)
+    numbers = {
+        sha256: number
+        for number, sha256 in enumerate(dict.fromkeys(p.sha256 for own in pictures for p in own))
+    }
+    per_token[0] = [
+        name_pictures(ids, own, numbers) if own else ids
+        for ids, own in zip(per_token[0], pictures, strict=True)
+    ]
+    per_row = [*(batch[name].to_pylist() for name in ("group_id", "session_id")), pictures]
     rows = [Row(*values) for values in zip(*per_token, *per_row, range(len(batch)), strict=True)]
     if any(row.loss_mask[:1].any() for row in rows):
         raise ValueError("a trajectory's first token is marked as sampled; expected a prompt before it")
@@ -223,6 +247,10 @@ def _microbatch(rows: Sequence[Row]) -> Microbatch:
         starts.append(shared)
         num_tokens += row.length - shared
     own = [np.arange(start, row.length) for start, row in zip(starts, rows, strict=True)]
+    depths, seen = own, {}
+    if any(row.pictures for row in rows):
+        depths = [place_tokens(row.length, row.pictures)[i] for row, i in zip(rows, own, strict=True)]
+        seen = _find_shown(rows, own)
     trained = [np.flatnonzero(row.loss_mask) for row in rows]
 
     def gather(arrays: Sequence[npt.NDArray[Any]], indices: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
@@ -230,7 +258,7 @@ def _microbatch(rows: Sequence[Row]) -> Microbatch:
 
     return Microbatch(
         token_ids=gather([row.token_ids for row in rows], own).long(),
-        depths=torch.from_numpy(np.concatenate(own)),
+        depths=torch.from_numpy(np.concatenate(depths)),
         grid=torch.from_numpy(grid),
         owners=torch.from_numpy(np.concatenate([line * grid.shape[1] + i for line, i in enumerate(own)])),
         positions=gather(list(grid), [i - 1 for i in trained]),
@@ -247,7 +275,25 @@ def _microbatch(rows: Sequence[Row]) -> Microbatch:
         numbers=np.array([row.number for row in rows], dtype=np.int64),
         policy_versions=gather([row.policy_versions for row in rows], trained),
         sampling=np.concatenate([row.sampling[i] for row, i in zip(rows, trained, strict=True)]),
+        **seen,
     )
+
+
+def _find_shown(rows: Sequence[Row], own: Sequence[npt.NDArray[np.int64]]) -> dict[str, Any]:
+    """The fields of a microbatch that tell what its tokens show. `own`: of each row, the tokens that no row
+    before has."""
+    pictures = {picture.sha256: picture for row in rows for picture in row.pictures}
+    ends = np.cumsum([picture.length for picture in pictures.values()])
+    first = {sha256: int(end) - pictures[sha256].length for sha256, end in zip(pictures, ends, strict=True)}
+    parts = []
+    for row, places in zip(rows, own, strict=True):
+        of_tokens = np.full(row.token_ids.size, -1)
+        for picture in row.pictures:
+            of_tokens[picture.start :][: picture.length] = first[picture.sha256] + np.arange(picture.length)
+        parts.append(of_tokens[places])
+    together = torch.from_numpy(np.concatenate(parts))
+    (shown,) = torch.nonzero(together >= 0, as_tuple=True)
+    return {"pictures": tuple(pictures.values()), "shown": shown, "parts": together[shown]}
 
 
 def _or_full(values: npt.NDArray[np.float32] | None, row: Row, default: float) -> npt.NDArray[np.float32]:

@@ -29,6 +29,7 @@ COLUMNS = [
     "advantages",
     "weights",
     "decision",
+    "images",
 ]
 """Columns of a batch that a trainer reads, without the conversations as text."""
 

@@ -114,8 +114,10 @@ def read_texts(content: Any, where: str) -> list[str]:
 def read_parts(content: Any, where: str, left_out: LeftOut) -> list[str | Part]:
     """The same with the pictures, for a model that sees."""
     return [
-        _picture(part, where, left_out) if left_out.sees and _kind(part) == IMAGE else _text(part, where)
-        for part in _list_parts(content, where)
+        read_picture(part, f"{where}[{i}]", left_out)
+        if left_out.sees and _kind(part) == IMAGE
+        else _text(part, where)
+        for i, part in enumerate(_list_parts(content, where))
     ]
 
 
@@ -148,7 +150,7 @@ def _text(part: Any, where: str) -> str:
     return text
 
 
-def _picture(part: dict[str, Any], where: str, left_out: LeftOut) -> Part:
+def read_picture(part: dict[str, Any], where: str, left_out: LeftOut) -> Part:
     """A part with a picture, in the form of any API that has such parts."""
     held = part.get("image_url") or part.get("source") or part
     held = held if isinstance(held, dict) else {"url": held}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import jinja2
 
@@ -29,6 +30,9 @@ class Reader:
         Texts are compared, because sampled ids may differ from those the tokenizer makes of the same text."""
         if not messages:
             return False
+        if (sight := self._renderer.sight) is not None:
+            # a rendering has one placeholder for each picture
+            seen = [token for last, token in pairwise([-1, *seen]) if not last == token == sight.token_id]
         text = self._renderer.decode_with_special(list(seen))
         *before, last = messages
         try:

@@ -19,6 +19,7 @@ import jinja2.meta
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sf_core.dataplane.chat.contents import pictures_of
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 
@@ -73,9 +74,12 @@ class ChatTemplate:
         content = message["content"]
         if "reasoning_content" in message:
             message = {**message, "reasoning": message["reasoning_content"]}
-        if not self._takes_parts:
+        if any(pictures_of(content)):
+            # whether it shows them is seen by the placeholders
+            return message
+        if not self._takes_parts or message["role"] == "tool":
             return message if isinstance(content, str) else {**message, "content": text_of(message)}
-        if isinstance(content, str) and message["role"] != "tool":
+        if isinstance(content, str):
             # an answer without content has no part
             empty = not content and message["role"] == "assistant"
             return {**message, "content": [] if empty else [{"type": "text", "text": content}]}

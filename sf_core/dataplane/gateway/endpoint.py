@@ -112,19 +112,18 @@ async def _read(
     body = dialect.read({**missing, **given}, scope["path"])
     model = get(body, "model", (str,), "")
     turns, session = find_session(scope, model)
-    rules = turns.spec.rollout
+    rules, sight = turns.spec.rollout, turns.renderer.sight
+    if sight is None:
+        _check_size(len(data))
     done = dialect.schema_fields if turns.spec.follows_grammars else ()
     body = normalise(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
-    sight = turns.renderer.sight
     requests = dialect.parse(body, session, sight is not None)
     left_out = requests[0].left_out
     unseen = left_out.unseen
     if unseen and rules.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
         raise WrongField(unseen[0], f"{told} (rollout.unseen_parts: replace puts a sentence in its place)")
-    num_plain = len(data) - sum(len(picture.data) for picture in left_out.pictures)
-    if num_plain > MAX_BODY_BYTES:
-        raise _too_large(MAX_BODY_BYTES)
+    _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
     if sight is not None and left_out.pictures:
         await turns.media.complete(left_out.pictures, sight.limit(rules.max_picture_tokens))
         left_out.pictures.clear()
@@ -134,8 +133,9 @@ async def _read(
     return Asked(rest, turns, session, requests, is_mended)
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The request body is over the limit of {most} bytes.")
+def _check_size(size: int, most: int = MAX_BODY_BYTES) -> None:
+    if size > most:
+        raise ApiError(413, f"The request body is over the limit of {most} bytes.")
 
 
 async def read_body(receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
@@ -148,8 +148,7 @@ async def read_body(receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
             raise ApiError(400, "The client went away before its request was read.")
         parts.append(event.get("body", b""))
         size += len(parts[-1])
-        if size > most:
-            raise _too_large(most)
+        _check_size(size, most)
         if not event.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 

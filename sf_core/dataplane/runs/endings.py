@@ -192,7 +192,7 @@ def _take_out(run: ServedRun, session: Session, report: FinishBody) -> FinishedS
     """Stop serving a session and return its result. Raises whatever its export raises."""
     run.part(session, report.parting)
     run.turns.set_aside_unanswered(session)
-    return finish_session(run.spec, session, report, run.renderer.stop_token_ids)
+    return finish_session(run.spec, session, report, run.renderer.stop_token_ids, run.renderer.sight)
 
 
 def _judge(run: ServedRun, claim: Claim) -> None:

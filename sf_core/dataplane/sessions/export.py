@@ -18,6 +18,8 @@ from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.tree import Node, walk_line
+from sf_core.pictures.sight import Sight
+from sf_core.types import PictureSpan
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
 _Path = list[tuple[Node, int]]
@@ -35,8 +37,10 @@ def export_session(
     group_id: str | None,
     stop_ids: tuple[int, ...],
     status: Status = "finished",
+    sight: Sight | None = None,
 ) -> list[Trajectory]:
-    """The report of its end has a reward, even for a failure, unless the answer could not be judged."""
+    """The report of its end has a reward, even for a failure, unless the answer could not be judged. `sight`
+    is that of a policy that was shown pictures."""
     assert report.reward is not None or report.status == "unjudged"
     finished_at = time.time()
     steps = {session.find_turn_id(answer): step for answer, step in report.step_rewards.items()}
@@ -48,6 +52,9 @@ def export_session(
         parent, shared_prefix = _find_shared(path, reach)
         _cover(path, branch, reach)
         token_ids, logprobs, versions = _columns(path, leaf.end)
+        images: list[PictureSpan] = []
+        if sight is not None:
+            token_ids, images = session.pictures.read(token_ids, sight)
         mask = versions != NOT_SAMPLED
         for node, end in path:
             if isinstance(node, Turn) and node.constrained:
@@ -79,6 +86,7 @@ def export_session(
                 finished_at=finished_at,
                 tools=leaf.prompt.tools.decode() or None,
                 output=None if branch else report.output,
+                images=images,
             )
         )
     return trajectories

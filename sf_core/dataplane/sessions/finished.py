@@ -13,7 +13,9 @@ from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.memory import size_of_judgement
+from sf_core.dataplane.sessions.pictures import PICTURE_BYTES
 from sf_core.dataplane.sessions.session import Session
+from sf_core.pictures.sight import Sight
 from storage.tables.judgements import Judgement
 from storage.tables.schema import Trajectory
 
@@ -61,14 +63,18 @@ def _trajectory_bytes(trajectory: Trajectory) -> int:
     arrays = TOKEN_BYTES * len(trajectory.token_ids)
     objects = TRAJECTORY_BYTES + SPAN_BYTES * len(trajectory.turns)
     texts = sum(map(sys.getsizeof, (trajectory.messages, trajectory.tools, trajectory.output)))
-    return arrays + objects + texts
+    return arrays + objects + texts + PICTURE_BYTES * len(trajectory.images)
 
 
 def finish_session(
-    spec: RunSpec, session: Session, report: FinishBody, stop_ids: tuple[int, ...]
+    spec: RunSpec,
+    session: Session,
+    report: FinishBody,
+    stop_ids: tuple[int, ...],
+    sight: Sight | None = None,
 ) -> FinishedSession:
     """The result of a session that is not served any more. The report has a reward, even for a failure; none
-    if the answer could not be judged."""
+    if the answer could not be judged. `sight` is that of its policy, None if it is shown no pictures."""
     assert report.reward is not None or report.status == "unjudged"
     status = judge_status(session, report)
     trajectories = export_session(
@@ -78,6 +84,7 @@ def finish_session(
         group_id=_group_id(spec, session),
         stop_ids=stop_ids,
         status=status,
+        sight=sight,
     )
     versions = [turn.versions for turn in session.turns if len(turn.versions)]
     session.release()

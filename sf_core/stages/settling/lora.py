@@ -96,8 +96,10 @@ def check_peft(shape: Mapping[str, Any]) -> None:
     from transformers import AutoConfig
 
     from sf_core.models.decoder import decoder_spec
+    from sf_core.models.language import language_model
 
-    if find_spec("peft") is None and decoder_spec(AutoConfig.for_model(**shape), 1) is None:
+    _, config = language_model(AutoConfig.for_model(**shape))
+    if find_spec("peft") is None and decoder_spec(config, 1) is None:
         raise ValueError(
             f"train.lora with a model of model_type {shape['model_type']} needs PEFT, which this Python does "
             "not have: it comes with the extra [lora] of seamlessflow"

@@ -7,6 +7,7 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.training.megatron.megatron_model import MegatronModel
 from sf_core.training.torch.backend import TorchBackend
+from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks
 
 
@@ -22,13 +23,22 @@ class MegatronBackend(TorchBackend):
         *,
         values: bool = False,
         adapter: str | None = None,
+        tower: Tower | None = None,
     ) -> MegatronModel:
         assert adapter is None, "configurations with train.lora and this backend are refused"
+        assert tower is None, "policies that see and this backend are refused"
         dtype = config.policy.dtype_name
         return MegatronModel(model_dir, ranks, config.train, device=device, dtype=dtype, values=values)
 
     def make_frozen(
-        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
+        self,
+        config: RunConfig,
+        model_dir: str,
+        ranks: Ranks,
+        device: str,
+        *,
+        tower: Tower | None = None,
+        **choices: Any,
     ) -> MegatronModel:
         assert not choices, "configurations with train.teacher and this backend are refused"
-        return self.make_model(config, model_dir, ranks, device)
+        return self.make_model(config, model_dir, ranks, device, tower=tower)

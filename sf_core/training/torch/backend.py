@@ -10,13 +10,17 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
+
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.torch.torch_engine import local_device
+from sf_core.pictures.sight import read_sight
 from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
 from sf_core.training.teacher_folder import TeacherFolder, find_teacher, version_of
+from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
 from sf_core.training.torch.teaching import FrozenModels, Name
@@ -51,10 +55,11 @@ class TorchBackend:
         *,
         values: bool = False,
         adapter: str | None = None,
+        tower: Tower | None = None,
     ) -> TrainedModel:
         """The model that these ranks train from the weights of a Hugging Face folder. `values`: a critic,
         which gives the value of each trained token in the place of its log-prob. `adapter`: the folder of
-        one that is trained while the weights stay."""
+        one that is trained while the weights stay. `tower`: what shows pictures to the model."""
         return TorchModel(
             model_dir,
             ranks,
@@ -63,15 +68,23 @@ class TorchBackend:
             recompute=config.train.recompute,
             values=values,
             adapter=adapter,
+            tower=tower,
         )
 
     def make_frozen(
-        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
+        self,
+        config: RunConfig,
+        model_dir: str,
+        ranks: Ranks,
+        device: str,
+        *,
+        tower: Tower | None = None,
+        **choices: Any,
     ) -> HeldModel:
         """A model that these ranks hold and do not train, in the policy's dtype unless the choices, which are
         those of FrozenModel, name another."""
         choices = {"dtype": config.policy.dtype_name, **choices}
-        return FrozenModel(model_dir, ranks, device=device, **choices)
+        return FrozenModel(model_dir, ranks, device=device, tower=tower, **choices)
 
     @contextmanager
     def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[ModelTrainer]:
@@ -106,22 +119,27 @@ class TorchBackend:
 
         Raises ValueError if a batch is not as it was written."""
         config, start = run.config, local_folder(run.directory.start_dir)
-        make_model = partial(self.make_model, config, device=device or local_device())
+        where, sees = device or local_device(), read_sight(start) is not None
+        media, dtype = run.directory.media_dir, getattr(torch, config.policy.dtype_name)
+        tower = Tower(start, media, where, dtype) if sees else None
+        make_model = partial(self.make_model, config, device=where, tower=tower)
         adapter = None if config.train.lora is None else run.directory.start_adapter_dir
 
         def load(name: Name, trained: TrainedModel) -> tuple[HeldModel, str]:
-            make_frozen = partial(self.make_frozen, config, ranks=ranks, device=device or local_device())
+            make_frozen = partial(self.make_frozen, config, ranks=ranks, device=where)
             if isinstance(name, str):
                 teacher, digest = _find_teacher(run, name, ranks)
+                of_teacher = Tower(local_folder(teacher.source), media, where) if sees else None
                 with teacher.open() as (folder, its_adapter):
-                    return make_frozen(folder, dtype="auto", adapter=its_adapter), digest
+                    choices: dict[str, Any] = {"dtype": "auto", "adapter": its_adapter}
+                    return make_frozen(folder, tower=of_teacher, **choices), digest
             if name:
                 _refuse_missing(run, name)
             if adapter is not None:
                 assert isinstance(trained, TorchModel)
                 return StandIn(trained, load_adapter(run.directory.version_dir(name))), ""
             with version_of(run.directory, name).open() as (folder, _):
-                return make_frozen(folder), ""
+                return make_frozen(folder, tower=tower), ""
 
         trainer = ModelTrainer(
             partial(make_model, start, adapter=adapter),

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from sf_core.models.adapter import Adapter, name_factor, read_adapter, split_name
 from sf_core.models.decoder import (
@@ -29,10 +29,12 @@ from sf_core.models.decoder import (
     norm_and_head,
     rotations,
 )
+from sf_core.models.language import language_model
 from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import Target, score
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.held_weights import HeldLayer, HeldTensors, fuse_through
+from sf_core.training.torch.pictures import Tower, embed
 from storage.tensors.weights import load_adapter
 
 _SHORT = 256
@@ -51,17 +53,20 @@ class Network:
         values: bool = False,
         adapter: str | None = None,
         dtype: torch.dtype | Literal["auto"] = torch.float32,
+        tower: Tower | None = None,
     ) -> None:
         """`recompute`: a backward pass computes each block again instead of keeping what was within it.
         `values`: a linear function of what the head is given, at first 0, takes the place of log-probs.
         `adapter`: the folder of one, whose factors alone are trained, in float32. `dtype`: that of the other
-        weights; auto: the one that they are stored in. Raises ValueError, one sentence, if the head of the
-        model is given no hidden states, or if only the package peft can train an adapter of it and is
-        missing."""
+        weights; auto: the one that they are stored in. `tower`: what shows pictures to it. Raises ValueError,
+        one sentence, if the head of the model is given no hidden states, or if only the package peft can
+        train an adapter of it and is missing."""
         # In evaluation mode: dropout would make these log-probs differ from the engine's.
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        kind, config = language_model(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
+        self.model = kind.from_pretrained(
+            model_dir, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
         ).eval()
+        self.tower = tower
         names = self.model._no_split_modules or ()
         self.blocks = [module for module in self.model.modules() if type(module).__name__ in names]
         spec = decoder_spec(self.model.config, max_length=1 << 30)
@@ -138,30 +143,41 @@ class Network:
         """Log-probs [M] of the trained tokens, the entropies [M], and with a target the divergences [M],
         differentiable, as `models.scoring` has them; or their values [M] and zeros. The microbatch must be on
         the network's device."""
-        scores: tuple[torch.Tensor, ...] = self.model(microbatch, partial(_score, microbatch, target))
+        never = None if self.tower is None else self.tower.placeholder
+        scores: tuple[torch.Tensor, ...] = self.model(
+            self._show(microbatch), partial(_score, microbatch, target, never)
+        )
         return scores
 
     def outputs(self, microbatch: Microbatch) -> Outputs:
         """What predicts each trained token [M, width], and the weight of the head that makes logits of it;
         None if these are the logits."""
-        outputs: Outputs = self.model(microbatch, lambda *outputs: outputs)
+        outputs: Outputs = self.model(self._show(microbatch), lambda *outputs: outputs)
         return outputs
 
     def logits(self, microbatch: Microbatch) -> torch.Tensor:
         """[M, vocabulary], one row per trained token: the logits that predict it. Of a large vocabulary they
         take most of the memory."""
-        outputs, head = self.model.outputs(microbatch)
+        outputs, head = self.model.outputs(self._show(microbatch))
         return outputs if head is None else F.linear(outputs, head)
+
+    def _show(self, microbatch: Microbatch) -> Microbatch:
+        return microbatch if self.tower is None else self.tower.show(microbatch)
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _score(
-    microbatch: Microbatch, target: Target | None, outputs: torch.Tensor, head: torch.Tensor | None
+    microbatch: Microbatch,
+    target: Target | None,
+    never: int | None,
+    outputs: torch.Tensor,
+    head: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     drawn, ids = microbatch.sampling, microbatch.targets
-    return score(outputs, head, ids, drawn["temperature"], drawn["top_p"], drawn["top_k"], target=target)
+    how = drawn["temperature"], drawn["top_p"], drawn["top_k"]
+    return score(outputs, head, ids, *how, target=target, never=never)
 
 
 class _Predicting(nn.Module):
@@ -209,7 +225,7 @@ class _Lean(_Predicting):
 
         around = self._around() if self.held is None else self.held.tensors
         turns = rotations(self.spec, microbatch.depths)
-        x = F.embedding(microbatch.token_ids, around["embedding"])
+        x = embed(microbatch, around["embedding"])
         for layer in self.model.layers:
             x = layer(x, turns, attend)
         x = F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,6 +18,7 @@ from sf_core.config.run_config import DtypeName
 from sf_core.engines.torch.transformers_model import unmap_params
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.network import Network, Outputs
+from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks, exchange
 from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
@@ -74,6 +75,8 @@ class _Held:
     def _move(self, device: torch.device) -> None:
         if self.device.type != "cpu":
             self._model.to(device)
+            if self.network.tower is not None:
+                self.network.tower.move(device)
             torch.cuda.empty_cache()
 
 
@@ -88,10 +91,12 @@ class FrozenModel(_Held):
         device: str = "cpu",
         dtype: DtypeName | Literal["auto"] = "float32",
         adapter: str | None = None,
+        tower: Tower | None = None,
     ) -> None:
-        """`dtype`: that of weights and computing; auto: the one that the folder has."""
+        """`dtype`: that of weights and computing; auto: the one that the folder has. `tower`: what shows
+        pictures to it."""
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        super().__init__(Network(model_dir, device, adapter=adapter, dtype=kind), ranks)
+        super().__init__(Network(model_dir, device, adapter=adapter, dtype=kind, tower=tower), ranks)
         if adapter is None:
             self._model.requires_grad_(False)
         self._place(ranks, self._model.dtype, is_frozen=True)
@@ -132,13 +137,15 @@ class TorchModel(_Held):
         recompute: bool = False,
         values: bool = False,
         adapter: str | None = None,
+        tower: Tower | None = None,
     ) -> None:
         """`dtype`: that of computing; what is trained and its moments are in float32. `values`: it gives
-        values for log-probs. `adapter`: folder of the adapter that is trained."""
+        values for log-probs. `adapter`: folder of the adapter that is trained. `tower`: what shows pictures
+        to it."""
         self._dtype: torch.dtype = getattr(torch, dtype)
         kind = torch.float32 if adapter is None else self._dtype
-        network = Network(model_dir, device, recompute=recompute, values=values, adapter=adapter, dtype=kind)
-        super().__init__(network, ranks)
+        choices: dict[str, Any] = {"recompute": recompute, "values": values, "adapter": adapter}
+        super().__init__(Network(model_dir, device, dtype=kind, tower=tower, **choices), ranks)
         self._stored_names: dict[str, str | None] | None = None
         if adapter is None:
             parameters = {id(parameter): name for name, parameter in self._model.named_parameters()}

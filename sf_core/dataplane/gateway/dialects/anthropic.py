@@ -12,7 +12,7 @@ from sf_core.dataplane.chat.contents import (
     LeftOut,
     Part,
     canonical,
-    read_parts,
+    read_picture,
     read_result,
     read_texts,
 )
@@ -263,9 +263,11 @@ def _block_parts(block: Any, role: str, where: str, left_out: LeftOut) -> list[s
     others = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
     if kind in others:
         return []
-    if kind != "text" and not (kind == IMAGE and role == "user" and left_out.sees):
+    if kind == IMAGE and role == "user" and left_out.sees:
+        return [read_picture(block, where, left_out)]
+    if kind != "text":
         raise WrongField(where, f"{where}: {kind} blocks are not supported for {role}")
-    return read_parts([block], where, left_out)
+    return [*read_texts([block], where)]
 
 
 def _tool_result(block: dict[str, Any], where: str, left_out: LeftOut) -> Message:

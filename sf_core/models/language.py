@@ -1,0 +1,31 @@
+"""What of a policy reads tokens: all of it, or the part of one that sees that is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sf_core.pictures.sight import SEEING
+
+TOWER = "visual."
+"""Begin of the names that the weights of what reads pictures have in a model's files."""
+
+
+def language_model(config: Any) -> tuple[Any, Any]:
+    """The class in transformers, with `from_config` and `from_pretrained`, and the configuration of a
+    policy's causal LM. That of a policy that sees is a Qwen2 whose rotations have three axes. Its weights
+    have the names that they have in the policy's files."""
+    from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+    if config.model_type not in SEEING:
+        return AutoModelForCausalLM, config
+
+    class LanguagePart(Qwen2ForCausalLM):
+        _keys_to_ignore_on_load_unexpected = (rf"^{TOWER}",)
+
+        @classmethod
+        def from_config(cls, config: Any, **_: Any) -> Any:
+            return cls._from_config(config)
+
+    part = config.get_text_config()
+    part.tie_word_embeddings = config.tie_word_embeddings
+    return LanguagePart, part

@@ -1,0 +1,98 @@
+"""What a trained network reads of pictures: the features that the frozen tower of a policy makes of them.
+
+Ranks exchange nothing for them: those whose rows have pictures and those whose rows have none make the same
+calls.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from transformers import AutoConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from sf_core.models.language import TOWER
+from sf_core.pictures.sight import read_sight
+from sf_core.training.packing import Microbatch
+from storage.media import PictureSpan, read_picture
+
+KEPT_BYTES = 4 << 30
+"""Most memory of the host for features of pictures that were seen last."""
+
+
+class Tower:
+    """The tower of a policy that sees. It is not trained: the models of a run share one."""
+
+    def __init__(
+        self, model_dir: str, media: str, device: str = "cpu", dtype: torch.dtype | Literal["auto"] = "auto"
+    ) -> None:
+        """`media`: the folder of the run's pictures. `dtype`: that of computing. Raises ValueError if the
+        policy of the Hugging Face folder does not see."""
+        sight = read_sight(model_dir)
+        if sight is None:
+            raise ValueError(f"{model_dir}: its model is not shown pictures, and trajectories have some")
+        self.placeholder, self._media = sight.token_id, media
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).vision_config
+        self._network = _Vision.from_pretrained(
+            model_dir, config=config, dtype=dtype, use_safetensors=True, key_mapping={rf"^{TOWER}": ""}
+        )
+        self._network.eval().requires_grad_(False).to(device)
+        # never torchvision's, which need not be there
+        self._processor = Qwen2VLImageProcessorPil.from_pretrained(model_dir)
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._kept_bytes = 0
+
+    def move(self, device: torch.device) -> None:
+        self._network.to(device)
+
+    def show(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with the features of its pictures. Raises ValueError, one sentence, if a picture is
+        missing or is not what the policy saw."""
+        if microbatch.parts is None:
+            return microbatch
+        whole = torch.cat([self._see(picture) for picture in microbatch.pictures])
+        parts = microbatch.parts
+        return replace(microbatch, features=whole[parts.cpu()].to(parts.device))
+
+    @torch.no_grad()
+    def _see(self, picture: PictureSpan) -> torch.Tensor:
+        """The features of a picture [length, width], in the host's memory."""
+        if (found := self._kept.get(picture.sha256)) is not None:
+            self._kept.move_to_end(picture.sha256)
+            return found
+        image = Image.open(io.BytesIO(read_picture(self._media, picture.sha256)))
+        # it has its size already
+        read = self._processor([image], do_resize=False, return_tensors="pt").to(self._network.device)
+        pixels, grid = read["pixel_values"].to(self._network.dtype), read["image_grid_thw"]
+        features: torch.Tensor = self._network(pixels, grid_thw=grid).pooler_output.cpu()
+        if len(features) != picture.length:
+            raise ValueError(
+                f"picture {picture.sha256} has {len(features)} tokens, and a trajectory shows it as "
+                f"{picture.length}"
+            )
+        self._kept[picture.sha256] = features
+        self._kept_bytes += features.nbytes
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return features
+
+
+def embed(microbatch: Microbatch, embedding: torch.Tensor) -> torch.Tensor:
+    """What the network reads of each token [N, width]."""
+    if microbatch.shown is None or microbatch.features is None:
+        return F.embedding(microbatch.token_ids, embedding)
+    # names of pictures are no ids
+    x = F.embedding(microbatch.token_ids.clamp(min=0), embedding)
+    return x.index_copy(0, microbatch.shown, microbatch.features.to(x.dtype))
+
+
+class _Vision(Qwen2_5_VisionTransformerPretrainedModel):
+    # what reads tokens
+    _keys_to_ignore_on_load_unexpected = (r"^(model|lm_head)\.",)

@@ -1,0 +1,127 @@
+"""Versions of the built-in policy that sees, as engines take them, and its log-probs by transformers."""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from sf_core.config import PolicyConfig
+from sf_core.models.builtin import make_policy
+from sf_core.models.scoring import score
+from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight, is_of_tower, read_sight
+from sf_core.types import PictureSpan, Sampling, WeightsRef
+from storage.media import read_picture, store_picture
+from storage.tensors.weights import FILE_NAME, save_weights
+
+
+class SeeingPolicies:
+    """Policies of one run, with its pictures."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self.media_dir = root, str(root / "run" / "media")
+        self.start_dir = str(root / "start")
+        make_policy(self.start_dir, PolicyConfig(sees=True, hidden_size=64, num_layers=2), seed=0)
+        sight = read_sight(self.start_dir)
+        assert sight is not None
+        self.sight: Sight = sight
+
+    def folder(self, version: int) -> str:
+        """What is published of a version: the language part alone, or version 0 whole."""
+        folder = self._root / f"v{version}"
+        if version and not folder.exists():
+            changed = {k: t for k, t in self._change(version).items() if not is_of_tower(k)}
+            save_weights(str(folder), changed, version)
+        return str(folder) if version else self.start_dir
+
+    def ref(self, version: int) -> WeightsRef:
+        return WeightsRef(version, self.folder(version))
+
+    def whole(self, version: int) -> str:
+        """A folder that transformers loads."""
+        folder = self._root / f"whole{version}"
+        if not folder.exists():
+            shutil.copytree(self.start_dir, folder)
+            save_file(self._change(version), folder / FILE_NAME, {"format": "pt"})
+        return str(folder)
+
+    def draw(self, rng: random.Random) -> PictureSpan:
+        """A stored picture of a size that the policy sees; its `start` is 0."""
+        height, width = self.sight.fit(rng.randrange(20, 200), rng.randrange(20, 200))
+        picture = Image.new("RGB", (width, height), "white")
+        corner = rng.randrange(width // 2), rng.randrange(height // 2)
+        colour = tuple(rng.randrange(256) for _ in range(3))
+        ImageDraw.Draw(picture).rectangle([*corner, width - 5, height - 9], fill=colour)
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        sha256 = store_picture(self.media_dir, file.getvalue())
+        return PictureSpan(sha256, 0, self.sight.count_tokens(height, width), height, width)
+
+    def logprobs(
+        self,
+        version: int,
+        ids: Sequence[int],
+        pictures: Sequence[PictureSpan],
+        start: int,
+        sampling: Sampling,
+    ) -> npt.NDArray[np.float32]:
+        """Those of ids[start:], under the distribution that is drawn from."""
+        model = _loaded(self.whole(version))
+        processor = Qwen2VLImageProcessorPil.from_pretrained(self.start_dir)
+        shown = [Image.open(io.BytesIO(read_picture(self.media_dir, picture.sha256))) for picture in pictures]
+        seen = processor(shown, return_tensors="pt") if shown else {}
+        whole = torch.tensor([[*ids]])
+        kinds = {"mm_token_type_ids": (whole == self.sight.token_id).int()} if shown else {}
+        with torch.inference_mode():
+            logits = model(input_ids=whole, **seen, **kinds).logits[0, start - 1 : -1]
+            logits[:, self.sight.token_id] += PLACEHOLDER_BIAS
+        each = np.full(len(ids) - start, 1)
+        scores, _ = score(
+            logits,
+            None,
+            torch.tensor(ids[start:]),
+            (each * sampling.temperature).astype(np.float32),
+            (each * sampling.top_p).astype(np.float32),
+            each * sampling.top_k,
+        )
+        return scores.numpy()
+
+    def _change(self, version: int) -> dict[str, torch.Tensor]:
+        """The tensors of a version, tower and all."""
+        tensors = load_file(f"{self.start_dir}/{FILE_NAME}")
+        generator = torch.Generator().manual_seed(version)
+        for name, tensor in tensors.items():
+            if version and not is_of_tower(name):
+                tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+        return tensors
+
+
+def place_pictures(
+    parts: Sequence[int | PictureSpan], sight: Sight
+) -> tuple[list[int], tuple[PictureSpan, ...]]:
+    """The ids of a prompt, and its pictures, from single ids and pictures in order."""
+    ids: list[int] = []
+    spans: list[PictureSpan] = []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+        else:
+            spans.append(PictureSpan(part.sha256, len(ids), part.length, part.height, part.width))
+            ids += [sight.token_id] * part.length
+    return ids, tuple(spans)
+
+
+@lru_cache(maxsize=4)
+def _loaded(folder: str) -> Qwen2_5_VLForConditionalGeneration:
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()

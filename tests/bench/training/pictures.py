@@ -1,0 +1,119 @@
+"""Batches of conversations with pictures, and what transformers makes of them row by row."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from sf_core.config import PolicyConfig
+from sf_core.models.builtin import make_policy
+from sf_core.pictures.sight import Sight, read_sight
+from sf_core.types import PictureSpan
+from storage.media import read_picture, store_picture
+from storage.tables.schema import IMAGES
+from storage.tables.trajectories import images_of
+from tests.bench.training.batches import make_batch
+
+SIZES = ((56, 56), (28, 112), (84, 56), (112, 84))
+"""Heights and widths of pictures, as the policy sees them."""
+
+Part = int | str
+"""Of a prompt: so many random tokens, or the picture of this name."""
+
+
+def seeing_policy(folder: str) -> str:
+    """A built-in policy that sees, with weights that matter: else all log-probs are nearly equal."""
+    make_policy(folder, PolicyConfig(hidden_size=64, num_layers=2, sees=True), seed=1)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def store_named(media: str, name: str) -> tuple[str, int, int]:
+    """The sha256, height and width of the picture of this name, which is a number."""
+    height, width = SIZES[int(name) % len(SIZES)]
+    pixels = np.random.default_rng(int(name)).integers(256, size=(height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return store_picture(media, file.getvalue()), height, width
+
+
+def seeing_batch(
+    folder: str, media: str, rows: Sequence[Sequence[tuple[Sequence[Part], int]]], **choices: Any
+) -> pa.Table:
+    """Each row is several turns: the parts of a prompt, and the number of tokens that were sampled after it.
+    Equal prompts have equal tokens."""
+    sight = read_sight(folder)
+    assert sight is not None
+    made = [_row(sight, media, turns, number) for number, turns in enumerate(rows)]
+    batch = make_batch([(ids, mask) for ids, mask, _ in made], logprob=-4.0, **choices)
+    images = [
+        [{name: getattr(span, name) for name in PictureSpan.__struct_fields__} for span in spans]
+        for _, _, spans in made
+    ]
+    return batch.append_column(IMAGES, pa.array(images, IMAGES.type))
+
+
+def _row(
+    sight: Sight, media: str, turns: Sequence[tuple[Sequence[Part], int]], number: int
+) -> tuple[list[int], list[bool], list[PictureSpan]]:
+    ids: list[int] = []
+    mask: list[bool] = []
+    spans = []
+    sampled = np.random.default_rng((7, number))
+    for parts, length in turns:
+        for part in parts:
+            if isinstance(part, int):
+                ids += np.random.default_rng((3, len(ids))).integers(10, 60, size=part).tolist()
+                continue
+            sha256, height, width = store_named(media, part)
+            spans.append(PictureSpan(sha256, len(ids), sight.count_tokens(height, width), height, width))
+            ids += [sight.token_id] * spans[-1].length
+        mask += [False] * (len(ids) - len(mask)) + [True] * length
+        ids += sampled.integers(10, 60, size=length).tolist()
+    return ids, mask, spans
+
+
+def seen_by_transformers(model: Any, folder: str, media: str, batch: pa.Table) -> list[torch.Tensor]:
+    """Log-probs of each row's trained tokens, with their gradients, by transformers' own forward pass. The
+    placeholder is never sampled."""
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    placeholder, inner, found = model.config.image_token_id, model.model, []
+    for row, spans in zip(batch.to_pylist(), images_of(batch), strict=True):
+        ids = torch.tensor([row["token_ids"]])
+        x, seen = inner.get_input_embeddings()(ids), {}
+        if spans:
+            files = [Image.open(io.BytesIO(read_picture(media, span.sha256))) for span in spans]
+            read = processor(files, return_tensors="pt")
+            assert read["image_grid_thw"][:, 1:].tolist() == [[s.height // 14, s.width // 14] for s in spans]
+            with torch.no_grad():
+                features = torch.cat(
+                    list(inner.get_image_features(read["pixel_values"], read["image_grid_thw"]).pooler_output)
+                )
+            x = x.masked_scatter((ids == placeholder).unsqueeze(-1).expand_as(x), features)
+            seen = {"image_grid_thw": read["image_grid_thw"]}
+        places, _ = inner.get_rope_index(ids, mm_token_type_ids=(ids == placeholder).int(), **seen)
+        hidden = inner.language_model(inputs_embeds=x, position_ids=places, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden)[0]
+        logits = logits - 100 * torch.nn.functional.one_hot(torch.tensor(placeholder), logits.shape[1])
+        (trained,) = np.nonzero(row["loss_mask"])
+        scores = logits[trained - 1].log_softmax(-1)
+        found.append(scores.gather(1, ids[0, trained].unsqueeze(1)).squeeze(1))
+    return found
+
+
+def loaded(folder: str | Path) -> Any:
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()

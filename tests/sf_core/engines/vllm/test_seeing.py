@@ -1,0 +1,168 @@
+"""A server that is shown pictures: the contract with prompts that have them, compared with transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from msgspec.structs import replace
+
+from sf_core.config import RunConfig
+from sf_core.engines.protocol import AsyncEngine, Engine
+from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import catch, drain, ids_of, sample
+from sf_core.types import FinishReason, GenerationRequest, PictureSpan, Sampling
+from storage.media import media_file
+from tests.bench.engines.seeing_policies import SeeingPolicies, place_pictures
+from tests.sf_core.engines.model_contract import FolderEngineTests
+from tests.sf_core.engines.vllm.conftest import CONTEXT
+
+START, END = 110, 111
+"""Ids around a picture; any would do."""
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> SeeingPolicies:
+    return SeeingPolicies(tmp_path_factory.mktemp("seeing"))
+
+
+def config_of(policies: SeeingPolicies, **engine: object) -> RunConfig:
+    run = Path(policies.media_dir).parent
+    settings = {"kind": "vllm", "context_length": CONTEXT, "max_running": 32}
+    return RunConfig.model_validate(
+        {"run_id": run.name, "storage": {"root": str(run.parent)}, "engine": settings | engine}
+    )
+
+
+@pytest.fixture(scope="module")
+def seeing(vllm: None, policies: SeeingPolicies) -> Iterator[Engine]:
+    """Its server is started by the first test."""
+    engine = make_engine(config_of(policies), policies.start_dir)
+    yield engine
+    engine.close()
+
+
+class TestSeeing(FolderEngineTests):
+    num_tokens = 120
+    num_sequences = 5
+    context_length = CONTEXT
+    tolerance = 1e-5
+    vocab_size = 115
+
+    @pytest.fixture(autouse=True)
+    def _of(self, seeing: AsyncEngine, policies: SeeingPolicies) -> None:
+        self.engine, self.policies = seeing, policies
+        rng = random.Random(1)
+        one, two = policies.draw(rng), policies.draw(rng)
+        # one of them twice
+        self.prompt, self.pictures = place_pictures([5, one, 6, 7, two, 8, one, 9], policies.sight)
+        # after a test that failed
+        seeing.loop.run_until_complete(seeing.rest())
+
+    def make(self) -> Engine:
+        return self.engine
+
+    def folder(self, version: int) -> str:
+        return self.policies.folder(version)
+
+    def sampling(self, seed: int) -> Sampling:
+        # what vLLM draws depends on interruptions (docs/decisions/026-vllm.md)
+        return Sampling(temperature=0)
+
+    def request(
+        self, name: str, *, done: Sequence[int] = (), seed: int = 3, stream: bool = False
+    ) -> GenerationRequest:
+        request = super().request(name, done=done, seed=seed, stream=stream)
+        return replace(request, pictures=self.pictures)
+
+    def logprobs(
+        self, version: int, ids: Sequence[int], start: int, sampling: Sampling
+    ) -> npt.NDArray[np.float32]:
+        return self.policies.logprobs(version, ids, self.pictures, start, sampling)
+
+    def test_a_sequence_ends_at_the_end_of_the_context(self) -> None:
+        self.prompt = [*self.prompt, *[9] * (self.context_length - 9 - len(self.prompt))]
+        with self.serve() as engine:
+            chunks = sample(engine, replace(self.request("r"), max_tokens=100))
+            assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (9, FinishReason.LENGTH)
+
+    def test_random_requests_at_once_are_expanded_as_the_gateway_does_and_have_right_log_probs(self) -> None:
+        rng = random.Random(2)
+        requests = []
+        for number in range(32):
+            parts: list[int | PictureSpan] = [5]
+            for _ in range(rng.randrange(1, 4)):
+                parts += [rng.randrange(5, 100) for _ in range(rng.randrange(9))]
+                parts += [START, self.policies.draw(rng), END]
+            ids, pictures = place_pictures(parts, self.policies.sight)
+            sampling = Sampling(seed=number)
+            requests.append(GenerationRequest(f"{number}", ids, 0, 20, (), sampling, pictures=pictures))
+        with self.serve() as engine:
+            chunks = sample(engine, *requests)
+            for request in requests:
+                self.pictures = request.pictures
+                own = [chunk for chunk in chunks if chunk.request_id == request.request_id]
+                assert len(ids_of(own)) == 20
+                self.check_logprobs(request, own)
+
+    def test_prompts_without_pictures_never_sample_the_placeholder_either(self) -> None:
+        self.pictures, self.prompt = (), (5, 6)
+        with self.serve() as engine:
+            request = replace(self.request("r"), sampling=Sampling(seed=1, temperature=3))
+            chunks = sample(engine, request)
+            assert self.policies.sight.token_id not in ids_of(chunks)
+            self.check_logprobs(request, chunks)
+
+    def test_equal_ids_with_other_pictures_are_other_prompts_for_caches_too(self) -> None:
+        rng = random.Random(5)
+        shown: dict[int, PictureSpan] = {}
+        while len(shown) < 2:
+            picture = self.policies.draw(rng)
+            if picture.length == 9:
+                shown[len(shown)] = picture
+        ids, _ = place_pictures([5, shown[0], *[7] * 200], self.policies.sight)
+        logprobs: list[list[float]] = []
+        with self.serve() as engine:
+            for number in (0, 1, 0, 1):
+                self.pictures = (replace(shown[number], start=1),)
+                request = GenerationRequest("r", ids, 0, 9, (), self.sampling(0), pictures=self.pictures)
+                chunks = sample(engine, request)
+                self.check_logprobs(request, chunks)
+                logprobs.append([logprob for chunk in chunks for logprob in chunk.logprobs])
+        assert np.allclose(logprobs[0], logprobs[2], atol=1e-5)
+        assert not np.allclose(logprobs[0], logprobs[1], atol=1e-3)
+
+    def test_pictures_that_are_missing_broken_or_of_another_size_end_their_requests_alone(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        good, missing = self.policies.draw(random.Random(3)), "0" * 64
+        other = self.policies.draw(random.Random(4))
+        Path(media_file(self.policies.media_dir, "1" * 64)).write_bytes(b"broken")
+        with self.serve() as engine:
+            told = []
+            for sha256, length in ((missing, 6), ("1" * 64, 6), (good.sha256, good.length + 1)):
+                picture = PictureSpan(sha256, 0, length, 56, 84)
+                ids, pictures = place_pictures([5, picture, 6, other], self.policies.sight)
+                engine.submit(GenerationRequest("r", ids, 0, 9, (), self.sampling(0), pictures=pictures))
+                (chunk,) = drain(engine)
+                assert (chunk.token_ids, chunk.finish_reason) == ([], FinishReason.LENGTH)
+                told.append(caplog.messages[-1])
+            assert "is missing" in told[0] and "has other bytes" in told[1]
+            assert told[2].startswith("vLLM shows pictures at [{'offset': 1, ")
+            request = self.request("r")
+            self.check_logprobs(request, sample(engine, request))
+
+    def test_placeholders_without_their_pictures_are_refused(self) -> None:
+        with self.serve() as engine:
+            for wrong in (
+                replace(self.request("r"), pictures=()),
+                replace(self.request("r"), pictures=self.pictures[1:]),
+                replace(self.request("r"), prompt_ids=[*self.prompt, self.policies.sight.token_id]),
+            ):
+                error = catch(lambda: engine.submit(wrong), ValueError)  # noqa: B023
+                assert "are not those of its pictures" in str(error)
+            assert engine.num_requests == 0

@@ -1,0 +1,124 @@
+"""What a network that sees makes of trajectories with pictures, compared with transformers row by row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from sf_core.training.packing import pack, read_rows
+from sf_core.training.torch import pictures
+from sf_core.training.torch.network import Network
+from sf_core.training.torch.pictures import Tower
+from tests.bench.training.pictures import Part, loaded, seeing_batch, seeing_policy, seen_by_transformers
+from tests.properties import examples
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return seeing_policy(str(tmp_path_factory.mktemp("policy")))
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("media"))
+
+
+PARTS = st.lists(st.integers(1, 5) | st.sampled_from("012345"), min_size=1, max_size=3).map(
+    # as in a template, text is between two pictures
+    lambda parts: [2, *(piece for part in parts for piece in (part, 1))]
+)
+NO_SHRINK = [Phase.explicit, Phase.generate]
+"""A network is loaded for each example."""
+
+ROWS = st.lists(st.lists(st.tuples(PARTS, st.integers(1, 4)), min_size=1, max_size=2), min_size=1, max_size=3)
+"""Rows of one or two turns, each with up to three pictures."""
+
+
+@settings(
+    max_examples=examples(15),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=NO_SHRINK,
+)
+@given(rows=ROWS, data=st.data())
+def test_scores_and_gradients_are_those_of_every_row_by_itself(
+    policy: str, media: str, rows: list[list[tuple[list[Part], int]]], data: st.DataObject
+) -> None:
+    # others fork from them: with the same pictures, or with another one in the place of the first
+    other = data.draw(st.sampled_from("012345"))
+    forks = [[(_other(parts, other), sampled) for parts, sampled in turns] for turns in rows]
+    batch = seeing_batch(policy, media, [*rows, *rows, *forks])
+    network, reference = Network(policy, tower=Tower(policy, media)), loaded(policy)
+    wanted = seen_by_transformers(reference, policy, media, batch)
+    advantages = torch.tensor([row[0] for row in batch["advantages"].to_pylist()])
+    sum((own.sum() * by for own, by in zip(wanted, advantages, strict=True)), torch.tensor(0.0)).backward()
+    for microbatch in pack(read_rows(batch), data.draw(st.sampled_from([1 << 20, 60]))):
+        logprobs, _ = network.scores(microbatch)
+        (logprobs * microbatch.advantages).sum().backward()
+        for line, number in enumerate(microbatch.numbers):
+            torch.testing.assert_close(
+                logprobs[microbatch.row == line], wanted[number], atol=1e-5, rtol=0, check_dtype=False
+            )
+    expected = {name.replace("language_model.", ""): p.grad for name, p in reference.named_parameters()}
+    for name, parameter in network.model.named_parameters():
+        bound = 1e-4 * max(float(expected[name].abs().max()), 1e-3)
+        assert (parameter.grad - expected[name]).abs().max() <= bound, name
+
+
+def _other(parts: list[Part], name: str) -> list[Part]:
+    at = next((place for place, part in enumerate(parts) if isinstance(part, str)), None)
+    return [name if place == at else part for place, part in enumerate(parts)]
+
+
+def test_a_prefix_is_shared_up_to_the_first_picture_that_differs(policy: str, media: str) -> None:
+    """Pictures 0 and 4 have one size, so that prompts with them have the same ids."""
+    same, other = ([([3, name, 2], 4)] for name in "04")
+    for second, shared in ((same, 3 + 4 + 2), (other, 3)):
+        batch = seeing_batch(policy, media, [same, second])
+        assert batch["token_ids"][0].as_py()[:9] == batch["token_ids"][1].as_py()[:9]
+        (microbatch,) = pack(read_rows(batch), 1 << 20)
+        assert len(microbatch.token_ids) == 2 * (3 + 4 + 2 + 3) - shared
+
+
+def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy: str, media: str) -> None:
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), 1 << 20)
+    assert microbatch.depths.dim() == 1 and microbatch.shown is None
+    logprobs = Network(policy, tower=Tower(policy, media)).scores(microbatch)[0]
+    blind = Network(policy).scores(microbatch)[0]
+    # which may sample the placeholder
+    torch.testing.assert_close(logprobs, blind, atol=0.1, rtol=0)
+    assert (logprobs > blind).all()
+
+
+def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[([2, "0", "1"], 2)], [([2, "0", "2"], 2)], [([3, "1"], 2), (["0"], 2)]]
+    tower, seen = Tower(policy, media), []
+    see = tower._network.forward
+    monkeypatch.setattr(tower._network, "forward", lambda *a, **k: (seen.append(1), see(*a, **k))[1])
+    network = Network(policy, tower=tower)
+    for _ in range(2):
+        for microbatch in pack(read_rows(seeing_batch(policy, media, rows)), 20):
+            network.scores(microbatch)
+    assert len(seen) == 3
+    monkeypatch.setattr(pictures, "KEPT_BYTES", 1)
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "3"], 2)]])), 20)
+    network.scores(microbatch)
+    # the others are forgotten
+    assert len(tower._kept) == 1
+
+
+def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "0"], 2)]])), 20)
+    with pytest.raises(
+        ValueError, match=rf"{microbatch.pictures[0].sha256}\.png is missing, and a trajectory"
+    ):
+        Tower(policy, str(tmp_path)).show(microbatch)
+    longer = msgspec.structs.replace(microbatch.pictures[0], length=5)
+    with pytest.raises(ValueError, match="has 4 tokens, and a trajectory shows it as 5"):
+        Tower(policy, media).show(replace(microbatch, pictures=(longer,)))
