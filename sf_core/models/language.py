@@ -6,9 +6,6 @@ from typing import Any
 
 from sf_core.pictures.sight import SEEING
 
-TOWER = "visual."
-"""Begin of the names that the weights of what reads pictures have in a model's files."""
-
 
 def language_model(config: Any) -> tuple[Any, Any]:
     """The class in transformers, with `from_config` and `from_pretrained`, and the configuration of a
@@ -20,7 +17,7 @@ def language_model(config: Any) -> tuple[Any, Any]:
         return AutoModelForCausalLM, config
 
     class LanguagePart(Qwen2ForCausalLM):
-        _keys_to_ignore_on_load_unexpected = (rf"^{TOWER}",)
+        _keys_to_ignore_on_load_unexpected = (r"^visual\.",)
 
         @classmethod
         def from_config(cls, config: Any, **_: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
-from sf_core.pictures.sight import SEEING
+from sf_core.pictures.sight import SEEING, is_of_tower
 from storage.files import join, list_files, read_bytes
 from storage.tensors.weights import open_weights
 
@@ -25,6 +26,8 @@ _FULL_ONES = "training needs full ones: name the folder of the model that they w
 
 FULL = {"F64", "F32", "F16", "BF16"}
 """Dtypes of weights that are not quantised."""
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 SAMPLING = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
 """Ends of the names of architectures that sample text."""
@@ -69,9 +72,14 @@ def check_weights_folder(model: str, setting: str) -> None:
             "because reading them may run code: save the model with safe_serialization=True"
         )
     try:
-        dtypes = _unusual_dtypes(model)
+        names, dtypes = open_weights(model)[0].entries.keys(), _unusual_dtypes(model)
     except (ValueError, OSError) as error:
         raise ValueError(f"{setting}: {error}") from None
+    if read_model_config(model, setting).get("model_type") in SEEING and _EMBEDDING not in names:
+        raise ValueError(
+            f"{setting}: {model} has no {_EMBEDDING}; have transformers name its weights: load the model and "
+            "save it by save_pretrained"
+        )
     if dtypes:
         raise ValueError(f"{setting}: the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
 
@@ -143,11 +151,20 @@ def read_model_config(folder: str, setting: str = "policy.model") -> dict[str, A
 
 
 def count_parameters(folder: str) -> int:
-    """Number of parameters of a model folder; a head that is tied to the embedding counts once."""
-    header, _ = open_weights(folder)
+    """Number of parameters of a model folder that are trained: all but those of the tower of a policy that
+    sees. A head that is tied to the embedding counts once."""
     is_tied = bool(read_model_config(folder).get("tie_word_embeddings"))
-    counted = [entry for name, entry in header.entries.items() if not (is_tied and name == "lm_head.weight")]
-    return sum(math.prod(entry.shape) for entry in counted)
+    return _count(folder, lambda name: not (is_of_tower(name) or (is_tied and name == "lm_head.weight")))
+
+
+def count_tower(folder: str) -> int:
+    """Number of parameters of the tower of a policy that sees; 0 if it does not."""
+    return _count(folder, is_of_tower)
+
+
+def _count(folder: str, counts: Callable[[str], bool]) -> int:
+    header, _ = open_weights(folder)
+    return sum(math.prod(entry.shape) for name, entry in header.entries.items() if counts(name))
 
 
 def describe_policy(folder: str) -> str:

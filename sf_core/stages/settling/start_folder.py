@@ -13,6 +13,7 @@ from sf_core.engines.registry import engine_kind
 from sf_core.models.adapter import list_linears, read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
+from sf_core.pictures.sight import SEEING
 from sf_core.scheduling.cluster import scheduler_of
 from sf_core.stages.settling.judges import check_judges
 from sf_core.stages.settling.lora import (
@@ -80,7 +81,11 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
 def name_built_in_shape(config: RunConfig) -> dict[str, Any]:
     """The shape of the built-in policy, named as in Hugging Face's config.json."""
     shape = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
-    return {"model_type": "qwen3", **shape}
+    return (
+        {"model_type": SEEING[0], "text_config": shape}
+        if config.policy.sees
+        else {"model_type": "qwen3", **shape}
+    )
 
 
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
