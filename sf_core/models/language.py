@@ -6,6 +6,9 @@ from typing import Any
 
 from sf_core.pictures.sight import SEEING
 
+TOWER = "visual."
+"""Begin of the names of the weights in a policy's files that read pictures. They are not trained."""
+
 
 def language_model(config: Any) -> tuple[Any, Any]:
     """The class in transformers, with `from_config` and `from_pretrained`, and the configuration of a
@@ -17,7 +20,7 @@ def language_model(config: Any) -> tuple[Any, Any]:
         return AutoModelForCausalLM, config
 
     class LanguagePart(Qwen2ForCausalLM):
-        _keys_to_ignore_on_load_unexpected = (r"^visual\.",)
+        _keys_to_ignore_on_load_unexpected = (rf"^{TOWER}",)
 
         @classmethod
         def from_config(cls, config: Any, **_: Any) -> Any:

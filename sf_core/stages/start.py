@@ -171,13 +171,15 @@ def _recipe_version(environment: Environment) -> str:
 
 def _recipe_files(environment: Environment) -> list[Path]:
     import sf_core.environments
+    from sf_core import pictures
     from sf_core.agents import tool_loop
     from sf_core.dataplane import chat
+    from sf_core.dataplane.sessions import pictures as names
     from sf_core.models import builtin, cache_size, context, decoder, projections, token_bytes
     from sf_core.training import demonstrations, packing, warmstart
     from sf_core.training.torch import network
 
     modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
-    parts: list[Any] = [*modules, context, token_bytes, tool_loop, *environment.classes]
-    whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat)]
+    parts: list[Any] = [*modules, context, names, token_bytes, tool_loop, *environment.classes]
+    whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat, pictures)]
     return [*(Path(inspect.getfile(part)) for part in parts), *sorted(chain(*whole))]

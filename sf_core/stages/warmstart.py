@@ -24,6 +24,7 @@ from sf_core.stages.settling.derived import warm_rate
 from sf_core.training.demonstrations import Shown, demonstrations, encode
 from storage.attempts import Attempt
 from storage.files import FileRef, copy_folder, remove_folder
+from storage.media import store_picture
 from storage.run_directory import RunDirectory
 from storage.tables.batches import write_batch
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
@@ -95,11 +96,13 @@ def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
     size, renderer = run.config.train.minibatches, open_renderer(run.directory.start_dir)
     steps = range(iteration * size, (iteration + 1) * size)
     batches = zip(steps, demonstrations(run.config, steps), strict=True)
-    rows = [
-        _trajectory(run.config, encode(renderer, one), step, number, iteration)
-        for step, batch in batches
-        for number, one in enumerate(batch)
-    ]
+    rows = list[Trajectory]()
+    for step, batch in batches:
+        for number, one in enumerate(batch):
+            shown = encode(renderer, one)
+            for png in shown.files.values():
+                store_picture(run.directory.media_dir, png)
+            rows.append(_trajectory(run.config, shown, step, number, iteration))
     table = to_table(run.directory.run_id, rows)
     table = table.add_column(1, "iteration", [np.full(len(rows), iteration, np.int32)])
     batch = write_batch(
@@ -149,6 +152,7 @@ def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iterati
         started_at=now,
         finished_at=now,
         tools=json.dumps(tools) if tools else None,
+        images=shown.pictures,
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from binascii import a2b_base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,9 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from sf_core.config import RunConfig
+from sf_core.dataplane.chat.contents import LeftOut, read_content
 from sf_core.dataplane.chat.renderer import Renderer, shows
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.sessions.pictures import Pictures
 from sf_core.environments.environment import Demonstration
 from sf_core.environments.registry import environment_of
+from sf_core.pictures.fitting import fit_picture
+from sf_core.pictures.sight import Sight
+from sf_core.types import Ids, PictureSpan
 from storage.files import read_bytes
 from storage.json_files import json_lines
 
@@ -26,9 +35,12 @@ class Shown:
     """A demonstration as tokens, one element of `said` for each."""
 
     demonstration: Demonstration
-    token_ids: npt.NDArray[np.int32]
+    token_ids: Ids
     said: npt.NDArray[np.bool_]
     """Whether the assistant says the token: these are trained, end marks included."""
+    pictures: Sequence[PictureSpan] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """PNG files of the pictures by their hashes."""
 
 
 def demonstrations(config: RunConfig, steps: range) -> list[list[Demonstration]]:
@@ -83,15 +95,18 @@ def check_demonstrations(config: RunConfig) -> None:
 def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
     """A demonstration as the policy would have produced it: every turn is encoded by itself, as in a session.
 
-    Raises ValueError with one sentence if the chat template does not render what the assistant says."""
-    ids: list[npt.NDArray[np.int32]] = []
+    Raises ValueError with one sentence if the chat template does not render what the assistant says, or a
+    picture cannot be shown."""
+    ids: list[Ids] = []
     said: list[npt.NDArray[np.bool_]] = []
-    messages = [message | {"content": message.get("content") or ""} for message in demonstration.messages]
-    tools, rendered = demonstration.tools or [], ""
+    tools, rendered, pictures = demonstration.tools or [], "", Pictures()
+    messages, files = _read_messages(demonstration.messages, renderer.sight)
+    pictures.note(messages)
 
-    def extend(text: str, by_assistant: bool) -> None:
+    def extend(count: int, text: str, by_assistant: bool) -> None:
         nonlocal rendered
-        ids.append(renderer.encode_behind_text(text) if rendered else renderer.encode(text))
+        new = renderer.encode_behind_text(text) if rendered else renderer.encode(text)
+        ids.append(new if by_assistant else pictures.namer(messages[:count], renderer.sight)(new))
         said.append(np.full(len(ids[-1]), by_assistant))
         rendered += text
 
@@ -99,6 +114,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
         whole = renderer.render(messages[:count], tools)
         if not whole.startswith(rendered):
             raise ValueError("rewrites earlier messages when later ones come")
+        renderer.check_shown(whole, messages[:count])
         return whole[len(rendered) :]
 
     try:
@@ -108,15 +124,44 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
             raise ValueError("writes calls in no known format")
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                extend(render_next(i), by_assistant=False)
-                extend(_turn(renderer, render_next(i + 1), message), by_assistant=True)
+                extend(i, render_next(i), by_assistant=False)
+                extend(i, _turn(renderer, render_next(i + 1), message), by_assistant=True)
     except (ValueError, jinja2.TemplateError) as error:
         raise ValueError(
             f"a demonstration cannot be shown: the chat template of {renderer.model_dir} {error}"
         ) from None
     if not any(part.any() for part in said):
         raise ValueError("a demonstration cannot be shown: the assistant says nothing in it")
-    return Shown(demonstration, np.concatenate(ids), np.concatenate(said))
+    token_ids, mask = np.concatenate(ids), np.concatenate(said)
+    if renderer.sight is None:
+        return Shown(demonstration, token_ids, mask)
+    token_ids, spans = pictures.read(token_ids, renderer.sight)
+    return Shown(replace(demonstration, messages=messages), token_ids, mask, spans, files)
+
+
+def _read_messages(
+    given: list[dict[str, Any]], sight: Sight | None
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Messages in canonical form, and the PNG files of their pictures by their hashes, as the policy sees
+    them."""
+    files, found = dict[str, bytes](), LeftOut(sees=sight is not None)
+    try:
+        messages = [
+            message | {"content": read_content(message.get("content") or "", f"messages[{i}].content", found)}
+            for i, message in enumerate(given)
+        ]
+    except ApiError as error:
+        raise ValueError(f"a demonstration cannot be shown: {error}") from None
+    for where, data, part in found.pictures:
+        assert sight is not None
+        try:
+            fitted = fit_picture(a2b_base64(data), sight)
+        except ValueError as error:
+            raise ValueError(f"a demonstration cannot be shown: {where} has a picture: {error}") from None
+        sha256 = hashlib.sha256(fitted.png).hexdigest()
+        files[sha256] = fitted.png
+        part.update(sha256=sha256, width=fitted.width, height=fitted.height)
+    return messages, files
 
 
 def _turn(renderer: Renderer, rest: str, message: dict[str, Any]) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
+from sf_core.models.language import TOWER
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
-from sf_core.pictures.sight import SEEING, is_of_tower
+from sf_core.pictures.sight import SEEING
 from storage.files import join, list_files, read_bytes
 from storage.tensors.weights import open_weights
 
@@ -26,6 +27,9 @@ _FULL_ONES = "training needs full ones: name the folder of the model that they w
 
 FULL = {"F64", "F32", "F16", "BF16"}
 """Dtypes of weights that are not quantised."""
+
+_MAY_SEE = ("policy.model", "train.teacher.model")
+"""Settings that may name a model that is shown pictures."""
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -94,17 +98,21 @@ def _fault_of(model: str, setting: str) -> str | None:
         what = f"{kind or 'a model'}, which reads by an encoder and answers by a decoder"
     elif kind and not kind.endswith(SAMPLING):
         what = f"{kind}, which samples no text"
-    elif kind and kind.endswith("ForConditionalGeneration") and not _is_causal(shape):
+    elif kind and kind.endswith("ForConditionalGeneration") and not _is_causal(shape, setting):
         what = f"{kind}, of which transformers has no causal language model"
     else:
         return None
-    return f"{model} is {what}: name a folder of a causal language model (...ForCausalLM in its config.json)"
+    named = "a folder of a causal language model (...ForCausalLM in its config.json)"
+    seeing = f", or of one that sees ({', '.join(SEEING)})" * (setting in _MAY_SEE)
+    return f"{model} is {what}: name {named}{seeing}"
 
 
-def _is_causal(shape: dict[str, Any]) -> bool:
+def _is_causal(shape: dict[str, Any], setting: str) -> bool:
+    """Whether a model continues tokens; only policies and their teachers are shown pictures."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return shape.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SEEING}
+    seeing = SEEING if setting in _MAY_SEE else ()
+    return shape.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *seeing}
 
 
 def _find_quantiser(model: str, shape: dict[str, Any]) -> str | None:
@@ -154,12 +162,12 @@ def count_parameters(folder: str) -> int:
     """Number of parameters of a model folder that are trained: all but those of the tower of a policy that
     sees. A head that is tied to the embedding counts once."""
     is_tied = bool(read_model_config(folder).get("tie_word_embeddings"))
-    return _count(folder, lambda name: not (is_of_tower(name) or (is_tied and name == "lm_head.weight")))
+    return _count(folder, lambda name: not (name.startswith(TOWER) or (is_tied and name == "lm_head.weight")))
 
 
 def count_tower(folder: str) -> int:
     """Number of parameters of the tower of a policy that sees; 0 if it does not."""
-    return _count(folder, is_of_tower)
+    return _count(folder, lambda name: name.startswith(TOWER))
 
 
 def _count(folder: str, counts: Callable[[str], bool]) -> int:

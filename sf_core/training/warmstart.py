@@ -4,10 +4,16 @@ and within half a minute. A model of the user's is trained as a run of its own (
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.dataplane.chat.renderer import open_renderer
@@ -29,15 +35,16 @@ def warmstart(folder: str, config: RunConfig) -> None:
     warm, steps = config.policy.warmstart, config.policy.warm_steps
     assert warm is not None
     smoothing = LABEL_SMOOTHING if warm.label_smoothing is None else warm.label_smoothing
-    renderer, network = open_renderer(folder), Network(folder)
-    parameters = list(network.model.parameters())
+    renderer = open_renderer(folder)
+    learner = Blind(folder) if renderer.sight is None else Seeing(folder)
+    parameters = list(learner.model.parameters())
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=True)
     for step, shown in enumerate(demonstrations(config, range(steps))):
-        rows = [row_of(encode(renderer, one)) for one in shown]
-        total = sum(int(row.loss_mask.sum()) for row in rows)
-        for microbatch in pack(rows, TOKENS_PER_MICROBATCH):
+        encoded = [encode(renderer, one) for one in shown]
+        total = sum(int(one.said.sum()) for one in encoded)
+        for logits, targets in learner.predict(encoded):
             loss = torch.nn.functional.cross_entropy(
-                network.logits(microbatch), microbatch.targets, reduction="sum", label_smoothing=smoothing
+                logits, targets, reduction="sum", label_smoothing=smoothing
             )
             (loss / total).backward()
         torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
@@ -45,7 +52,56 @@ def warmstart(folder: str, config: RunConfig) -> None:
             group["lr"] = learning_rate(warm, steps, step)
         optimizer.step()
         optimizer.zero_grad()
-    network.model.save_pretrained(folder)
+    learner.model.save_pretrained(folder)
+
+
+class Blind:
+    """The built-in policy as trainers compute it."""
+
+    def __init__(self, folder: str) -> None:
+        self._network = Network(folder)
+        self.model = self._network.model
+
+    def predict(self, shown: list[Shown]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Logits of what the assistant says, and its tokens; of a part of what is shown at a time."""
+        for microbatch in pack([row_of(one) for one in shown], TOKENS_PER_MICROBATCH):
+            yield self._network.logits(microbatch), microbatch.targets
+
+
+class Seeing:
+    """The built-in policy that sees, as transformers computes it: here alone its tower is trained."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+        # never torchvision's, which need not be there
+        self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+    def predict(self, shown: list[Shown]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """As that of `Blind`."""
+        size = max(1, TOKENS_PER_MICROBATCH // max(one.token_ids.size for one in shown))
+        for first in range(0, len(shown), size):
+            part = shown[first : first + size]
+            ids, is_token, said = (
+                pad_sequence([torch.from_numpy(array) for array in arrays], batch_first=True)
+                for arrays in zip(
+                    *((one.token_ids.astype(np.int64), np.ones_like(one.said), one.said) for one in part),
+                    strict=True,
+                )
+            )
+            pictures = [
+                Image.open(io.BytesIO(one.files[span.sha256])) for one in part for span in one.pictures
+            ]
+            # they have the size that the policy sees
+            seen = self._processor(pictures, do_resize=False, return_tensors="pt") if pictures else {}
+            logits = self.model(
+                input_ids=ids,
+                attention_mask=is_token.long(),
+                mm_token_type_ids=(ids == self.model.config.image_token_id).int(),
+                use_cache=False,
+                **seen,
+            ).logits
+            said = said[:, 1:]
+            yield logits[:, :-1][said], ids[:, 1:][said]
 
 
 def learning_rate(config: WarmstartConfig, steps: int, step: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -32,6 +32,8 @@ class ScreenOfButtons(Environment):
     """Buttons of the named colour, and clicks of a session."""
     others: int = Field(4, ge=0)
     """Buttons of other colours."""
+    named: tuple[Literal[*COLOURS], ...] = Field(tuple(COLOURS), min_length=1)
+    """Colours that instructions name. A policy that learns one need not read the instruction."""
 
     @model_validator(mode="after")
     def _has_places(self) -> ScreenOfButtons:
@@ -92,7 +94,7 @@ class ScreenOfButtons(Environment):
 
     def _draw(self, random: Random) -> tuple[str, list[str]]:
         """A colour, and a screen with buttons of it."""
-        colour = random.choice([*COLOURS])
+        colour = random.choice(self.named)
         others = [other for other in COLOURS if other != colour]
         places: list[Place] = [(column, row) for row in range(self.rows) for column in range(self.columns)]
         chosen = random.sample(places, self.targets + self.others)

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from sf_core.models.language import TOWER
 from sf_core.pictures.sight import KEPT_BYTES, read_sight
 from sf_core.training.packing import Microbatch
 from storage.media import PictureSpan, read_picture
@@ -37,7 +38,7 @@ class Tower:
         self.placeholder, self._media = sight.token_id, media
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).vision_config
         self._network = _Vision.from_pretrained(
-            model_dir, config=config, dtype=dtype, use_safetensors=True, key_mapping={r"^visual\.": ""}
+            model_dir, config=config, dtype=dtype, use_safetensors=True, key_mapping={rf"^{TOWER}": ""}
         )
         self._network.eval().requires_grad_(False).to(device)
         # never torchvision's, which need not be there

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from sf_core.config import PolicyConfig, RunConfig
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.environments.environment import Demonstration
 from sf_core.environments.quickstart import Quickstart
+from sf_core.environments.screen.environment import ScreenOfButtons
 from sf_core.models.builtin import make_policy
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from tests.bench.refusals import check_sentence
@@ -167,3 +170,55 @@ def test_what_is_shown_has_the_ids_of_the_whole_text(tokenizer: str) -> None:
     assert said == "a fox<|im_end|>quick<|im_end|>"
     whole = made.encode(made.render(messages, [])).tolist()
     assert shown.token_ids.tolist() == whole[: len(shown.token_ids)]
+
+
+@pytest.fixture(scope="module")
+def seeing_renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    folder = tmp_path_factory.mktemp("seeing")
+    make_policy(str(folder), PolicyConfig(sees=True, hidden_size=32, num_layers=1), seed=0)
+    return open_renderer(str(folder))
+
+
+def test_what_is_shown_has_a_placeholder_for_each_token_of_a_picture(seeing_renderer: Renderer) -> None:
+    demonstration = ScreenOfButtons().demonstrate(0)
+    shown = encode(seeing_renderer, demonstration)
+    assert shown.token_ids.size == shown.said.size
+    first, second = shown.pictures
+    assert (first.length, first.height, first.width) == (16, 112, 112)
+    sight = seeing_renderer.sight
+    places = np.flatnonzero(shown.token_ids == sight.token_id)
+    assert places.tolist() == [*range(first.start, first.start + 16), *range(second.start, second.start + 16)]
+    assert not shown.said[places].any()
+    assert {sha256: hashlib.sha256(png).hexdigest() for sha256, png in shown.files.items()} == {
+        span.sha256: span.sha256 for span in shown.pictures
+    }
+    calls = [message["tool_calls"][0] for message in demonstration.messages if "tool_calls" in message]
+    said = "".join(
+        f"<tool_call>click {call['function']['arguments']['at']}</tool_call><|im_end|>" for call in calls
+    )
+    assert seeing_renderer.decode_with_special(shown.token_ids[shown.said].tolist()) == said
+    # what is kept names pictures
+    kept = json.dumps(shown.demonstration.messages)
+    assert "base64" not in kept and all(span.sha256 in kept for span in shown.pictures)
+
+
+def asked(*parts: Any) -> Demonstration:
+    return Demonstration(
+        [{"role": "user", "content": [*parts]}, {"role": "assistant", "content": "a"}],
+    )
+
+
+BROKEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def test_a_picture_that_cannot_be_shown_is_named(seeing_renderer: Renderer, tmp_path: Path) -> None:
+    blind = with_template(tmp_path, PLAIN)
+    far = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    for renderer_, part, reason in (
+        (blind, BROKEN, "messages[0].content has a part that is not text"),
+        (seeing_renderer, BROKEN, "messages[0].content has a picture: it is in no format"),
+        (seeing_renderer, far, "messages[0].content has a picture whose bytes are not in the request"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            encode(renderer_, asked(part))
+        check_sentence(str(refused.value), "a demonstration cannot be shown", reason)

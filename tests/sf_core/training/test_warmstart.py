@@ -2,16 +2,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from sf_core.config import PolicyConfig, RunConfig, WarmstartConfig
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.environments.quickstart import Quickstart
+from sf_core.environments.screen.environment import ScreenOfButtons
 from sf_core.models.builtin import make_policy, make_tokenizer
 from sf_core.training.demonstrations import encode
 from sf_core.training.packing import pack
 from sf_core.training.torch.network import Network
-from sf_core.training.warmstart import learning_rate, row_of, warmstart
+from sf_core.training.warmstart import Seeing, learning_rate, row_of, warmstart
 
 TOKENIZER = make_tokenizer()
 ENVIRONMENT = Quickstart()
@@ -76,3 +78,25 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
     assert rates[0] == pytest.approx(0.2) and max(rates) == 1.0
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_policy_that_sees_comes_to_expect_what_is_shown(tmp_path: Path) -> None:
+    """Its tower is trained too, and where to click depends on the picture alone."""
+    policy = {"sees": True, "hidden_size": 64, "num_layers": 2}
+    make_policy(str(tmp_path), PolicyConfig(**policy), seed=0)
+    before = load_file(tmp_path / "model.safetensors")
+    warm = {"steps": 10, "batch_size": 8, "label_smoothing": 0}
+    config = {"policy": policy | {"warmstart": warm}, "environment": {"name": "screen"}}
+    shown = [encode(open_renderer(str(tmp_path)), ScreenOfButtons().demonstrate(1000))]
+
+    def loss() -> float:
+        with torch.no_grad():
+            ((logits, targets),) = Seeing(str(tmp_path)).predict(shown)
+            return torch.nn.functional.cross_entropy(logits, targets).item()
+
+    untrained = loss()
+    warmstart(str(tmp_path), RunConfig.model_validate(config))
+    assert loss() < untrained - 1.0
+    after = load_file(tmp_path / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
