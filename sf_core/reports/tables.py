@@ -346,7 +346,7 @@ def _reward(row: Trajectory) -> str:
 
 
 def _decoder(run: RunDirectory, sees: bool) -> Decode:
-    """Decoder of the run's tokenizer; shows ids if the run has none. `sees`: there are pictures among tokens."""
+    """Decoder of the run's tokenizer; shows ids if it has none. `sees`: some tokens are of pictures."""
     tokenizer = open_tokenizer(run)
     if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
