@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config import RunConfig
+from sf_core.pictures.sight import read_sight
 from sf_core.reports.tables import make_table
 from sf_core.scheduling.cluster import find_workers, scheduler_of, tell_holders, workers_here
 from sf_core.scheduling.plan import (
@@ -34,8 +35,13 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     plan = make_plan(workers, config)
     check_memory(sizes := PolicySizes.of(config), workers)
     facts = [("pipeline", _pipeline(plan, config)), ("lag bound", _lag(config))]
-    if config.policy.model and (folder := folder_to_start_from(config, by_a_worker=True)):
+    folder = folder_to_start_from(config, by_a_worker=True) if config.policy.model else None
+    if folder is not None:
         facts.append(("policy", describe_policy(folder)))
+    if sight := read_sight(folder) if folder else None:
+        facts.append(("pictures", sight.limit(config.rollout.max_picture_tokens).describe()))
+    elif config.policy.sees:
+        facts.append(("pictures", "the policy is shown them"))
     if config.rollout.outside_groups:
         facts.append(("outside", _outside(plan, config)))
     facts += explain_sizes(config, sizes).items()

@@ -35,6 +35,9 @@ and `environment.group_reward` drops its group."""
 CODE_ERRORS = (NameError, TypeError, AttributeError, ImportError, SyntaxError)
 """Errors of an agent that are always its own, whatever the policy has answered."""
 
+LOST_PICTURE = "lost_picture"
+"""The `decision` on a session of which a picture is missing, or has other bytes, when its batch is made."""
+
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 

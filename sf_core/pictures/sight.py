@@ -50,6 +50,13 @@ class Sight:
             )
         return replace(self, max_pixels=min(self.max_pixels, most))
 
+    def describe(self) -> str:
+        low, high = (pixels // self.side**2 for pixels in (self.min_pixels, self.max_pixels))
+        return (
+            f"the policy is shown them, each as {low} to {high} tokens, one for every {self.side} by "
+            f"{self.side} pixels; larger ones are made smaller"
+        )
+
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """The height and width to which a picture is resized: multiples of `side` within the limits, at about
         its aspect, as `smart_resize` of Qwen's processor has them. Raises ValueError if there are none."""
@@ -74,12 +81,6 @@ class Sight:
     def count_tokens(self, height: int, width: int) -> int:
         """Number of tokens of a picture of this size, which is one that `fit` gives."""
         return (height // self.side) * (width // self.side)
-
-
-def is_of_tower(name: str) -> bool:
-    """Whether a tensor of this name in the folder of a policy that sees is of its tower, which is not trained
-    and in no later version."""
-    return name.startswith(("visual.", "model.visual."))
 
 
 def read_sight(folder: str) -> Sight | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.config.failures import LOST_PICTURE
 from sf_core.engines.vllm.teacher import ask_teacher
 from sf_core.recipes.samples import Samples, Values
 from sf_core.recipes.selections import AnySelection
@@ -16,10 +20,16 @@ from sf_core.stages.commit import StageResult, commits_once
 from sf_core.stages.run import OpenRun
 from sf_core.training.teacher_folder import count_rows, read_tokenizer
 from storage.files import FileRef
+from storage.media import read_picture
 from storage.tables.batches import TRAIN, write_batch
 from storage.tables.parquet import numpy_rows
 from storage.tables.scores import write_scores
-from storage.tables.trajectories import read_trajectories
+from storage.tables.trajectories import images_of, read_trajectories
+
+log = logging.getLogger(__name__)
+
+NUM_READERS = 16
+"""Pictures that are read at once."""
 
 
 @commits_once
@@ -30,7 +40,15 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
     files = source.files("trajectories")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in files)
     settings, sampled = run.config.train, samples_of(rows, iteration)
-    decisions = decide(sampled, settings.select)
+    lost = find_lost(run.directory.media_dir, rows)
+    for session, fault in lost.items():
+        log.warning("session %s does not train: %s", session, fault)
+    decisions = [
+        LOST_PICTURE if session in lost else decision
+        for session, decision in zip(
+            rows["session_id"].to_pylist(), decide(sampled, settings.select), strict=True
+        )
+    ]
     trains = np.equal(decisions, TRAIN)
     kept = rows.filter(pa.array(trains))
     has_sampled = kept["min_version"].null_count < len(kept)
@@ -66,6 +84,7 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
             "rows": len(rows),
             "reward_mean": float(sampled.rewards.mean()),
             **figures,
+            **({"lost_pictures": lost} if lost else {}),
             "lags": lag_histogram(kept, iteration),
         },
     )
@@ -98,6 +117,28 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
     ):
         scores[place][: len(said)] = np.where(masks[place][: len(said)], said, 0.0)
     return [write_scores(run.directory, iteration, rows, scores, f"scores-{run.ref.attempt}")]
+
+
+def find_lost(media: str, rows: pa.Table) -> dict[str, str]:
+    """Sessions that cannot train because the folder of pictures lacks one of theirs, and why."""
+    of_rows = images_of(rows)
+    pictures = {picture.sha256 for pictures in of_rows for picture in pictures}
+
+    def find_fault(sha256: str) -> str:
+        try:
+            read_picture(media, sha256)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        faults = dict(zip(pictures, readers.map(find_fault, pictures), strict=True))
+    return {
+        session: faults[picture.sha256]
+        for session, pictures in zip(rows["session_id"].to_pylist(), of_rows, strict=True)
+        for picture in pictures
+        if faults[picture.sha256]
+    }
 
 
 def decide(sampled: Samples, select: AnySelection | None) -> list[str]:

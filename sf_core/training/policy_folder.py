@@ -13,6 +13,7 @@ from typing import Any
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
+from sf_core.pictures.sight import SEEING
 from storage.files import join, list_files, read_bytes
 from storage.tensors.weights import open_weights
 
@@ -85,17 +86,21 @@ def _fault_of(model: str, setting: str) -> str | None:
         what = f"{kind or 'a model'}, which reads by an encoder and answers by a decoder"
     elif kind and not kind.endswith(SAMPLING):
         what = f"{kind}, which samples no text"
-    elif kind and kind.endswith("ForConditionalGeneration") and not _is_causal(shape):
+    elif kind and kind.endswith("ForConditionalGeneration") and not _is_causal(shape, setting):
         what = f"{kind}, of which transformers has no causal language model"
     else:
         return None
-    return f"{model} is {what}: name a folder of a causal language model (...ForCausalLM in its config.json)"
+    named = "a folder of a causal language model (...ForCausalLM in its config.json)"
+    seeing = f", or of one that sees ({', '.join(SEEING)})" * (setting == "policy.model")
+    return f"{model} is {what}: name {named}{seeing}"
 
 
-def _is_causal(shape: dict[str, Any]) -> bool:
+def _is_causal(shape: dict[str, Any], setting: str) -> bool:
+    """Whether a model continues tokens; only a policy is shown pictures."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return shape.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    seeing = SEEING if setting == "policy.model" else ()
+    return shape.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *seeing}
 
 
 def _find_quantiser(model: str, shape: dict[str, Any]) -> str | None:

@@ -77,7 +77,7 @@ def local_plane(
         )
         plane = LocalPlane(url, app.state.plane.run(name))
         serving = threading.Thread(
-            target=_serve_engine, args=(plane, policy, name, own_key), name="engine", daemon=True
+            target=_serve_engine, args=(plane, policy, name, run_dir, own_key), name="engine", daemon=True
         )
         serving.start()
         try:
@@ -105,13 +105,16 @@ def serve_app(app: ASGIApp, host: str = LOOPBACK, port: int = 0) -> Iterator[str
             thread.join(END_S)
 
 
-def _serve_engine(plane: LocalPlane, policy: Policy, name: str, key: str) -> None:
+def _serve_engine(plane: LocalPlane, policy: Policy, name: str, run_dir: str, key: str) -> None:
+    # the engine reads pictures from where the gateway stores them
+    root, _, run_id = run_dir.rstrip("/").rpartition("/")
+    config = policy.config.put(["storage", "root"], root).put(["run_id"], run_id)
     hello = Hello(name, 1, "local", 0, "local", "local", policy.config.engine.max_running)
     engine: Any = None
     try:
         if engine_kind(policy.config).needs_torch:
             hide_progress_bars()
-        engine = make_engine(policy.config, policy.start_dir)
+        engine = make_engine(config, policy.start_dir)
         serve_engine(plane.url, key, hello, engine, on_ready=plane.is_serving.set)
     except BaseException as error:  # told to whoever waits for the engine
         plane.failure = error

@@ -145,7 +145,7 @@ class Renderer:
             raise jinja2.TemplateError(f"a text has {placeholder}, which stands for a picture")
         num_shown, num_pictures = text.count(placeholder), len(list_pictures(messages))
         if num_shown != num_pictures:
-            raise jinja2.TemplateError(f"it shows {num_shown} pictures where they have {num_pictures}")
+            raise jinja2.TemplateError(f"it shows {num_shown} for {num_pictures} pictures")
 
     def merge_late_system(self, messages: list[Message]) -> list[Message]:
         """The messages of Anthropic's API with system messages where the template takes them."""

@@ -176,7 +176,7 @@ async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
 )
 async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: float) -> Response:
     files = await batch_files(run, plane.sealers[run.spec.run_id], index, wait_s)
-    return StreamingResponse(arrow_stream(files), media_type=MEDIA_TYPE)
+    return StreamingResponse(arrow_stream(files, sees=run.renderer.sight is not None), media_type=MEDIA_TYPE)
 
 
 @_post(BATCH + "/seal", "Write the batch into the run directory.", 409, recorded=True)

@@ -265,7 +265,8 @@ async def write_sessions(
 
     def write() -> Answer:
         rows = [row for session in sessions for row in session.trajectories]
-        ref = write_trajectories(directory, index, rows, part, kind)
+        sees = run.renderer.sight is not None
+        ref = write_trajectories(directory, index, rows, part, kind, sees=sees)
         answer = {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
         if asked and kind != "opened":
             told = write_judgements(directory, index, asked, part, kind)

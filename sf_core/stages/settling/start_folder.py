@@ -13,6 +13,7 @@ from sf_core.engines.registry import engine_kind
 from sf_core.models.adapter import list_linears, read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
+from sf_core.pictures.sight import SEEING
 from sf_core.scheduling.cluster import scheduler_of
 from sf_core.stages.settling.judges import check_judges
 from sf_core.stages.settling.lora import (
@@ -67,6 +68,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     else:
         return
     check_tokens(config, folder, by_a_worker)
+    _check_sight(config, str(shape.get("model_type")))
     kind.check_shape(shape, config.train)
     if scheduler_of(config) is None:
         # then the workers are of this machine
@@ -80,7 +82,32 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
 def name_built_in_shape(config: RunConfig) -> dict[str, Any]:
     """The shape of the built-in policy, named as in Hugging Face's config.json."""
     shape = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
-    return {"model_type": "qwen3", **shape}
+    return {"model_type": SEEING[0] if config.policy.sees else "qwen3", **shape}
+
+
+def _check_sight(config: RunConfig, kind: str) -> None:
+    """Raises ValueError, one sentence, if a policy of this `model_type` is not shown what it sees, or is said
+    to see otherwise."""
+    engine, most = config.engine.kind, config.rollout.max_picture_tokens
+    if config.policy.sees and config.policy.model is not None:
+        raise ValueError(
+            "policy.sees is for the built-in policy, and the folder of policy.model tells itself whether it "
+            "sees: leave policy.sees out"
+        )
+    if kind in SEEING and not engine_kind(config).shows_pictures:
+        raise ValueError(
+            f"engine.kind {engine} shows no pictures, and the policy, a {kind}, sees: use engine.kind vllm"
+        )
+    if kind in SEEING and config.train.teacher is not None:
+        raise ValueError(
+            f"train.teacher is asked by token ids, which show no pictures, and the policy, a {kind}, sees: "
+            "leave train.teacher out"
+        )
+    if kind not in SEEING and most is not None:
+        raise ValueError(
+            f"rollout.max_picture_tokens ({most}) is for policies that see, and this one, a {kind}, does "
+            "not: leave it out"
+        )
 
 
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:

@@ -21,6 +21,7 @@ from sf_core.dataplane.gateway.dialects.completions import Completions
 from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.gateway.dialects.testing import HI, DialectTests, Fields, Heard
+from tests.bench.dataplane import pictures
 from tests.bench.dataplane.planes import CALC
 from tests.patience import patience
 
@@ -88,6 +89,11 @@ class ChatClient(Client):
             "names the unknown tool 'rm'",
         ),
     ]
+
+    addressed: Sequence[Fields] = pictures.show_in_chat(url=pictures.ADDRESS)
+
+    def show(self, data: str) -> Sequence[Fields]:
+        return pictures.show_in_chat(data)
 
     def ask(self, agent: Any, streamed: bool, body: Fields) -> list[Heard]:
         if not streamed:
@@ -184,6 +190,14 @@ class ResponsesClient(Client):
         ({"tools": [{"type": "file_search"}]}, "only functions are supported, not file_search"),
     ]
 
+    addressed: Sequence[Fields] = [
+        *pictures.show_in_responses(held={"image_url": pictures.ADDRESS}),
+        *pictures.show_in_responses(held={"file_id": "file-1"}),
+    ]
+
+    def show(self, data: str) -> Sequence[Fields]:
+        return pictures.show_in_responses(data)
+
     def ask(self, agent: Any, streamed: bool, body: Fields) -> list[Heard]:
         if not streamed:
             return [self._heard(agent.responses.create(**body))]
@@ -247,6 +261,14 @@ class AnthropicClient(Client):
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "are not supported"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
     ]
+
+    addressed: Sequence[Fields] = [
+        *pictures.show_in_messages(source={"type": "url", "url": pictures.ADDRESS}),
+        *pictures.show_in_messages(source={"type": "file", "file_id": "file_1"}),
+    ]
+
+    def show(self, data: str) -> Sequence[Fields]:
+        return pictures.show_in_messages(data)
 
     def agent(self, url: str, http: Any = None) -> Any:
         return anthropic.Anthropic(
@@ -357,6 +379,13 @@ class GoogleClient(Client):
             "function_calling_config allows what is no function of tools: 'rm'",
         ),
     ]
+
+    addressed: Sequence[Fields] = pictures.show_in_google(
+        part={"file_data": {"mime_type": "image/png", "file_uri": pictures.ADDRESS}}
+    )
+
+    def show(self, data: str) -> Sequence[Fields]:
+        return pictures.show_in_google(data)
 
     def agent(self, url: str, http: Any = None, key: str = "none") -> Any:
         options = {"base_url": url, "timeout": 20_000}

@@ -36,16 +36,19 @@ from sf_core.dataplane.sessions.turn_events import (
     read_turn_event,
 )
 from sf_core.engines.scripted import scripted_logprob
-from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan, Sampling
 from storage.tables.schema import NOT_SAMPLED, Trajectory
 from tests.bench.dataplane.specs import make_tool
 
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = ("qwen3", "llama3", "chatml")
+"""Those that are shown no pictures."""
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 _SPECIAL = {
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"],
     "chatml": ["<|im_start|>", "<|im_end|>"],
+    "qwen2_5_vl": ["<|endoftext|>", *VISION, "<|im_start|>", "<|im_end|>"],
 }
 _ADDED = {"qwen3": ["<think>", "</think>", "<tool_call>", "</tool_call>"]}
 # how the tokenizers of Qwen and Llama cut text before merging
@@ -91,6 +94,11 @@ def family(name: str) -> Renderer:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     eos = [backend.token_to_id(text) for text in _SPECIAL[name][-2 if name == "llama3" else -1 :]]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    if name == "qwen2_5_vl":
+        seeing = {"model_type": name, "image_token_id": backend.token_to_id(VISION[2])}
+        (folder / "config.json").write_text(json.dumps(seeing))
+        limits = {"min_pixels": 28 * 28, "max_pixels": 16 * 28 * 28}
+        (folder / "preprocessor_config.json").write_text(json.dumps(limits))
     return Renderer(str(folder))
 
 
@@ -141,7 +149,7 @@ class Record:
         key = TurnKey(self.session.session_id, prompt.index, number)
         prompts = [NewPrompt.of(prompt) for prompt in self.session.take_unrecorded()]
         self._note(Begun(key, 0, b"%d" % len(self.turns), prompts))
-        asked = prompt.full_ids().tolist()
+        asked = self.read(prompt)[0]
         ids = ids + [self.renderer.stop_token_ids[-1]] * end
         version = max(version, prompt.version)
         generation = generation_of(prompt, grammar=grammar)
@@ -158,6 +166,14 @@ class Record:
         self._note(TurnEnded.of(key, turn, 0))
         self.turns.append((asked, turn))
         return turn
+
+    def read(self, prompt: Prompt) -> tuple[list[int], list[PictureSpan]]:
+        """The ids of a prompt as an engine gets them, and its pictures."""
+        named = prompt.full_ids()
+        if self.renderer.sight is None:
+            return named.tolist(), []
+        ids, spans = self.session.pictures.read(np.frombuffer(named, np.int32), self.renderer.sight)
+        return ids.tolist(), spans
 
     def replayed(self) -> Session:
         """The session as a restart makes it of its journal."""
@@ -177,7 +193,8 @@ class Record:
     def export(self) -> list[Trajectory]:
         report = FinishBody(status="finished", reward=1.0, task_id="t", environment="e")
         stop_ids = self.renderer.stop_token_ids
-        return export_session(self.session, report, policy="policy", group_id="g", stop_ids=stop_ids)
+        options: Any = {"policy": "policy", "group_id": "g", "sight": self.renderer.sight}
+        return export_session(self.session, report, stop_ids=stop_ids, **options)
 
     def num_trained(self) -> int:
         return sum(len(turn.ids) for _, turn in self.turns if not turn.constrained)

@@ -19,8 +19,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
+from sf_core.models.language import TOWER
 from sf_core.models.scoring import score
-from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight, is_of_tower, read_sight
+from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight, read_sight
 from sf_core.types import PictureSpan, Sampling, WeightsRef
 from storage.media import read_picture, store_picture
 from storage.tensors.weights import FILE_NAME, save_weights
@@ -41,7 +42,7 @@ class SeeingPolicies:
         """What is published of a version: the language part alone, or version 0 whole."""
         folder = self._root / f"v{version}"
         if version and not folder.exists():
-            changed = {k: t for k, t in self._change(version).items() if not is_of_tower(k)}
+            changed = {k: t for k, t in self._change(version).items() if not k.startswith(TOWER)}
             save_weights(str(folder), changed, version)
         return str(folder) if version else self.start_dir
 
@@ -102,7 +103,7 @@ class SeeingPolicies:
         tensors = load_file(f"{self.start_dir}/{FILE_NAME}")
         generator = torch.Generator().manual_seed(version)
         for name, tensor in tensors.items():
-            if version and not is_of_tower(name):
+            if version and not name.startswith(TOWER):
                 tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
         return tensors
 

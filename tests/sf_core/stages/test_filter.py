@@ -26,10 +26,12 @@ from sf_core.stages.filter import filter, lag_histogram
 from sf_core.stages.rollout import rollout
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.stored_steps import read_stored_batch
+from storage.media import PictureSpan, media_file, store_picture
 from storage.run_directory import RunDirectory
 from storage.tables.batches import read_batch, select_training_rows
 from storage.tables.parquet import numpy_rows
 from storage.tables.schema import Trajectory
+from storage.tables.trajectories import images_of
 from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
 from tests.bench.refusals import check_sentence
 from tests.bench.runs import configure, conversation, sample
@@ -226,6 +228,24 @@ def answered(group: int, place: int, reward: float, version: int = 0, **changes:
     versions = np.array([-1, version, version], np.int32)
     names = {"group_id": f"g{group}", "session_id": f"g{group}.{place}", "branch_id": f"g{group}.{place}.b0"}
     return conversation(said, reward=reward, policy_versions=versions, **names | changes)
+
+
+def test_a_session_of_which_a_picture_is_lost_does_not_train_and_is_named(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    whole, broken = (store_picture(run.media_dir, name) for name in (b"whole", b"broken"))
+    Path(media_file(run.media_dir, broken)).write_bytes(b"other")
+    spans = [PictureSpan(sha256, 0, 1, 28, 28) for sha256 in (whole, broken, "0" * 64)]
+    rows = [answered(0, place, place % 2, images=(span,)) for place, span in enumerate(spans)]
+    rows += [answered(0, 3, 1.0), answered(0, 1, 1.0, branch_id="1")]
+    batch, found = filtered(run, rows)
+    assert batch["decision"].to_pylist() == ["train", "lost_picture", "lost_picture", "train", "lost_picture"]
+    assert [advantages.any() for advantages in numpy_rows(batch["advantages"])] == [1, 0, 0, 1, 0]
+    assert found["lost_pictures"] == {
+        "g0.1": f"{media_file(run.media_dir, broken)} has other bytes than those that its name is the sha256 "
+        "of",
+        "g0.2": f"{media_file(run.media_dir, '0' * 64)} is missing, and a trajectory shows it",
+    }
+    assert images_of(batch)[:4] == [*((span,) for span in spans), ()]
 
 
 ADVANTAGES = [

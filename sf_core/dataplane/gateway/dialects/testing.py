@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.messages import Message, as_said, assistant_message, chain_keys
+from sf_core.dataplane.chat.contents import IMAGE
+from sf_core.dataplane.chat.messages import Message, as_said, assistant_message, chain_keys, list_pictures
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Dialect, Reply
@@ -61,6 +62,13 @@ class DialectTests:
     """Name of the field of an error that says of what kind it is."""
     refused: Sequence[tuple[Fields, str]] = ()
     """Changes of the request that are refused, and what the sentence says."""
+    addressed: Sequence[Fields] = ()
+    """Changes of the request that show a picture whose bytes are elsewhere."""
+
+    def show(self, data: str) -> Sequence[Fields]:
+        """Changes of the request that show this picture, base64, behind the text "look": said by a user, and
+        in the result of a tool. None: the dialect has no pictures."""
+        return ()
 
     def hear(self, body: bytes) -> list[Heard]:
         """The answers of a whole response."""
@@ -176,6 +184,36 @@ class DialectTests:
                 assert error.message in str(raised)
             else:
                 raise AssertionError("the client takes the stream for a whole one")
+
+    def test_policies_that_see_are_shown_pictures(self) -> None:
+        for change in self.show("QUJD"):
+            [request] = self.dialect.parse({**self.request, **change}, Session("s"), True)
+            [picture] = request.left_out.pictures
+            assert picture.data == "QUJD" and picture.where and not request.left_out.kinds
+            [shown] = [message for message in request.messages if list_pictures([message])]
+            assert shown["content"] == [{"type": "text", "text": "look"}, {"type": IMAGE}]
+            assert shown["content"][1] is picture.part
+
+    def test_others_are_told_that_something_is_left_out(self) -> None:
+        said, *results = self.show("QUJD") or [{}]
+        try:
+            self._parse(said)
+        except ApiError as error:
+            assert error.status == 400 and "support" in error.message
+        else:
+            assert not said
+        for [request] in map(self._parse, results):
+            assert request.left_out.kinds == [IMAGE] and not request.left_out.pictures
+            assert request.messages[-1]["content"] == "look\n[image left out]"
+
+    def test_nothing_is_fetched(self) -> None:
+        for change in self.addressed:
+            try:
+                self.dialect.parse({**self.request, **change}, Session("s"), True)
+            except ApiError as error:
+                assert error.status == 400 and "nothing is fetched" in error.message
+            else:
+                raise AssertionError(f"{change} was accepted")
 
     def test_models_are_listed(self) -> None:
         for names in ([], ["policy"], ["a", "b/c"]):

@@ -1,5 +1,5 @@
 """vLLM's routes without vLLM: its next token is a function of the ids so far and of its weights, or of the
-adapter that a request names."""
+adapter that a request names. A picture's placeholder becomes one for every SIDE by SIDE pixels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from aiohttp import web
+from PIL import Image
 
 from tests.patience import patience
 
 VOCABULARY = 60
+
+PLACEHOLDER, SIDE = VOCABULARY, 28
+"""The id of a picture's placeholder, which is never sampled."""
 
 CONTEXT = 320
 
@@ -34,7 +40,13 @@ class FakeVllm:
     def __init__(self) -> None:
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
-        """The requests for tokens, in order."""
+        """The requests for tokens, in order, with the ids that they are expanded to."""
+        self.num_forgotten = 0
+        """Number of times that it forgot what it had made of pictures."""
+        self.shown_at = 0
+        """It shows pictures so many tokens behind their place."""
+        self.model_config: dict[str, Any] = {}
+        """What it tells of its model beside the context."""
         self.wrong_name = ""
         """Sent in place of the name of the weights."""
         self.error: dict[str, Any] | None = None
@@ -72,6 +84,7 @@ class FakeVllm:
             web.post("/collective_rpc", self._reload),
             web.post("/update_weight_version", self._take_name),
             web.post("/abort_requests", self._abort),
+            web.post("/reset_encoder_cache", self._forget),
             web.get("/v1/models", self._list_models),
             web.post("/v1/load_lora_adapter", self._load_adapter),
             web.post("/v1/unload_lora_adapter", self._unload_adapter),
@@ -81,7 +94,7 @@ class FakeVllm:
         return web.json_response({})
 
     async def _settings(self, request: web.Request) -> web.Response:
-        model = {"max_model_len": CONTEXT, "logprobs_mode": "processed_logprobs"}
+        model = {"max_model_len": CONTEXT, "logprobs_mode": "processed_logprobs", **self.model_config}
         settings = {
             "model_config": model,
             "device_config": {"device": "cuda"},
@@ -134,6 +147,12 @@ class FakeVllm:
         self._folder = (await request.json())["kwargs"]["weights_path"]
         return await self._answer(request)
 
+    async def _forget(self, request: web.Request) -> web.Response:
+        if self._running.is_set():
+            raise web.HTTPConflict
+        self.num_forgotten += 1
+        return await self._answer(request)
+
     async def _take_name(self, request: web.Request) -> web.Response:
         self._name = (await request.json())["new_version"]
         return await self._answer(request)
@@ -148,6 +167,11 @@ class FakeVllm:
         body = await request.json()
         if not body:
             raise web.HTTPBadRequest
+        prompt, ranges = _expand(body["token_ids"], body.get("content_parts", []))
+        body["token_ids"] = prompt
+        told = {"prompt_token_ids": prompt, "mm_placeholders": {"image": ranges}} if ranges else {}
+        for place in ranges:
+            place["offset"] += self.shown_at
         self.bodies.append(body)
         if "model" in body and body["model"] not in self.adapters:
             raise web.HTTPNotFound
@@ -175,14 +199,28 @@ class FakeVllm:
                     stops = ids[-1] in settings["stop_token_ids"]
                     finish = "stop" if stops else "length" if is_full else None
                 if unsent and len(unsent) >= settings["stream_interval"] and finish is None:
-                    await _send(response, _piece(unsent))
+                    await _send(response, _piece(unsent) | told)
                     unsent.clear()
-            await _send(response, _piece(unsent, finish, names))
+                    told = {}
+            await _send(response, _piece(unsent, finish, names) | told)
             while self.never_ends and request.transport is not None:
                 await asyncio.sleep(0.01)
         finally:
             del self._aborted[name]
         return response
+
+
+def _expand(ids: Sequence[int], parts: Sequence[Any]) -> tuple[list[int], list[dict[str, int]]]:
+    """The ids with all placeholders of these pictures, and where those are."""
+    expanded, ranges, left = list[int](), list[dict[str, int]](), [*parts]
+    for token in ids:
+        length = 1
+        if token == PLACEHOLDER and left:
+            with Image.open(url2pathname(urlsplit(left.pop(0)["url"]).path)) as picture:
+                length = (picture.width // SIDE) * (picture.height // SIDE)
+            ranges.append({"offset": len(expanded), "length": length})
+        expanded += [token] * length
+    return expanded, ranges
 
 
 def _piece(ids: Sequence[int], finish: str | None = None, names: Sequence[str] | set[str] = ()) -> Any:

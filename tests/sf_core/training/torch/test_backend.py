@@ -13,6 +13,7 @@ from storage.run_directory import RunDirectory
 from tests.bench.runs import configure
 from tests.bench.trained_runs import start
 from tests.bench.training.batches import grouped_rows, make_batch
+from tests.bench.training.pictures import seeing_batch
 
 
 class TestContract(TrainerTests):
@@ -24,14 +25,21 @@ class TestContract(TrainerTests):
             (2, "bfloat16", {}),
             (2, "float32", {"lora": {}}),
             (2, "bfloat16", {"lora": {}}),
+            (2, "float32", {}, True),
+            (2, "bfloat16", {}, True),
+            (2, "float32", {"lora": {}}, True),
         ],
-        ids=lambda param: f"a checkpoint every {param[0]}, {param[1]}{', an adapter' * bool(param[2])}",
+        ids=lambda param: (
+            f"a checkpoint every {param[0]}, {param[1]}{', an adapter' * bool(param[2])}"
+            f"{', pictures' * (len(param) > 3)}"
+        ),
     )
     def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
         self.backend = TorchBackend(WorkerDevice())
         self.directory = RunDirectory(str(tmp_path / "run"))
-        every, dtype, lora = request.param
-        policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": dtype}
+        every, dtype, lora, *sees = request.param
+        self.sees = bool(sees)
+        policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": dtype, "sees": self.sees}
         start(
             self.directory, configure(self.directory, policy=policy, train={"checkpoint_every": every} | lora)
         )
@@ -40,4 +48,8 @@ class TestContract(TrainerTests):
         return OpenRun(RunRef("run", self.directory.uri, dataplane_url="", attempt=attempt))
 
     def batch(self, iteration: int) -> pa.Table:
+        if self.sees:
+            rows = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
+            places = self.directory.start_dir, self.directory.media_dir
+            return seeing_batch(*places, rows, group_size=4, version=iteration, seed=iteration)
         return make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, version=iteration, seed=iteration)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from sf_core.config import RunConfig
+from sf_core.config.devices import WorkerDevice
 from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch import pictures
+from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.pictures import Tower
+from sf_core.training.torch.ranks import Ranks, SingleRank
+from sf_core.training.torch.trained_model import TrainedModel
+from tests.bench.training.gang import Member, Try
 from tests.bench.training.pictures import Part, loaded, seeing_batch, seeing_policy, seen_by_transformers
 from tests.properties import examples
+from tests.sf_core.training.model_contract import Setup, learn
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +131,36 @@ def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: 
     longer = msgspec.structs.replace(microbatch.pictures[0], length=5)
     with pytest.raises(ValueError, match="has 4 tokens, and a trajectory shows it as 5"):
         Tower(policy, media).show(replace(microbatch, pictures=(longer,)))
+
+
+@dataclass(frozen=True)
+class Seeing(Setup):
+    media: str = ""
+
+    def model(self, ranks: Ranks, *, values: bool = False) -> TrainedModel:
+        backend, config = TorchBackend(WorkerDevice()), RunConfig.model_validate(self.settings)
+        tower = Tower(self.folder, self.media)
+        return backend.make_model(config, self.folder, ranks, "cpu", values=values, tower=tower)
+
+
+def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media: str, tmp_path: Path) -> None:
+    text, shown = ([([3], 5)], [([9, 2], 4)]), ([([3, "0", 2], 4), (["1", 1], 2)], [([3, "4", 2], 4)])
+    batches = [seeing_batch(policy, media, [*text, *shown]), seeing_batch(policy, media, shown[:1])]
+    gang = [Member(f"t{number}") for number in range(2)]
+    try:
+        for number, batch in enumerate(batches):
+            alone = learn(Seeing("", policy, media=media), batch, 24, SingleRank())
+            for recompute in (False, True):
+                setup = Seeing("", policy, {"train": {"recompute": recompute}}, media=media)
+                one = Try(str(tmp_path), ("t0", "t1"), iteration=2 * number + recompute)
+                for member in gang:
+                    member.sit(one, partial(learn, setup, batch, 24))
+                found, other = [member.report() for member in gang]
+                assert not isinstance(found, str) and not isinstance(other, str), (found, other)
+                np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-5)
+                for name, gradient in alone.gradients.items():
+                    bound = 1e-4 * max(np.abs(gradient).max(), 1e-3)
+                    assert np.abs(found.gradients[name] - gradient).max() <= bound, name
+    finally:
+        for member in gang:
+            member.end()

