@@ -1,5 +1,5 @@
 """What can be deleted from a run directory: old checkpoints, old weights, remains of interrupted writes and
-measurements, the journal of a finished run.
+measurements, pictures that nobody was shown, the journal of a finished run.
 
 Owns what must stay: the weights that a resume publishes again, the checkpoint it continues from, the newest
 policy, and everything newer, which a stage that is not committed yet may have written. Batches, and what a
@@ -11,13 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import get_args
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import check_idle, is_finished, is_served
 from sf_core.reports.view import RunView
 from storage import files
+from storage.media import media_file
 from storage.run_directory import RunDirectory
+from storage.tables.schema import IMAGES
+from storage.tables.trajectories import TrajectoryKind, images_of, read_trajectories
 from storage.tensors.checkpoints import has_checkpoint, remove_checkpoint
 from storage.tensors.weights import remove_weights
 
@@ -37,7 +41,7 @@ class Spare:
 
     run: RunDirectory
     kind: str
-    """checkpoints, weights, unfinished, measurement or journal."""
+    """checkpoints, weights, unfinished, measurement, picture or journal."""
     uri: str
     bytes: int
 
@@ -82,6 +86,7 @@ def find_spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     ]
     found += _find_unfinished(run, [uri for _, uri in found])
     found += [("measurement", measured.uri) for measured in _find_interrupted(run)]
+    found += [("picture", uri) for uri in _find_unseen(run, finished)]
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
@@ -155,6 +160,20 @@ def _find_unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str
     """Partial files left by killed processes, where files are large."""
     uris = [uri for kind in ("checkpoints", "weights") for uri in files.list_unfinished(run.path(kind))]
     return [("unfinished", uri) for uri in uris if uri.rsplit("/", 1)[0] not in going]
+
+
+def _find_unseen(run: RunDirectory, finished: bool) -> list[str]:
+    """Pictures that no trajectory shows. Of a run that goes on, or that a data plane knows, none: sessions
+    that are not written yet may show them."""
+    pictures = files.list_files(run.media_dir)
+    if not pictures or not finished or is_served(run) != "no":
+        return []
+    kinds: tuple[TrajectoryKind, ...] = get_args(TrajectoryKind)
+    parts = [uri for kind in kinds for uris in run.list_partitions(kind).values() for uri in uris]
+    tables = (read_trajectories(uri, ["session_id", IMAGES.name]) for uri in parts)
+    spans = (span for table in tables for images in images_of(table) for span in images)
+    shown = {media_file(run.media_dir, span.sha256) for span in spans}
+    return [uri for uri in pictures if uri not in shown]
 
 
 def _find_interrupted(run: RunDirectory) -> list[RunDirectory]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,12 +20,14 @@ from rich.text import Text
 
 from sf_core.config.failures import failures_text
 from sf_core.models.tokenizer import open_tokenizer
+from sf_core.pictures.sight import read_sight
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import kinds_text, open_run
+from storage.media import media_file
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.judgements import Judgement
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
@@ -136,7 +139,8 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     there is no such run or session."""
     view = open_run(uri)
     sampling, found = view.find_session(session_id)
-    decode, fate, row = _decoder(view.run), sampling.fate, found[0]
+    sees, fate, row = any(row.images for row in found), sampling.fate, found[0]
+    decode = _decoder(view.run, sees)
     task, environment, group = map(make_printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
         (f"session {session_id}, {sampling.label}\n", "bold"),
@@ -148,6 +152,8 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     )
     branches = [_branch(row, decode, fate) for row in found]
     judged = judgements_of(view, sampling, session_id)
+    if sees:
+        branches.append(_pictures(view.run, found))
     parts = [*branches, *([] if row.output is None else [_output(row.output)])]
     return Group(head, *parts, *([_judgements(judged)] if judged else []))
 
@@ -274,6 +280,18 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     return Group(Text(title, style="italic"), table)
 
 
+def _pictures(run: RunDirectory, rows: Sequence[Trajectory]) -> RenderableType:
+    table = make_table("\nwhat was seen")
+    for name in ("branch", "tokens", "pixels", "file"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        for one in row.images:
+            span, size = f"{one.start}-{one.start + one.length}", f"{one.width} by {one.height}"
+            file = media_file(run.media_dir, one.sha256)
+            table.add_row(_short(row, row.branch_id), span, size, Text(file))
+    return table
+
+
 def _output(text: str) -> RenderableType:
     lines = "\n".join(map(make_printable, text.splitlines()))
     return Text.assemble(("\nwhat the command wrote\n", "italic"), lines)
@@ -327,9 +345,12 @@ def _reward(row: Trajectory) -> str:
     return f"{row.reward:g}" + (f" ({parts})" if parts else "")
 
 
-def _decoder(run: RunDirectory) -> Decode:
-    """Decoder of the run's tokenizer; shows ids if the run has none."""
+def _decoder(run: RunDirectory, sees: bool) -> Decode:
+    """Decoder of the run's tokenizer; shows ids if it has none. `sees`: some tokens are of pictures."""
     tokenizer = open_tokenizer(run)
     if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    placeholders = "(?!)"
+    if sees and (sight := read_sight(run.start_dir)) is not None:
+        placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"
+    return lambda ids: re.sub(placeholders, "[picture]", tokenizer.decode(ids, skip_special_tokens=False))

@@ -21,7 +21,7 @@ from sf_core.scheduling.figures import Window
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from storage.tables.schema import SCHEMA, Trajectory
+from storage.tables.schema import SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
 from storage.tensors.weights import has_weights
 
@@ -96,7 +96,7 @@ class SessionSet:
     kind: SessionKind
     number: int
     uris: list[str]
-    """Parquet files with the columns of storage.tables.schema.SCHEMA."""
+    """Parquet files with the columns of storage/tables/schema.py."""
     is_trained: bool = False
     """Whether a train step has used the sessions."""
 
@@ -231,7 +231,7 @@ class RunView:
             for uri in sampling.uris:
                 ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
                 if session_id in ids:
-                    table = read_trajectories(uri, SCHEMA.names)
+                    table = read_trajectories(uri, SEEING_SCHEMA.names)
                     return sampling, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
                 seen.extend(ids)
         hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"

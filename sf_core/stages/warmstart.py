@@ -97,13 +97,13 @@ def _write_demonstrations(run: OpenRun, iteration: int) -> StageResult:
     steps = range(iteration * size, (iteration + 1) * size)
     batches = zip(steps, demonstrations(run.config, steps), strict=True)
     rows = list[Trajectory]()
-    for step, batch in batches:
-        for number, one in enumerate(batch):
+    for step, asked in batches:
+        for number, one in enumerate(asked):
             shown = encode(renderer, one)
             for png in shown.files.values():
                 store_picture(run.directory.media_dir, png)
             rows.append(_trajectory(run.config, shown, step, number, iteration))
-    table = to_table(run.directory.run_id, rows)
+    table = to_table(run.directory.run_id, rows, sees=renderer.sight is not None)
     table = table.add_column(1, "iteration", [np.full(len(rows), iteration, np.int32)])
     batch = write_batch(
         run.directory,

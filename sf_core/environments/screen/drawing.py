@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
 CELL, MARGIN = 28, 3
 """Pixels of a side of a button's place, and of its rim."""
 
-COLOURS = {
+Colour = Literal["red", "green", "blue", "yellow", "pink", "black"]
+
+COLOURS: dict[Colour, tuple[int, int, int]] = {
     "red": (220, 40, 40),
     "green": (30, 160, 60),
     "blue": (40, 80, 230),
@@ -38,7 +41,7 @@ class Screen:
             for column, letter in enumerate(letters)
             if letter in _NAMES
         }
-        self.pressed: list[str] = []
+        self.pressed: list[Colour] = []
         """Colours of the buttons that were pressed, in order."""
         self._grey: set[Place] = set()
 
@@ -64,9 +67,9 @@ class Screen:
         return file.getvalue()
 
 
-def write_rows(buttons: dict[Place, str], columns: int, rows: int) -> list[str]:
+def write_rows(buttons: Mapping[Place, str], columns: int, rows: int) -> list[str]:
     """What `Screen` reads."""
-    letters = {name: letter for letter, name in _NAMES.items()}
+    letters: dict[str, str] = {name: letter for letter, name in _NAMES.items()}
     return [
         "".join(letters.get(buttons.get((column, row), ""), ".") for column in range(columns))
         for row in range(rows)
@@ -79,7 +82,7 @@ def centre(place: Place) -> tuple[int, int]:
     return column * CELL + CELL // 2, row * CELL + CELL // 2
 
 
-def as_parts(texts: Iterable[str], png: bytes) -> list[dict[str, object]]:
+def as_parts(texts: Iterable[str], png: bytes) -> list[dict[str, Any]]:
     """Texts and a picture as OpenAI's chat API takes them."""
     url = "data:image/png;base64," + base64.b64encode(png).decode()
     return [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from sf_core.agents.tool_loop import Tool, run_tool_loop
 from sf_core.environments.environment import Demonstration, Environment
-from sf_core.environments.screen.drawing import COLOURS, Place, Screen, as_parts, centre, write_rows
+from sf_core.environments.screen.drawing import COLOURS, Colour, Place, Screen, as_parts, centre, write_rows
 from sf_core.environments.splits import Split, split_of
 from sf_core.types import Endpoint, Task
 
@@ -32,7 +32,7 @@ class ScreenOfButtons(Environment):
     """Buttons of the named colour, and clicks of a session."""
     others: int = Field(4, ge=0)
     """Buttons of other colours."""
-    named: tuple[Literal[*COLOURS], ...] = Field(tuple(COLOURS), min_length=1)
+    named: tuple[Colour, ...] = Field(tuple(COLOURS), min_length=1)
     """Colours that instructions name. A policy that learns one need not read the instruction."""
 
     @model_validator(mode="after")

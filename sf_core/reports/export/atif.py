@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredChat, Turn
 from storage import files
 
@@ -61,15 +61,27 @@ class Atif(Format):
 
 def _steps(conversation: StoredChat, sampled: Sequence[Turn | None]) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
+    pictures = iter(conversation.pictures or ())
+
+    def read(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if isinstance(content, str) or all(part["type"] == "text" for part in content):
+            return text_of({"content": content})
+        return [
+            {"type": "text", "text": part["text"]}
+            if part["type"] == "text"
+            else {"type": "image", "source": {"media_type": "image/png", "path": next(pictures)}}
+            for part in content
+        ]
+
     for message, turn in zip(conversation.messages, sampled, strict=True):
         if message["role"] == "tool":
             # it answers a call of the last answer, which a system message may have followed
             last = next(step for step in reversed(steps) if step["source"] == "agent")
-            result = {"source_call_id": message["tool_call_id"], "content": message["content"]}
+            result = {"source_call_id": message["tool_call_id"], "content": read(message["content"])}
             last.setdefault("observation", {"results": []})["results"].append(result)
             continue
         source = SOURCES.get(message["role"], "system")
-        step = {"step_id": len(steps) + 1, "source": source, "message": message["content"]}
+        step = {"step_id": len(steps) + 1, "source": source, "message": read(message["content"])}
         if source == "agent":
             step |= _convert_answer(message)
             step |= _metrics(conversation, turn) if turn else {"is_copied_context": True}

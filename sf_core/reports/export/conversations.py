@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from sf_core.dataplane.chat.messages import Message, text_of
+from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage import files
+from storage.media import media_file
 from storage.tables.parquet import numpy_rows
-from storage.tables.schema import NOT_SAMPLED
+from storage.tables.schema import IMAGES, NOT_SAMPLED
 from storage.tables.trajectories import iter_trajectories, iteration_of
 
 FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward", "status")
@@ -36,6 +37,7 @@ _PER_TOKEN = {"token_ids": None, "logprobs": np.nan, "policy_versions": NOT_SAMP
 @dataclass(frozen=True, slots=True)
 class StoredChat:
     messages: list[Message]
+    """Contents are texts, of policies that see lists of parts."""
     sampled: list[Turn | None] | None
     """For each message the turn that sampled it, unless an earlier branch has it; None if that cannot be
     told."""
@@ -45,6 +47,8 @@ class StoredChat:
     token_ids: np.ndarray
     logprobs: np.ndarray
     policy_versions: np.ndarray
+    pictures: list[str] | None
+    """Files of the pictures that its messages show, in order; None of a policy that does not see."""
     policy: str
     parent_branch_id: str | None
     facts: dict[str, Any]
@@ -74,7 +78,7 @@ class Format:
         """`parts` is ignored: JSON needs no schema before writing."""
 
     def render(self, conversation: StoredChat) -> Rendered:
-        """Messages and tools with all that templates read."""
+        """Messages and tools with all that templates read; pictures are parts, as readers give them."""
         messages = [
             {name: value for name, value in message.items() if name != "unparsed_calls"}
             for message in conversation.messages
@@ -92,26 +96,39 @@ class Format:
                 file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
-def read_conversations(uri: str) -> Iterator[list[StoredChat]]:
+def read_conversations(uri: str, media: str) -> Iterator[list[StoredChat]]:
+    """`media`: the folder of the run's pictures."""
     iteration = iteration_of(uri)
     # `iteration` is in the URI, not in the file
     columns = [name for name in FACTS if name != "iteration"]
-    columns += ["policy", "parent_branch_id", "shared_prefix", "messages", "tools", "turns", *_PER_TOKEN]
+    columns += [
+        "policy",
+        "parent_branch_id",
+        "shared_prefix",
+        "messages",
+        "tools",
+        "turns",
+        *_PER_TOKEN,
+        IMAGES.name,
+    ]
     for batch in iter_trajectories(uri, MAX_ROWS, columns):
         tokens = [numpy_rows(pa.chunked_array([batch[name]]), null) for name, null in _PER_TOKEN.items()]
         rows = batch.drop_columns([*_PER_TOKEN]).to_pylist()
         yield [
-            _conversation(row | {"iteration": iteration}, *of_row)
+            _conversation(row | {"iteration": iteration}, media, *of_row)
             for row, *of_row in zip(rows, *tokens, strict=True)
         ]
 
 
 def _conversation(
-    row: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
+    row: dict[str, Any], media: str, token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
 ) -> StoredChat:
-    # formats have texts; parts of one would make columns of two types
-    messages = [message | {"content": text_of(message)} for message in json.loads(row["messages"])]
-    turns = row["turns"]
+    messages, turns, pictures = json.loads(row["messages"]), row["turns"], None
+    if IMAGES.name in row:
+        pictures = [media_file(media, part["sha256"]) for part in list_pictures(messages)]
+    # texts and parts would make columns of two types
+    read = text_of if pictures is None else _parts_of
+    messages = [message | {"content": read(message)} for message in messages]
     return StoredChat(
         messages,
         _find_sampled(messages, turns, row["shared_prefix"]),
@@ -120,10 +137,26 @@ def _conversation(
         token_ids,
         logprobs,
         policy_versions,
+        pictures,
         row["policy"],
         row["parent_branch_id"],
         {name: row[name] for name in FACTS} | {"as_seen": None},
     )
+
+
+def _parts_of(message: Message) -> list[dict[str, Any]]:
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{"type": part["type"], "text": part.get("text")} for part in parts if part.get("text") != ""]
+
+
+def mark_pictures(message: Message) -> Message:
+    """The message with one text, in which `<image>` stands for each picture: so LLaMA-Factory and verl name
+    the next one of the row's list."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": "".join("<image>" if p["text"] is None else p["text"] for p in content)}
 
 
 def _find_sampled(

@@ -53,13 +53,14 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     if not parts:
         what = "opened sessions have finished" if opened else "trajectories are committed"
         raise ValueError(f"{run.run_id}: no {what} yet")
-    num_rows, left_out, unlike = 0, Counter[str](), 0
+    num_rows, left_out, unlike, media = 0, Counter[str](), 0, run.media_dir
     kind = make(parts)
     reader, unchecked = _open_reader(run)
 
     def rows() -> Iterator[list[Row]]:
         nonlocal num_rows, unlike
-        for conversations in itertools.chain.from_iterable(map(read_conversations, parts)):
+        read = (read_conversations(uri, media) for uri in parts)
+        for conversations in itertools.chain.from_iterable(read):
             kept = []
             for conversation in conversations:
                 if reader is not None:

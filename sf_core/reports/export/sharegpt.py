@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import Format, Row, StoredChat
+from sf_core.reports.export.conversations import Format, Row, StoredChat, mark_pictures
 
 
 class ShareGpt(Format):
     """ShareGPT as LLaMA-Factory reads it (SharegptDatasetConverter and OpenAIDatasetConverter of
     src/llamafactory/data/converter.py in hiyouga/LlamaFactory): from human or observation, then from gpt or
     function_call, strictly alternating. Consecutive messages of one speaker are joined; text beside a call is
-    left out, as there. `tools` is JSON text."""
+    left out, as there. `tools` is JSON text; `images` are the files that `<image>` in texts stands for."""
 
     def convert(self, conversation: StoredChat) -> Row | str:
-        messages = conversation.messages
+        messages = [*map(mark_pictures, conversation.messages)]
         system = [message["content"] for message in messages if message["role"] == "system"]
         turns: list[dict[str, str]] = []
         for message in messages:
@@ -30,7 +30,8 @@ class ShareGpt(Format):
         if not turns or len(turns) % 2 or sides != [True, False] * (len(turns) // 2):
             return "speakers do not take turns"
         facts = {"tools": conversation.tools or "", **conversation.facts}
-        return {"conversations": turns, "system": "\n".join(system), **facts}
+        images = {} if conversation.pictures is None else {"images": conversation.pictures}
+        return {"conversations": turns, "system": "\n".join(system), **images, **facts}
 
 
 _JOINTS = {"human": "\n", "observation": "\n</tool_response>\n<tool_response>\n"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
@@ -13,7 +14,16 @@ import pyarrow.parquet as pq
 
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.reports.export.conversations import FACTS, MAX_ROWS, UNTOLD, Format, Rendered, Row, StoredChat
+from sf_core.reports.export.conversations import (
+    FACTS,
+    MAX_ROWS,
+    UNTOLD,
+    Format,
+    Rendered,
+    Row,
+    StoredChat,
+    mark_pictures,
+)
 from storage import files
 from storage.tables.trajectories import iter_trajectories
 
@@ -22,7 +32,7 @@ class Verl(Format):
     """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
     with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
     type per field: arguments of tool calls are JSON strings, as in OpenAI's API, and a field that one tool
-    has is null in all others."""
+    has is null in all others. Files of pictures, for which `<image>` in texts stands, are in `images`."""
 
     ending = ".parquet"
 
@@ -32,7 +42,7 @@ class Verl(Format):
 
     def render(self, conversation: StoredChat) -> Rendered:
         tools = None if conversation.tools is None else self._tools.get(conversation.tools)
-        return self._messages(conversation), tools or []
+        return self._messages(conversation, conversation.messages), tools or []
 
     def convert(self, conversation: StoredChat) -> Row | str:
         if conversation.trained is None:
@@ -42,25 +52,31 @@ class Verl(Format):
         tools = conversation.tools
         if tools is not None and tools not in self._tools:
             return "its tools have no type in Parquet"
-        messages, facts = self._messages(conversation), conversation.facts
+        marked, facts = [*map(mark_pictures, conversation.messages)], conversation.facts
+        messages = self._messages(conversation, marked)
         columns = {"data_source": facts["environment"], "extra_info": facts}
+        if conversation.pictures is not None:
+            columns["images"] = [{"image": file} for file in conversation.pictures]
         return {"messages": messages, "tools": self._tools[tools] if tools else None, **columns}
 
     def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
+        lists = filter(None, parts)
+        first = next(lists, [])
         schema = _VERL_SCHEMA.append(pa.field("tools", self._type)) if self._tools else _VERL_SCHEMA
+        schema = schema.append(_IMAGES) if first and "images" in first[0] else schema
         with files.writer(uri) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
-            for rows in parts:
+            for rows in itertools.chain([first], lists):
                 writer.write_table(pa.Table.from_pylist(rows, schema))
 
-    def _messages(self, conversation: StoredChat) -> list[Message]:
-        trained = conversation.trained or [False] * len(conversation.messages)
+    def _messages(self, conversation: StoredChat, messages: Sequence[Message]) -> list[Message]:
+        trained = conversation.trained or [False] * len(messages)
         return [
             {
                 **{name: message.get(name) for name in _MESSAGE_TEXTS},
                 "tool_calls": [_call_with_text(call) for call in message.get("tool_calls", [])] or None,
                 "trainable": is_trained if message["role"] == "assistant" else None,
             }
-            for message, is_trained in zip(conversation.messages, trained, strict=True)
+            for message, is_trained in zip(messages, trained, strict=True)
         ]
 
 
@@ -102,6 +118,7 @@ _MESSAGE = pa.struct(
         ("trainable", pa.bool_()),
     ]
 )
+_IMAGES = pa.field("images", pa.list_(pa.struct([("image", pa.string())])))
 _TYPES = {"iteration": pa.int32(), "reward": pa.float64(), "as_seen": pa.bool_()}
 _VERL_SCHEMA = pa.schema(
     [

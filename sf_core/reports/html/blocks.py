@@ -9,10 +9,12 @@ uint8. All are little-endian. sessions.js reads it.
 from __future__ import annotations
 
 import base64
+import io
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -20,10 +22,12 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+from PIL import Image
 
 from sf_core.reports.html.session_list import SessionFacts, choose_telling, list_sessions
 from sf_core.reports.view import SessionSet
-from storage.tables.schema import NOT_SAMPLED, SCHEMA, Trajectory
+from storage.media import read_picture
+from storage.tables.schema import NOT_SAMPLED, SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import to_rows
 
 BLOCK_TOKENS = 60_000
@@ -37,6 +41,9 @@ GIVEN, CARRIED, TRAINED = 0, 1, 2
 
 MAX_MISSES = 3
 """After this many samplings in a row without a fitting session, older files are not read in full."""
+
+THUMBNAIL = 160
+"""Most pixels of a side of a picture in a page."""
 
 NO_LOGPROB = 1
 """Mark of a missing log-prob; no real one is positive."""
@@ -60,8 +67,9 @@ class Embedded:
         return sum(map(len, self.blocks))
 
 
-def embed_sessions(samplings: Sequence[SessionSet], budget: int) -> Embedded:
-    """Blocks of at most `budget` characters in total. Raises ValueError if a file is missing or broken."""
+def embed_sessions(samplings: Sequence[SessionSet], media: str, budget: int) -> Embedded:
+    """Blocks of at most `budget` characters in total. `media`: the folder of the run's pictures. Raises
+    ValueError if a file of sessions is missing or broken."""
     newest_first = [(sampling, list_sessions(sampling)) for sampling in reversed(samplings)]
     embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
     told = {session.session_id for _, sessions in newest_first for session in choose_telling(sessions)}
@@ -71,7 +79,7 @@ def embed_sessions(samplings: Sequence[SessionSet], budget: int) -> Embedded:
             wanted = [session for session in sessions if (session.session_id in told) == are_telling]
             # blocks do not come in every size, so a little of the budget stays unused
             if wanted and misses < MAX_MISSES and embedded.num_characters < 0.98 * budget:
-                fits = _embed(embedded, sampling, wanted, budget)
+                fits = _embed(embedded, sampling, wanted, media, budget)
                 misses = 0 if fits else misses + 1
     return embedded
 
@@ -80,17 +88,19 @@ def compress(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data)).decode()
 
 
-def _embed(embedded: Embedded, sampling: SessionSet, sessions: Sequence[SessionFacts], budget: int) -> bool:
+def _embed(
+    embedded: Embedded, sampling: SessionSet, sessions: Sequence[SessionFacts], media: str, budget: int
+) -> bool:
     """Add the sessions that fit; returns whether any did."""
     num_before = len(embedded.blocks)
-    table = sampling.read(SCHEMA.names)
+    table = sampling.read(SEEING_SCHEMA.names)
     wanted = pa.array([session.session_id for session in sessions])
     rows: dict[str, list[Trajectory]] = {session.session_id: [] for session in sessions}
     for row in to_rows(table.filter(pc.is_in(table["session_id"], wanted))):
         rows[row.session_id].append(row)
     for part in _parts(sessions):
         branches = [rows[session.session_id] for session in part]
-        block = compress(encode_block(branches))
+        block = compress(encode_block(branches, media))
         if embedded.num_characters + len(block) > budget:
             break
         embedded.facts += part
@@ -112,7 +122,7 @@ def _parts(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
         yield part
 
 
-def encode_block(sessions: Sequence[Sequence[Trajectory]]) -> bytes:
+def encode_block(sessions: Sequence[Sequence[Trajectory]], media: str) -> bytes:
     """Block of the branches of some sessions, each without the prefix that it shares with its parent."""
     described, own, reached = [], [], 0
     for branches in sessions:
@@ -130,6 +140,9 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]]) -> bytes:
                 "reward_parts": dict(first.reward_parts),
                 "output": None if first.output is None else first.output[-LAST_OUTPUT:],
                 "branches": entries,
+                "pictures": {
+                    span.sha256: make_thumbnail(media, span.sha256) for row in branches for span in row.images
+                },
             }
         )
     head = orjson.dumps(described)
@@ -153,7 +166,21 @@ def _branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dic
         "length": len(row.token_ids) - shared,
         "interruptions": row.interruptions,
         "turns": [tuple(turn) for turn in row.turns],
+        "images": [(span.start, span.length, span.sha256) for span in row.images],
     }
+
+
+@lru_cache(maxsize=4096)
+def make_thumbnail(media: str, sha256: str) -> str | None:
+    """A picture made small, as data URL; None if its file is not there."""
+    try:
+        picture = Image.open(io.BytesIO(read_picture(media, sha256)))
+    except ValueError:
+        return None
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    picture.save(file, "WEBP", quality=60)
+    return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _thousandths(logprobs: np.ndarray) -> np.ndarray:

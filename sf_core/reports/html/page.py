@@ -1,7 +1,7 @@
 """`sf report`: a run as one HTML file that opens offline. Owns the assembly of the page and its size.
 
 All text of agents is embedded as compressed data and inserted as text nodes; a Content-Security-Policy allows
-the page's own script and style by their hashes and no request at all.
+the page's own script and style by their hashes, pictures in data URLs, and no request at all.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def render(view: RunView, max_bytes: int) -> bytes:
         )
     # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)
-    embedded = embed_sessions(list(view.iter_session_sets()), budget)
+    embedded = embed_sessions(list(view.iter_session_sets()), run.media_dir, budget)
     page = _fill(run, figures, said, embedded)
     while len(page) > max_bytes and embedded.blocks:
         _drop_last_block(embedded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import socket
 import uuid
@@ -23,10 +24,13 @@ from sf_core.reports.states import is_served
 from sf_core.reports.view import RunView
 from storage import files
 from storage.attempts import Attempt
+from storage.media import PictureSpan, media_file, store_picture
 from storage.run_directory import STAGES, RunDirectory
+from storage.tables.trajectories import write_trajectories
 from tests.bench.commands import sf
 from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.bench.runs import commit, configure, pretend
+from tests.sf_core.reports.test_tables import trajectory
 
 
 @pytest.fixture
@@ -257,6 +261,27 @@ def test_the_journal_goes_only_from_a_finished_run(root: Path) -> None:
     finished = make(root, "b", 4)
     assert "journal" in names(finished, journals=False)
     assert "journal" not in names(finished)
+
+
+def test_pictures_that_nobody_was_shown_go_from_a_finished_run(root: Path) -> None:
+    going, finished = make(root, "a", 3), make(root, "b", 4)
+    for run in (going, finished):
+        seen, _ = store_picture(run.media_dir, b"seen"), store_picture(run.media_dir, b"unseen")
+        row = trajectory("s", [-1, -1, 0], images=[PictureSpan(seen, 0, 2, 28, 56)], turns=[])
+        write_trajectories(run, 7, [row], "part", "evaluations", sees=True)
+    unseen = hashlib.sha256(b"unseen").hexdigest()
+    assert not any("media" in name for name in names(going))
+    assert [name for name in names(finished) if "media" in name] == [f"media/{unseen}.png"]
+    sf("gc", str(root / "b"), "--yes")
+    assert files.list_files(finished.media_dir) == [media_file(finished.media_dir, seen)]
+
+
+def test_pictures_of_a_run_that_a_data_plane_knows_stay(root: Path) -> None:
+    finished = make(root, "a", 4)
+    store_picture(finished.media_dir, b"unseen")
+    with served(root, "a") as (url, _):
+        finished.begin_attempt(Attempt(dataplane=url, host=socket.gethostname()))
+        assert not any("media" in name for name in names(finished))
 
 
 def test_nothing_is_removed_without_yes(root: Path) -> None:

@@ -15,6 +15,7 @@ from datasets import load_dataset
 
 from sf_core.reports.export.export import export
 from storage import files
+from storage.media import PictureSpan
 from storage.run_directory import RunDirectory
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import write_trajectories
@@ -335,3 +336,59 @@ def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path)
         assert written(run.uri, to, str(out))[0] == 1
         [path] = [out] if out.is_file() else out.rglob("*.json")
         assert "one\\ntwo" in path.read_text() and str(10**30) in path.read_text()
+
+
+def seen_run(tmp_path: Path) -> tuple[RunDirectory, list[str]]:
+    """A run of a policy that sees: a picture in the prompt and another in a tool result."""
+    run = RunDirectory(str(tmp_path / "run-1"))
+    configure(run)
+    shown = [{"type": "image", "sha256": letter * 64, "width": 56, "height": 56} for letter in "ab"]
+    asked = {"role": "user", "content": [{"type": "text", "text": "press"}, shown[0]]}
+    pressed = {"role": "assistant", "content": "", "tool_calls": [call(0, at="1,2")]}
+    result = {"role": "tool", "content": [shown[1]], "tool_call_id": "call_0"}
+    spans = [PictureSpan(part["sha256"], at, 1, 56, 56) for part, at in zip(shown, (0, 2), strict=True)]
+    sample(run, 0, [conversation([asked, pressed, result, ANSWER], images=spans)])
+    return run, [f"{run.media_dir}/{letter * 64}.png" for letter in "ab"]
+
+
+def test_pictures_are_parts_and_files_in_trl(tmp_path: Path) -> None:
+    run, pictures = seen_run(tmp_path)
+    out = tmp_path / "out.jsonl"
+    export(run.uri, "trl", str(out))
+    (row,) = lines(out)
+    assert row["images"] == pictures
+    image, text = {"type": "image", "text": None}, {"type": "text", "text": "press"}
+    assert row["prompt"] == [{"role": "user", "content": [text, image]}]
+    assert [message["content"] for message in row["completion"]] == [
+        [],
+        [image],
+        [{"type": "text", "text": "4 and 6"}],
+    ]
+    loaded = load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
+    assert without_nulls(loaded.to_list()) == without_nulls([row])
+
+
+def test_pictures_are_marked_in_the_texts_of_verl_and_sharegpt(tmp_path: Path) -> None:
+    run, pictures = seen_run(tmp_path)
+    export(run.uri, "verl", str(tmp_path / "out.parquet"))
+    (row,) = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert row["images"] == [{"image": file} for file in pictures]
+    assert [message["content"] for message in row["messages"]] == ["press<image>", "", "<image>", "4 and 6"]
+    export(run.uri, "sharegpt", str(tmp_path / "out.jsonl"))
+    (row,) = lines(tmp_path / "out.jsonl")
+    assert row["images"] == pictures
+    assert [turn["value"] for turn in row["conversations"][::2]] == ["press<image>", "<image>"]
+
+
+def test_pictures_are_parts_with_files_in_atif(tmp_path: Path) -> None:
+    run, pictures = seen_run(tmp_path)
+    export(run.uri, "atif", str(tmp_path / "out"))
+    (file,) = (tmp_path / "out").iterdir()
+    first, second, third = json.loads(file.read_text())["steps"]
+    assert first["message"] == [{"type": "text", "text": "press"}, image_of(pictures[0])]
+    assert second["message"] == "" and third["message"] == "4 and 6"
+    assert second["observation"]["results"][0]["content"] == [image_of(pictures[1])]
+
+
+def image_of(file: str) -> dict[str, Any]:
+    return {"type": "image", "source": {"media_type": "image/png", "path": file}}

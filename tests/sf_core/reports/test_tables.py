@@ -11,12 +11,15 @@ from rich.console import Console, RenderableType
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sf_core.config import RunConfig
+from sf_core.config import PolicyConfig, RunConfig
+from sf_core.models.builtin import make_policy
+from sf_core.pictures.sight import read_sight
 from sf_core.reports.series import RunSeries
 from sf_core.reports.tables import inspect_run, inspect_session
 from sf_core.reports.view import RunView
 from storage import files
 from storage.manifests import Manifest
+from storage.media import PictureSpan, media_file
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.tables.trajectories import write_trajectories
@@ -264,3 +267,19 @@ def test_a_committed_file_that_is_gone_is_named(recorded_run: RunDirectory) -> N
     files.remove(recorded_run.path("trajectories/iteration=1/part.parquet"))
     with pytest.raises(ValueError, match=r"iteration=1/part\.parquet: no such file"):
         inspect_run(recorded_run.uri)
+
+
+def test_a_session_names_the_pictures_that_were_seen(recorded_run: RunDirectory, tmp_path: Path) -> None:
+    policy = PolicyConfig(sees=True, hidden_size=32, num_layers=1)
+    make_policy(str(tmp_path / "policy"), policy, seed=0)
+    files.copy_folder(str(tmp_path / "policy"), recorded_run.start_dir)
+    placeholder = read_sight(recorded_run.start_dir).token_id
+    ids = np.array([5, placeholder, placeholder, placeholder, placeholder, 6], np.int32)
+    images = [PictureSpan("a" * 64, 1, 4, 56, 56)]
+    row = trajectory("run-1.open.1", [*GIVEN, 0], token_ids=ids, images=images)
+    write_trajectories(recorded_run, 0, [row], "part", "opened", sees=True)
+    text = shown(inspect_session(recorded_run.uri, "run-1.open.1"))
+    assert "what was seen" in text and "[picture]" in text and "image_pad" not in text
+    assert "1-5     56 by 56" in text
+    folded = re.sub(r"\s+", "", text)
+    assert media_file(recorded_run.media_dir, "a" * 64) in folded

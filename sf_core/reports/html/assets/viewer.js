@@ -217,6 +217,8 @@ class Viewer {
     const flush = () => { if (given) nodes.push(el("span", { class: "given" }, given)); given = ""; };
     for (let i = begin - 1; i >= 0 && before == null; i--) if (branch.states[i] !== GIVEN) before = branch.versions[i];
     for (let i = begin; i < end; i++) {
+      const picture = branch.images.find(([start, length]) => start <= i && i < start + length);
+      if (picture) { flush(); nodes.push(this.picture(picture)); i = picture[0] + picture[1] - 1; continue; }
       const text = branch.texts[i];
       if (branch.states[i] === GIVEN) { given += text == null ? "" : visible(text); continue; }
       flush();
@@ -231,6 +233,11 @@ class Viewer {
     }
     flush();
     return nodes;
+  }
+
+  picture([start, length, sha256]) {
+    const small = this.session.pictures[sha256], name = `picture ${sha256.slice(0, 12)}, ${whole(length)} tokens`;
+    return small ? el("img", { src: small, alt: name, title: name }) : el("span", { class: "given" }, `[${name}]`);
   }
 
   isTraining() {

@@ -1,11 +1,15 @@
+import base64
+import io
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from sf_core.reports.html import blocks
 from sf_core.reports.view import RunView, SessionSet
+from storage.media import store_picture
 from storage.run_directory import RunDirectory
 from tests.bench.runs import configure
 from tests.sf_core.reports.html.report_runs import commit_iteration
@@ -22,7 +26,7 @@ def test_once_blocks_do_not_fit_older_iterations_are_not_read(
         row = trajectory(f"run-1.g{number}.0.a1", [number] * length, token_ids=ids, turns=[])
         commit_iteration(run, number, [row])
     everything = list(RunView(run).iter_session_sets())
-    size = blocks.embed_sessions(everything[-1:], 10**6).num_characters
+    size = blocks.embed_sessions(everything[-1:], run.media_dir, 10**6).num_characters
     read = []
 
     def noted(sampling: SessionSet, columns: list[str]) -> pa.Table:
@@ -32,7 +36,18 @@ def test_once_blocks_do_not_fit_older_iterations_are_not_read(
 
     original = SessionSet.read
     monkeypatch.setattr(SessionSet, "read", noted)
-    embedded = blocks.embed_sessions(everything, int(2.5 * size))
+    embedded = blocks.embed_sessions(everything, run.media_dir, int(2.5 * size))
     assert [facts.number for facts in embedded.facts] == [11, 10]
     assert read == [11, 10, 9, 8, 7]
     assert embedded.num_all == 12
+
+
+def test_pictures_are_embedded_small_and_a_missing_one_is_left_out(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (1280, 720), "red").save(file, "PNG")
+    sha256 = store_picture(str(tmp_path), file.getvalue())
+    small = blocks.make_thumbnail(str(tmp_path), sha256)
+    assert small is not None
+    data = base64.b64decode(small.removeprefix("data:image/webp;base64,"))
+    assert Image.open(io.BytesIO(data)).size == (blocks.THUMBNAIL, 90) and len(data) < 1000
+    assert blocks.make_thumbnail(str(tmp_path), "0" * 64) is None
