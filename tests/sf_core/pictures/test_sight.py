@@ -34,7 +34,7 @@ def test_fit_is_qwens_and_is_left_alone(height: int, width: int, max_tokens: int
 def test_limit_below_the_processors_least_is_refused() -> None:
     """An engine would make the picture larger again."""
     with pytest.raises(
-        ValueError, match="max_picture_tokens is 3, and the policy.s processor makes no picture"
+        ValueError, match=r"max_picture_tokens is 3, and the policy.s processor makes no picture"
     ):
         SIGHT.limit(3)
 
