@@ -7,7 +7,7 @@ from typing import Any
 from sf_core.pictures.sight import SEEING
 
 TOWER = "visual."
-"""Begin of the names that the weights of what reads pictures have in a model's files."""
+"""Begin of the names of the weights in a policy's files that read pictures. They are not trained."""
 
 
 def language_model(config: Any) -> tuple[Any, Any]:

@@ -17,14 +17,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from sf_core.models.sampling import cutoff
+from sf_core.pictures.sight import PLACEHOLDER_BIAS
 
 CHUNK_BYTES = 64 << 20
 """Memory of the float32 logits that exist at a time, beside a copy. With less, the gradient of the whole head
 is read and written too often."""
-
-
-LOWERED = 100.0
-"""What engines are asked to take from the logit of a token that is never sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ def score(
     logits. A token outside the support, as other weights may have sampled it, widens the support down to
     itself, so that its log-prob stays finite and has a gradient. Of a split head, the gradient of the outputs
     is this process's part of a sum. `never`: an id that policy and target never sample, as its logit is
-    lowered by LOWERED.
+    raised by PLACEHOLDER_BIAS, as engines do.
     """
     greedy = temperature == 0
     top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
@@ -252,5 +249,5 @@ def _chunks(
         else:
             logits.copy_(outputs[part] @ head.t())
         if never is not None:
-            logits[:, never] -= LOWERED
+            logits[:, never] += PLACEHOLDER_BIAS
         yield part, logits.div_(scale[part].unsqueeze(1)) if scaled else logits

@@ -18,6 +18,9 @@ MAX_BYTES = 32 * 2**20
 MAX_PIXELS = 64 * 2**20
 """Most pixels of a picture as it is sent; a decoded one takes three bytes for each."""
 
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Formats that are read; for others, such as EPS, Pillow starts programs."""
+
 _FAST = 1
 """Level of PNG's compression: higher ones take several times as long for a few per cent."""
 
@@ -36,7 +39,7 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has {len(data)} bytes, and at most {MAX_BYTES} are read")
     try:
-        with Image.open(io.BytesIO(data)) as opened:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check(opened)
             height, width = sight.fit(*_turned_size(opened))
             picture = _on_white(ImageOps.exif_transpose(opened))

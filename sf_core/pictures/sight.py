@@ -20,6 +20,9 @@ PLACEHOLDER_BIAS = -100.0
 """Added to the placeholder's logit wherever a policy that sees samples or is scored, so that it is never
 sampled: a sampled one shows nothing."""
 
+KEPT_BYTES = 4 << 30
+"""Most memory of its host that a trainer takes for features of pictures, of those that it saw last."""
+
 MAX_ASPECT = 200
 """Largest ratio of a picture's sides, as Qwen's processor has it."""
 

@@ -6,11 +6,13 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
+from sf_core.models.language import TOWER
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
 from sf_core.pictures.sight import SEEING
@@ -25,6 +27,11 @@ _FULL_ONES = "training needs full ones: name the folder of the model that they w
 
 FULL = {"F64", "F32", "F16", "BF16"}
 """Dtypes of weights that are not quantised."""
+
+_MAY_SEE = ("policy.model", "train.teacher.model")
+"""Settings that may name a model that is shown pictures."""
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 SAMPLING = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
 """Ends of the names of architectures that sample text."""
@@ -69,9 +76,14 @@ def check_weights_folder(model: str, setting: str) -> None:
             "because reading them may run code: save the model with safe_serialization=True"
         )
     try:
-        dtypes = _unusual_dtypes(model)
+        names, dtypes = open_weights(model)[0].entries.keys(), _unusual_dtypes(model)
     except (ValueError, OSError) as error:
         raise ValueError(f"{setting}: {error}") from None
+    if read_model_config(model, setting).get("model_type") in SEEING and _EMBEDDING not in names:
+        raise ValueError(
+            f"{setting}: {model} has no {_EMBEDDING}; have transformers name its weights: load the model and "
+            "save it by save_pretrained"
+        )
     if dtypes:
         raise ValueError(f"{setting}: the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
 
@@ -91,15 +103,15 @@ def _fault_of(model: str, setting: str) -> str | None:
     else:
         return None
     named = "a folder of a causal language model (...ForCausalLM in its config.json)"
-    seeing = f", or of one that sees ({', '.join(SEEING)})" * (setting == "policy.model")
+    seeing = f", or of one that sees ({', '.join(SEEING)})" * (setting in _MAY_SEE)
     return f"{model} is {what}: name {named}{seeing}"
 
 
 def _is_causal(shape: dict[str, Any], setting: str) -> bool:
-    """Whether a model continues tokens; only a policy is shown pictures."""
+    """Whether a model continues tokens; only policies and their teachers are shown pictures."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    seeing = SEEING if setting == "policy.model" else ()
+    seeing = SEEING if setting in _MAY_SEE else ()
     return shape.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *seeing}
 
 
@@ -147,11 +159,20 @@ def read_model_config(folder: str, setting: str = "policy.model") -> dict[str, A
 
 
 def count_parameters(folder: str) -> int:
-    """Number of parameters of a model folder; a head that is tied to the embedding counts once."""
-    header, _ = open_weights(folder)
+    """Number of parameters of a model folder that are trained: all but those of the tower of a policy that
+    sees. A head that is tied to the embedding counts once."""
     is_tied = bool(read_model_config(folder).get("tie_word_embeddings"))
-    counted = [entry for name, entry in header.entries.items() if not (is_tied and name == "lm_head.weight")]
-    return sum(math.prod(entry.shape) for entry in counted)
+    return _count(folder, lambda name: not (name.startswith(TOWER) or (is_tied and name == "lm_head.weight")))
+
+
+def count_tower(folder: str) -> int:
+    """Number of parameters of the tower of a policy that sees; 0 if it does not."""
+    return _count(folder, lambda name: name.startswith(TOWER))
+
+
+def _count(folder: str, counts: Callable[[str], bool]) -> int:
+    header, _ = open_weights(folder)
+    return sum(math.prod(entry.shape) for name, entry in header.entries.items() if counts(name))
 
 
 def describe_policy(folder: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from binascii import Error as Base64Error
 from binascii import a2b_base64
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from storage.media import store_picture
 NUM_KNOWN = 20_000
 """Number of pictures of a run that are known without being decoded again; each takes some 500 bytes."""
 
-_threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="pictures")
+_threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="pictures")
 """Few, because a picture may take 200 MB while it is decoded."""
 
 _PLAIN = bytes.maketrans(b"-_", b"+/")
@@ -82,5 +83,9 @@ def _make(data: str, sight: Sight, folder: str) -> Part:
     """The facts of a picture, which is stored."""
     if len(data) > MAX_BYTES * 4 // 3 + 4:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
-    fitted = fit_picture(a2b_base64(data.encode().translate(_PLAIN)), sight)
+    try:
+        decoded = a2b_base64(data.encode().translate(_PLAIN))
+    except Base64Error:
+        raise ValueError("its base64 is broken") from None
+    fitted = fit_picture(decoded, sight)
     return {"sha256": store_picture(folder, fitted.png), "width": fitted.width, "height": fitted.height}

@@ -10,6 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, cache_bytes
+from sf_core.pictures.sight import KEPT_BYTES, SEEING
 from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of, warm_rate
@@ -21,7 +22,7 @@ from sf_core.stages.settling.start_folder import (
 )
 from sf_core.stages.settling.stored_config import OF_AN_ADAPTER
 from sf_core.stages.settling.teacher import explain_teacher, frozen_bytes
-from sf_core.training.policy_folder import count_parameters, read_model_config
+from sf_core.training.policy_folder import count_parameters, count_tower, read_model_config
 
 _TRAINED_BYTES = 16
 """For each parameter that is trained, in float32: weight, gradient and Adam's two moments."""
@@ -46,6 +47,10 @@ class PolicySizes:
     """What an engine reserves for KV; 0 if it reserves nothing, or the model's shape is unknown."""
     rank: int
     """What each rank trains, with its gradient and moments, and the weights that stay: its part of these."""
+    tower: int
+    """What each rank holds of the tower of a policy that sees; `rank` includes it."""
+    features: int
+    """What a rank keeps of the features of pictures, at most; 0 for a policy that does not see."""
     frozen: int
     """What each rank holds of the teacher and of the reference of `train.loss.kl`; `rank` includes it."""
     checkpoint: int
@@ -66,12 +71,12 @@ class PolicySizes:
         they cannot be used. `by_a_worker`: their folders may exist only on a worker."""
         if not engine_kind(config).runs_policy:
             return None
-        policy, folder = config.policy, None
+        policy, folder, tower = config.policy, None, 0
         if policy.model is None:
             parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
             shape = name_built_in_shape(config)
         elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
-            parameters = count_parameters(folder)
+            parameters, tower = count_parameters(folder), count_tower(folder)
             shape = read_model_config(folder)
         else:
             return None
@@ -96,10 +101,12 @@ class PolicySizes:
         shared_by = train.ranks_per_policy if train.backend == "megatron" else train.workers
         frozen = -(-frozen_bytes(config, parameters * itemsize) // shared_by)
         return cls(
-            weights=kept + trained * itemsize,
+            weights=kept + (trained + tower) * itemsize,
             version=trained * itemsize,
             cache=cache or 0,
-            rank=rank + frozen,
+            rank=rank + frozen + tower * itemsize,
+            tower=tower * itemsize,
+            features=_feature_bytes(shape, config),
             frozen=frozen,
             checkpoint=trained * CHECKPOINT_BYTES * networks,
             parameters=parameters,
@@ -115,7 +122,11 @@ class PolicySizes:
         held = "weights, gradient and Adam's moments"
         if self.adapter is not None:
             held = "the policy's weights, and the factors, their gradient and Adam's moments"
-        return f"{held}, with {_gb(self.frozen)} of models that are not trained" if self.frozen else held
+        beside = [
+            *[f"{_gb(self.tower)} of the tower that reads pictures"] * (self.tower > 0),
+            *[f"{_gb(self.frozen)} of models that are not trained"] * (self.frozen > 0),
+        ]
+        return f"{held}, with {' and '.join(beside)}" if beside else held
 
 
 def _rank_bytes(parameters: int, config: RunConfig) -> int:
@@ -129,6 +140,7 @@ def _rank_bytes(parameters: int, config: RunConfig) -> int:
 
 
 def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConfig) -> int:
+    shape = shape.get("text_config") or shape
     try:
         hidden, inner, layers = (
             int(shape[name]) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
@@ -142,10 +154,21 @@ def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConf
     kept = layers * hidden + of_layer if train.recompute else layers * of_layer
     # the projections with the weights of the norms multiplied into them; one rank holds all of them
     fused = parameters // (layers if train.recompute and train.workers > 1 else 1)
-    rollout = config.rollout
-    batch = rollout.groups_per_batch * rollout.group_size * config.engine.context
+    batch = _batch_tokens(config)
     tokens = min(train.tokens_per_microbatch, batch)
     return int((tokens * kept + fused) * itemsize) // train.ranks_per_policy
+
+
+def _batch_tokens(config: RunConfig) -> int:
+    rollout = config.rollout
+    return rollout.groups_per_batch * rollout.group_size * config.engine.context
+
+
+def _feature_bytes(shape: Mapping[str, Any], config: RunConfig) -> int:
+    if shape.get("model_type") not in SEEING:
+        return 0
+    width = int((shape.get("text_config") or shape).get("hidden_size", 0))
+    return min(KEPT_BYTES, _batch_tokens(config) * width * DTYPE_BYTES[config.policy.dtype_name])
 
 
 def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
@@ -193,6 +216,7 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         f", and about {_gb(sizes.activations)} of activations: {_gb(sizes.rank + sizes.activations)} at most"
     )
     activations = peak if sizes.activations else ""
+    features = f", and at most {_gb(sizes.features)} for features of pictures" if sizes.features else ""
     written, warm = "an adapter" if sizes.adapter else "weights", _warm_start(config, train.rate)
     return {
         **({"warm start": warm} if warm else {}),
@@ -200,7 +224,7 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         **({} if sizes.adapter is None else {"adapter": _explain_adapter(sizes.adapter)}),
         **({} if train.teacher is None else {"teacher": explain_teacher(sizes.config, sizes.parameters)}),
         "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; "
-        f"{ranks}: {_gb(sizes.rank)} of {sizes.held}{activations}",
+        f"{ranks}: {_gb(sizes.rank)} of {sizes.held}{activations}{features}",
         "storage": f"each iteration writes {_gb(sizes.version)} of {written}, {_explain_kept(sizes)}; "
         f"a checkpoint, {often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} "
         f"stay{for_good}",

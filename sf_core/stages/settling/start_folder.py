@@ -98,11 +98,6 @@ def _check_sight(config: RunConfig, kind: str) -> None:
         raise ValueError(
             f"engine.kind {engine} shows no pictures, and the policy, a {kind}, sees: use engine.kind vllm"
         )
-    if kind in SEEING and config.train.teacher is not None:
-        raise ValueError(
-            f"train.teacher is asked by token ids, which show no pictures, and the policy, a {kind}, sees: "
-            "leave train.teacher out"
-        )
     if kind not in SEEING and most is not None:
         raise ValueError(
             f"rollout.max_picture_tokens ({most}) is for policies that see, and this one, a {kind}, does "

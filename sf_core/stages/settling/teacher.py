@@ -9,8 +9,9 @@ from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES
 from sf_core.models.context import longest_context
+from sf_core.pictures.sight import read_sight
 from sf_core.training import teacher_folder as folders
-from sf_core.training.policy_folder import count_parameters, read_model_config
+from sf_core.training.policy_folder import count_parameters, count_tower, read_model_config
 from sf_core.training.teacher_folder import SETTING, TeacherFolder
 
 
@@ -39,6 +40,16 @@ def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> No
     """Raises ValueError, one sentence that names the first difference, if a token of the policy is another
     one to the teacher. `policy`: the folder of the model; None: the built-in policy."""
     teacher, found = config.train.teacher, find_here(config, by_a_worker)
+    sees = config.policy.sees if policy is None else read_sight(policy) is not None
+    if sees and teacher is not None and teacher.url is not None:
+        raise ValueError(
+            "train.teacher.url: the server would be sent ids alone, and the policy is shown pictures: name a "
+            f"folder as {SETTING}"
+        )
+    if sees and found is not None and read_sight(found.source) is None:
+        raise ValueError(
+            f"{SETTING}: {found.source} is not shown pictures, and the policy is: name a teacher that sees"
+        )
     folder, setting = None if found is None else found.source, SETTING
     if teacher is not None and teacher.tokenizer is not None:
         folder, setting = teacher.tokenizer, "train.teacher.tokenizer"
@@ -75,7 +86,9 @@ def frozen_bytes(config: RunConfig, version: int) -> int:
     train, found, taught = config.train, find_here(config), 0
     if found is not None:
         dtype = read_dtype(read_model_config(found.source, SETTING))
-        taught = (DTYPE_BYTES | {"float16": 2}).get(dtype, 4) * count_parameters(found.source)
+        taught = (DTYPE_BYTES | {"float16": 2}).get(dtype, 4) * (
+            count_parameters(found.source) + count_tower(found.source)
+        )
     # None: the start, which is held once for both
     versions = set() if train.loss.kl is None else {train.loss.kl.renew_every}
     if train.teacher is not None and train.teacher.weights is not None:

@@ -19,12 +19,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from sf_core.models.language import TOWER
-from sf_core.pictures.sight import read_sight
+from sf_core.pictures.sight import KEPT_BYTES, read_sight
 from sf_core.training.packing import Microbatch
 from storage.media import PictureSpan, read_picture
-
-KEPT_BYTES = 4 << 30
-"""Most memory of the host for features of pictures that were seen last."""
 
 
 class Tower:

@@ -71,14 +71,14 @@ class SeeingPolicies:
 
     def logprobs(
         self,
-        version: int,
+        folder: str,
         ids: Sequence[int],
         pictures: Sequence[PictureSpan],
         start: int,
         sampling: Sampling,
     ) -> npt.NDArray[np.float32]:
-        """Those of ids[start:], under the distribution that is drawn from."""
-        model = _loaded(self.whole(version))
+        """Those of ids[start:] by the model in the folder, under the distribution that is drawn from."""
+        model = _loaded(folder)
         processor = Qwen2VLImageProcessorPil.from_pretrained(self.start_dir)
         shown = [Image.open(io.BytesIO(read_picture(self.media_dir, picture.sha256))) for picture in pictures]
         seen = processor(shown, return_tensors="pt") if shown else {}

@@ -90,6 +90,15 @@ def _row(
 def seen_by_transformers(model: Any, folder: str, media: str, batch: pa.Table) -> list[torch.Tensor]:
     """Log-probs of each row's trained tokens, with their gradients, by transformers' own forward pass. The
     placeholder is never sampled."""
+    found = []
+    for scores, row in zip(predict(model, folder, media, batch), batch.to_pylist(), strict=True):
+        ids = torch.tensor(row["token_ids"])[torch.tensor(row["loss_mask"])]
+        found.append(scores.gather(1, ids.unsqueeze(1)).squeeze(1))
+    return found
+
+
+def predict(model: Any, folder: str, media: str, batch: pa.Table) -> list[torch.Tensor]:
+    """The same of every id of the vocabulary in their places."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     placeholder, inner, found = model.config.image_token_id, model.model, []
     for row, spans in zip(batch.to_pylist(), images_of(batch), strict=True):
@@ -110,8 +119,7 @@ def seen_by_transformers(model: Any, folder: str, media: str, batch: pa.Table) -
         logits = model.lm_head(hidden)[0]
         logits = logits - 100 * torch.nn.functional.one_hot(torch.tensor(placeholder), logits.shape[1])
         (trained,) = np.nonzero(row["loss_mask"])
-        scores = logits[trained - 1].log_softmax(-1)
-        found.append(scores.gather(1, ids[0, trained].unsqueeze(1)).squeeze(1))
+        found.append(logits[trained - 1].log_softmax(-1))
     return found
 
 

@@ -10,6 +10,8 @@ import yaml
 from typer.testing import CliRunner
 
 from sf_core.cli.main import app
+from sf_core.config import PolicyConfig
+from sf_core.models.builtin import make_policy
 
 OTHERS = {"a0": {"tags": ["agent"]}, "c0": {"tags": ["cpu"]}}
 R0 = {"tags": ["rollout"]}
@@ -175,3 +177,22 @@ def test_the_plan_is_made_of_the_workers_that_a_run_would_get(
     monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 0.1)
     result = CliRunner().invoke(app, ["plan", write({"r0": R0, "t0": BOTH}), *arguments])
     assert result.output.startswith(f"error: no Dask scheduler answers at {asked}: ")
+
+
+def test_the_plan_says_how_a_policy_sees_pictures(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
+    engine = {"kind": "vllm"}
+    workers = {"r0": R0, "t0": {"tags": ["train"]}}
+    code, lines = sf_plan(write(workers, policy={"sees": True}, engine=engine))
+    assert (code, lines["pictures"]) == (0, "the policy is shown them")
+    folder = str(tmp_path / "sees")
+    make_policy(folder, PolicyConfig(sees=True, hidden_size=32, num_layers=1), seed=0)
+    rules = {"max_picture_tokens": 64}
+    code, lines = sf_plan(write(workers, policy={"model": folder}, engine=engine, rollout=rules))
+    assert code == 0
+    assert lines["pictures"] == (
+        "the policy is shown them, each as 4 to 64 tokens, one for every 28 by 28 pixels; larger ones are "
+        "made smaller"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from storage.tensors.weight_delta import FILE_NAME as DELTA
 from storage.tensors.weights import load_weights
 from tests.bench.runs import commit, configure
 from tests.bench.trained_runs import train
-from tests.bench.training.pictures import loaded, seeing_batch, seeing_policy, seen_by_transformers
+from tests.bench.training.pictures import loaded, predict, seeing_batch, seeing_policy, seen_by_transformers
 
 ROWS = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
 
@@ -65,6 +66,29 @@ def test_language_tensors_alone_are_published_and_the_whole_policy_is_exported(
     batch = seeing_batch(run.start_dir, run.media_dir, ROWS)
     scores = seen_by_transformers(model, run.policy_dir, run.media_dir, batch)
     assert all(own.isfinite().all() for own in scores)
+
+
+def test_a_reference_and_a_critic_see_too(tmp_path: Path) -> None:
+    settings = {"loss": {"kl": {"coefficient": 0.1}}, "critic": {}, "advantage": "gae"}
+    run = trained(tmp_path, learning_rate=1e-3, **settings)
+    first, second = (run.read_committed(iteration, "train").data for iteration in range(2))
+    # version 0 against itself, then the version after
+    assert first["kl_reference"] == pytest.approx(0, abs=1e-6) and second["kl_reference"] > 1e-6
+    assert first["value_loss"] > 0 and math.isfinite(second["value_loss"])
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "sampled"])
+def test_a_teacher_sees_too(tmp_path: Path, divergence: str) -> None:
+    teacher = {"model": str(tmp_path / "sight"), "divergence": divergence}
+    run = trained(tmp_path, teacher=teacher, advantage="none")
+    batch = seeing_batch(run.start_dir, run.media_dir, ROWS)
+    folders = run.start_dir, str(tmp_path / "sight")
+    measure = predict if divergence == "reverse" else seen_by_transformers
+    with torch.no_grad():
+        own, taught = (torch.cat(measure(loaded(one), one, run.media_dir, batch)) for one in folders)
+    gaps = ((own - taught) * own.exp()).sum(1) if divergence == "reverse" else own - taught
+    measured = run.read_committed(0, "train").data["teacher_kl"]
+    assert measured == pytest.approx(float(gaps.mean()), abs=1e-5)
 
 
 def test_an_adapter_of_the_language_part_is_merged_into_the_export(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sf_core.stages.settling.start_folder import check_start
 from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy
 from storage.run_directory import RunDirectory
 from tests.bench.refusals import check_sentence
+from tests.bench.training.pictures import seeing_policy
 from tests.sf_core.stages.test_start import from_model, started
 
 
@@ -140,6 +141,18 @@ def base_model(policy_copy: Path) -> Path:
         policy_copy / "generation_config.json", eos_token_id=tokenizer.token_to_id("<|endoftext|>"), top_k=20
     )
     return policy_copy
+
+
+def test_a_policy_that_sees_is_stored_under_the_names_of_transformers(tmp_path: Path) -> None:
+    folder = seeing_policy(str(tmp_path))
+    check_model_folder(folder)
+    file = f"{folder}/model.safetensors"
+    save_file(
+        {name.replace("model.", "model.language_model."): t for name, t in load_file(file).items()}, file
+    )
+    with pytest.raises(ValueError) as raised:
+        check_model_folder(folder)
+    check_sentence(str(raised.value), f"{folder} has no model.embed_tokens.weight", "save_pretrained")
 
 
 def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_folder(

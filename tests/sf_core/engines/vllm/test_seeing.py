@@ -12,11 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from sf_core.config import RunConfig
+from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
-from sf_core.engines.testing import catch, drain, ids_of, sample
-from sf_core.types import FinishReason, GenerationRequest, PictureSpan, Sampling
+from sf_core.engines.testing import awake, catch, drain, ids_of, sample
+from sf_core.types import FinishReason, GenerationRequest, PictureSpan, Sampling, WeightsRef
 from storage.media import media_file
+from tests.bench.engines.adapter_folders import AdapterFolders
+from tests.bench.engines.model_folders import ModelFolders
 from tests.bench.engines.seeing_policies import SeeingPolicies, place_pictures
 from tests.sf_core.engines.model_contract import FolderEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT
@@ -30,11 +33,11 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> SeeingPolicies:
     return SeeingPolicies(tmp_path_factory.mktemp("seeing"))
 
 
-def config_of(policies: SeeingPolicies, **engine: object) -> RunConfig:
+def config_of(policies: SeeingPolicies, **sections: object) -> RunConfig:
     run = Path(policies.media_dir).parent
-    settings = {"kind": "vllm", "context_length": CONTEXT, "max_running": 32}
+    engine = {"kind": "vllm", "context_length": CONTEXT, "max_running": 32}
     return RunConfig.model_validate(
-        {"run_id": run.name, "storage": {"root": str(run.parent)}, "engine": settings | engine}
+        {"run_id": run.name, "storage": {"root": str(run.parent)}, "engine": engine, **sections}
     )
 
 
@@ -82,7 +85,7 @@ class TestSeeing(FolderEngineTests):
     def logprobs(
         self, version: int, ids: Sequence[int], start: int, sampling: Sampling
     ) -> npt.NDArray[np.float32]:
-        return self.policies.logprobs(version, ids, self.pictures, start, sampling)
+        return self.policies.logprobs(self.policies.whole(version), ids, self.pictures, start, sampling)
 
     def test_a_sequence_ends_at_the_end_of_the_context(self) -> None:
         self.prompt = [*self.prompt, *[9] * (self.context_length - 9 - len(self.prompt))]
@@ -166,3 +169,32 @@ class TestSeeing(FolderEngineTests):
                 error = catch(lambda: engine.submit(wrong), ValueError)  # noqa: B023
                 assert "are not those of its pictures" in str(error)
             assert engine.num_requests == 0
+
+
+class Start(ModelFolders):
+    """The start folder of policies, for which there are adapters."""
+
+    def __init__(self, policies: SeeingPolicies) -> None:
+        self._policies = policies
+
+    def __call__(self, kind: str = "", seed: int = 0) -> str:
+        return self._policies.start_dir
+
+
+def test_adapters_of_the_language_part_sample_with_pictures(
+    vllm: None, policies: SeeingPolicies, tmp_path: Path
+) -> None:
+    adapters = AdapterFolders(tmp_path, Start(policies))
+    assert not any("visual" in name for name in adapters.factors("", 1))
+    engine = DrivenEngine(make_engine(config_of(policies, train={"lora": {}}), adapters.start("")))
+    rng = random.Random(6)
+    for version in (0, 1, 4):
+        awake(engine, WeightsRef(version, adapters.version("", version)))
+        ids, pictures = place_pictures([5, policies.draw(rng), 6, policies.draw(rng), 7], policies.sight)
+        sampling = Sampling(seed=version)
+        chunks = sample(engine, GenerationRequest("r", ids, 0, 40, (), sampling, pictures=pictures))
+        told = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        whole = [*ids, *ids_of(chunks)]
+        expected = policies.logprobs(adapters.merged("", version), whole, pictures, len(ids), sampling)
+        assert np.abs(expected - np.array(told)).max() < 1e-4
+    engine.close()

@@ -18,12 +18,13 @@ from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.start import start_adapter
 from sf_core.training.packing import SAMPLING, Row, pack
-from sf_core.training.policy_folder import count_parameters
+from sf_core.training.policy_folder import count_parameters, count_tower
 from sf_core.training.torch.network import Network
 from storage.files import folder_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.weights import open_weights
 from tests.bench.refusals import check_sentence
+from tests.bench.training.pictures import loaded, seeing_policy
 
 ENGINE = {"max_running": 64, "context_length": 100}
 CACHE = 2 * 64 * 1 * 100 * 32 * 4
@@ -50,6 +51,24 @@ def test_sizes_are_those_of_the_parameters_in_the_folder(small_policy: str) -> N
     assert (sizes.rank, sizes.checkpoint) == (-(-16 * parameters // 3), 12 * parameters)
     halves = PolicySizes.of(configured({"model": small_policy, "dtype": "bfloat16"}))
     assert halves is not None and (halves.weights, halves.cache) == (2 * parameters, CACHE // 2)
+
+
+def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tmp_path: Path) -> None:
+    folder = seeing_policy(str(tmp_path))
+    model = loaded(folder)
+    tower = sum(p.numel() for p in model.model.visual.parameters())
+    language = sum(p.numel() for p in model.parameters()) - tower
+    assert (count_parameters(folder), count_tower(folder)) == (language, tower)
+    rollout = {"groups_per_batch": 2, "group_size": 2}
+    config = configured({"model": folder, "dtype": "bfloat16"}, train={"workers": 2}, rollout=rollout)
+    sizes = PolicySizes.of(config)
+    assert sizes is not None and (sizes.weights, sizes.version) == (2 * (language + tower), 2 * language)
+    assert (sizes.rank, sizes.checkpoint) == (8 * language + 2 * tower, 12 * language)
+    assert sizes.cache == 2 * 64 * 2 * 100 * 1 * 32 * 2 * 2 // 2 and sizes.activations > 0
+    assert sizes.features == 4 * 100 * 64 * 2
+    said = explained(config)["memory"]
+    assert f"with {2 * tower / 1e3:,.0f} kB of the tower that reads pictures" in said
+    assert said.endswith(", and at most 51 kB for features of pictures")
 
 
 def kept_bytes(model: str, rows: int, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ from sf_core.stages.settling.start_folder import check_start
 from sf_core.training.policy_folder import count_parameters
 from tests.bench.policy_server import publish_run
 from tests.bench.refusals import check_sentence
+from tests.bench.training.pictures import seeing_policy
 
 AT_URL = {"url": "http://teacher:8000", "divergence": "sampled"}
 
@@ -53,6 +54,19 @@ def test_the_same_tokens_are_taught_by_a_folder_a_version_and_a_server(
         for teacher in ({"model": small_policy}, {"model": f"{run.uri}@3"}, {"weights": "start"}):
             check_start(configured(teacher, policy))
         check_start(configured(AT_URL | {"tokenizer": small_policy}, policy))
+
+
+def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_policy: str) -> None:
+    sees = seeing_policy(str(tmp_path / "sees"))
+    for policy in ({"sees": True}, {"model": sees}):
+        check_start(configured({"model": sees}, policy))
+        refused(
+            configured({"model": small_policy}, policy),
+            f"train.teacher.model: {small_policy} is not shown pictures, and the policy is",
+        )
+        refused(
+            configured(AT_URL | {"tokenizer": sees}, policy), "train.teacher.url: the server would be sent"
+        )
 
 
 def test_another_vocabulary_is_refused_by_its_first_token(small_policy: str, policy_copy: Path) -> None:

@@ -1,0 +1,292 @@
+"""Pictures in requests of every dialect, from the bytes that a client sends to what engine and files get."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from sf_core.dataplane.chat.messages import list_pictures
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
+from sf_core.types import GenerationRequest
+from storage.media import read_picture
+from storage.tables.trajectories import read_trajectories, to_rows
+from tests.bench.dataplane.conversations import family
+from tests.bench.dataplane.pictures import (
+    Fields,
+    encoded,
+    png,
+    show_in_chat,
+    show_in_google,
+    show_in_messages,
+    show_in_responses,
+    url_of,
+)
+from tests.bench.dataplane.planes import ServedPlane, finish, say
+from tests.bench.dataplane.restarts import Restarts
+from tests.patience import patience, wait_until
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+GOOGLE = "/v1/models/policy:generateContent"
+DIALECTS: list[tuple[str, Callable[[str], Sequence[Fields]], str]] = [
+    (CHAT, show_in_chat, "This model's maximum context length is"),
+    (MESSAGES, show_in_messages, "prompt is too long"),
+    (RESPONSES, show_in_responses, "Your input exceeds the context window"),
+    (GOOGLE, show_in_google, "exceeds the maximum number of tokens allowed"),
+]
+RED, BLUE = png("red"), png("blue")
+
+
+@pytest.fixture
+def seeing() -> Renderer:
+    return family("qwen2_5_vl")
+
+
+@pytest.fixture
+def plane(served_plane: ServedPlane, seeing: Renderer) -> ServedPlane:
+    """A data plane with a run whose policy sees."""
+    served_plane.model_dir = seeing.model_dir
+    served_plane.register(group_size=1, groups_per_batch=1)
+    served_plane.connect(lambda prompt, seed: say(seeing, "yes"))
+    return served_plane
+
+
+def ask(plane: ServedPlane, path: str, body: Fields, **more: Any) -> httpx.Response:
+    return plane.http.post(path, json={"model": "policy", "max_tokens": 8, **body}, **more)
+
+
+def media_of(plane: ServedPlane) -> str:
+    return str(plane.run_dir / "run" / "media")
+
+
+def check_shown(plane: ServedPlane, asked: GenerationRequest, seeing: Renderer, *pictures: bytes) -> None:
+    """The engine is asked for these pictures, at the places of its placeholders."""
+    ids, sight = list(asked.prompt_ids), seeing.sight
+    assert sight is not None
+    for span, picture in zip(asked.pictures, pictures, strict=True):
+        assert ids[span.start : span.start + span.length] == [sight.token_id] * span.length
+        assert span.length == sight.count_tokens(span.height, span.width)
+        stored, given = (
+            Image.open(io.BytesIO(data)) for data in (read_picture(media_of(plane), span.sha256), picture)
+        )
+        assert stored.size == (span.width, span.height)
+        assert stored.getpixel((0, 0)) == given.getpixel((0, 0))
+    assert ids.count(sight.token_id) == sum(span.length for span in asked.pictures)
+
+
+@pytest.mark.parametrize(("path", "show", "_"), DIALECTS)
+def test_pictures_reach_the_engine(
+    plane: ServedPlane, seeing: Renderer, path: str, show: Callable[[str], Sequence[Fields]], _: str
+) -> None:
+    for number, body in enumerate(show(encoded(RED))):
+        response = ask(plane, path, body)
+        assert response.status_code == 200, response.text
+        check_shown(plane, plane.asked[number], seeing, RED)
+    assert plane.get("/runs/run")["counters"].get("left_out.image") is None
+
+
+@pytest.mark.parametrize(("path", "show", "overflow"), DIALECTS)
+def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
+    plane: ServedPlane, path: str, show: Callable[[str], Sequence[Fields]], overflow: str
+) -> None:
+    [claim] = plane.claim()
+    path = f"/sessions/{claim['session_id']}{path}"
+    film = io.BytesIO()
+    frames = [Image.new("RGB", (28, 28), color) for color in ("red", "blue")]
+    frames[0].save(film, "GIF", save_all=True, append_images=frames[1:])
+    for data, sentence in [
+        (RED[:60], "it cannot be decoded"),
+        (b"no picture", "it is in no format of pictures that is known, or broken"),
+        (film.getvalue(), "it is animated"),
+        (png("red", (28 * 212, 28)), "a ratio above 200"),
+        (png("red", (9000, 9000), mode="1"), "at most 67108864 are decoded"),
+    ]:
+        for body in show(encoded(data)):
+            response = ask(plane, path, body)
+            message = response.json()["error"]["message"]
+            assert response.status_code == 400 and sentence in message, message
+            assert message.startswith(("messages[", "input[", "contents["))
+    plane.register(group_size=1, groups_per_batch=1, context_length=12)
+    response = ask(plane, path, show(encoded(png("red", (112, 112))))[0])
+    assert response.status_code == 400 and overflow in response.text
+    plane.register(group_size=1, groups_per_batch=1)
+    assert ask(plane, path, show(encoded(RED))[0]).status_code == 200
+    assert len(plane.asked) == 1
+
+
+def test_prompts_tell_pictures_apart_and_rows_hold_them(plane: ServedPlane, seeing: Renderer) -> None:
+    [claim] = plane.claim()
+    path = f"/sessions/{claim['session_id']}{CHAT}"
+    turns = [[RED, RED], [RED, BLUE], [BLUE, RED]]
+    for first, last in turns:
+        before, after = (show_in_chat(encoded(picture))[0]["messages"] for picture in (first, last))
+        messages = [*before, {"role": "assistant", "content": "no"}, *after]
+        assert ask(plane, path, {"messages": messages}).status_code == 200
+    for asked, pictures in zip(plane.asked, turns, strict=True):
+        check_shown(plane, asked, seeing, *pictures)
+    assert len({tuple(asked.prompt_ids) for asked in plane.asked}) == 1
+    finish(plane, claim)
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(plane.run_dir / "run" / sealed["files"][0]["uri"])))
+    for row, asked in zip(rows, plane.asked, strict=True):
+        assert row.token_ids.tolist() == [*asked.prompt_ids, *say(seeing, "yes")]
+        assert tuple(row.images) == asked.pictures
+        shown = list_pictures(json.loads(row.messages))
+        assert [(part["sha256"], part["height"], part["width"]) for part in shown] == [
+            (span.sha256, span.height, span.width) for span in asked.pictures
+        ]
+    streamed = plane.http.get("/runs/run/batches/0/stream")
+    assert pa.ipc.open_stream(streamed.content).read_all()["images"].to_pylist()[0]
+    assert len([*Path(media_of(plane)).iterdir()]) == 2
+    journal = (plane.run_dir / "run" / "journal" / "run.journal").read_bytes()
+    assert encoded(RED).encode() not in journal
+
+
+def test_limits_of_the_run_hold(plane: ServedPlane) -> None:
+    [body, _] = show_in_chat(encoded(png("red", (112, 112))))
+    assert ask(plane, CHAT, body).status_code == 200
+    plane.register(group_size=1, groups_per_batch=1, max_picture_tokens=4)
+    assert ask(plane, CHAT, body).status_code == 200
+    assert [asked.pictures[0].length for asked in plane.asked] == [16, 4]
+
+
+def test_bodies_are_large_by_their_pictures_alone(plane: ServedPlane) -> None:
+    noise = Image.effect_noise((2400, 1600), 90)
+    file = io.BytesIO()
+    noise.save(file, "BMP")
+    data = encoded(file.getvalue() * 2)  # what is behind a picture's end is not read
+    [body, _] = show_in_chat(data)
+    assert len(data) > MAX_BODY_BYTES
+    response = ask(plane, CHAT, body)
+    assert response.status_code == 200, response.text
+    response = ask(plane, CHAT, {"messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]})
+    assert response.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "show", "field"),
+    [
+        ("/v1/messages/count_tokens", show_in_messages, "input_tokens"),
+        ("/v1/models/policy:countTokens", show_in_google, "totalTokens"),
+    ],
+)
+def test_their_tokens_are_counted(
+    plane: ServedPlane, path: str, show: Callable[[str], Sequence[Fields]], field: str
+) -> None:
+    small, large = (
+        plane.http.post(path, json={"model": "policy", **show(encoded(png("red", size)))[0]}).json()[field]
+        for size in ((28, 28), (112, 112))
+    )
+    assert large - small == 15
+
+
+def test_placeholders_may_not_be_given_otherwise(plane: ServedPlane, seeing: Renderer) -> None:
+    assert seeing.sight is not None
+    spelled = ask(plane, CHAT, {"messages": [{"role": "user", "content": "<|image_pad|>"}]})
+    assert spelled.status_code == 400 and "a text has <|image_pad|>" in spelled.text
+    for prompt in ([5, seeing.sight.token_id], "see <|image_pad|>"):
+        given = ask(plane, "/v1/completions", {"prompt": prompt})
+        assert given.status_code == 400 and "which stands for a picture" in given.text
+    assert not plane.asked
+
+
+def test_nothing_is_acknowledged_that_is_not_stored(plane: ServedPlane, seeing: Renderer) -> None:
+    [claim] = plane.claim()
+    path = f"/sessions/{claim['session_id']}{CHAT}"
+    folder = Path(media_of(plane))
+    folder.write_text("in the way")
+    [body, _] = show_in_chat(encoded(RED))
+    refused = ask(plane, path, body)
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    assert "cannot write pictures" in refused.json()["error"]["message"]
+    assert plane.get(f"/sessions/{claim['session_id']}")["prompts"] == []
+    folder.unlink()
+    assert ask(plane, path, body, headers={"x-stainless-retry-count": "1"}).status_code == 200
+    check_shown(plane, plane.asked[0], seeing, RED)
+
+
+def test_many_at_once_are_each_their_own(plane: ServedPlane, seeing: Renderer) -> None:
+    colors = [(i * 8, 255 - i * 8, i) for i in range(8)] * 4
+    claims = plane.claim(8)
+    with ThreadPoolExecutor(8) as agents:
+
+        def ask_for(number: int) -> int:
+            path = f"/sessions/{claims[number % len(claims)]['session_id']}{CHAT}"
+            return ask(plane, path, show_in_chat(encoded(png(colors[number])))[0]).status_code
+
+        assert {*agents.map(ask_for, range(len(colors)))} == {200}
+    assert len([*Path(media_of(plane)).iterdir()]) == 8
+    shown = [asked.pictures[0].sha256 for asked in plane.asked]
+    assert len({*shown}) == 8
+
+
+def ask_until_answered(plane: ServedPlane, path: str, body: Fields) -> str:
+    """The answer to an agent that sends its request again until it has one."""
+    answers: list[str] = []
+
+    def has_answer() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            response = httpx.post(plane.url + path, json={"model": "policy", **body}, timeout=patience())
+            if response.status_code == 200:
+                answers.append(response.json()["choices"][0]["message"]["content"])
+        return bool(answers)
+
+    wait_until(has_answer)
+    return answers[0]
+
+
+def test_a_killed_data_plane_goes_on_with_the_same_pictures(restarts: Restarts, seeing: Renderer) -> None:
+    plane = restarts.plane
+    plane.model_dir = seeing.model_dir
+    plane.register(group_size=1, groups_per_batch=1)
+    plane.connect(lambda prompt, seed: say(seeing, "yes"))
+    [claim] = plane.claim()
+    path = f"/sessions/{claim['session_id']}{CHAT}"
+    shown: list[bytes] = []
+    messages: list[Any] = []
+    engine = plane.engines["r0"]
+    for turn in range(3):
+        # the first picture comes again, behind others, after each restart
+        for picture in (png((0, 0, 50 * turn)), RED):
+            shown.append(picture)
+            messages += show_in_chat(encoded(picture))[0]["messages"]
+        engine.steps_left, num_asked = turn % 2, len(plane.asked)
+        with ThreadPoolExecutor(1) as agent:
+            asking = agent.submit(ask_until_answered, plane, path, {"messages": [*messages]})
+            wait_until(lambda: len(plane.asked) > num_asked and engine.steps_left == 0)  # noqa: B023
+            restarts.restart()
+            engine.steps_left = None
+            assert asking.result(patience()) == "yes"
+        check_shown(plane, plane.asked[-1], seeing, *shown)
+        messages.append({"role": "assistant", "content": "yes"})
+    finish(plane, claim)
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    [row] = to_rows(read_trajectories(str(plane.run_dir / "run" / sealed["files"][0]["uri"])))
+    assert tuple(row.images) == plane.asked[-1].pictures
+    assert row.token_ids.tolist() == [*plane.asked[-1].prompt_ids, *say(seeing, "yes")]
+    assert len([*Path(media_of(plane)).iterdir()]) == 4
+
+
+def test_an_address_is_refused_in_one_sentence(plane: ServedPlane) -> None:
+    response = ask(plane, CHAT, show_in_chat(url="https://example.com/a.png")[0])
+    assert response.status_code == 400
+    assert response.json()["error"] == {
+        "message": "messages[0].content[1] has a picture whose bytes are not in the request: send them "
+        "as base64, in a field for URLs as data URL; nothing is fetched from addresses, and there is no "
+        "store of files",
+        "type": "invalid_request_error",
+        "param": "messages[0].content[1]",
+        "code": None,
+    }
+    without_base64 = url_of(encoded(RED)).replace(";base64", "")
+    assert ask(plane, CHAT, show_in_chat(url=without_base64)[0]).status_code == 400

@@ -1,0 +1,132 @@
+"""Pictures of a run are decoded once, and stored before they are known."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sf_core.dataplane.chat.contents import SentPicture
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.media import media
+from sf_core.dataplane.media.media import Media
+from sf_core.pictures.fitting import Fitted, fit_picture
+from sf_core.pictures.sight import Sight
+from storage.media import read_picture
+from tests.bench.dataplane.pictures import encoded, png
+
+SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+
+
+def sent(*pictures: bytes) -> list[SentPicture]:
+    return [SentPicture(f"here[{i}]", encoded(data), {"type": "image"}) for i, data in enumerate(pictures)]
+
+
+def complete(kept: Media, *rounds: list[SentPicture], sight: Sight = SIGHT) -> None:
+    """All rounds at once."""
+
+    async def all_rounds() -> None:
+        await asyncio.gather(*(kept.complete(one, sight) for one in rounds))
+
+    asyncio.run(all_rounds())
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was decoded."""
+    data: list[bytes] = []
+
+    def fit(given: bytes, sight: Sight) -> Fitted:
+        data.append(given)
+        return fit_picture(given, sight)
+
+    monkeypatch.setattr(media, "fit_picture", fit)
+    return data
+
+
+def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted: list[bytes]) -> None:
+    kept, red, blue = Media(str(tmp_path)), png("red"), png("blue", (300, 200))
+    rounds = [sent(red, blue, red), sent(red), sent(blue)]
+    complete(kept, *rounds)
+    complete(kept, again := sent(blue, red))
+    assert sorted(fitted) == sorted([red, blue])
+    parts = [[one.part for one in round] for round in [*rounds, again]]
+    assert parts[0][0] == parts[0][2] == parts[1][0] == parts[3][1]
+    assert parts[0][1] == parts[2][0] == parts[3][0]
+    for part in (parts[0][0], parts[0][1]):
+        with Image.open(io.BytesIO(read_picture(str(tmp_path), part["sha256"]))) as picture:
+            assert picture.size == (part["width"], part["height"])
+            assert (part["height"], part["width"]) == SIGHT.fit(part["height"], part["width"])
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[bytes]) -> None:
+    kept, data = Media(str(tmp_path)), png("red", (112, 112))
+    large, small = sent(data), sent(data)
+    complete(kept, large)
+    complete(kept, small, sight=SIGHT.limit(4))
+    assert (large[0].part["width"], small[0].part["width"]) == (112, 56)
+    assert len(fitted) == 2
+
+
+def test_of_many_pictures_the_latest_are_known(
+    tmp_path: Path, fitted: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "NUM_KNOWN", 2)
+    kept, pictures = Media(str(tmp_path)), [png((0, 0, i)) for i in range(4)]
+    complete(kept, sent(*pictures))
+    complete(kept, sent(*pictures[2:]))
+    assert len(fitted) == 4
+    complete(kept, sent(pictures[0]))
+    assert len(fitted) == 5
+
+
+def test_letters_of_urls_are_read(tmp_path: Path) -> None:
+    data = encoded(png("red"))
+    while not {"+", "/"} & {*data}:
+        data = encoded(png(tuple(hash((data, i)) % 256 for i in range(3))))
+    plain = [SentPicture("a", data, {})]
+    of_urls = [SentPicture("b", data.replace("+", "-").replace("/", "_"), {})]
+    complete(Media(str(tmp_path)), plain, of_urls)
+    assert plain[0].part == of_urls[0].part
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ("", "it is in no format of pictures that is known, or broken"),
+        (encoded(png("red", kind="EPS")), "it is in no format of pictures that is known, or broken"),
+        ("AAAA", "it is in no format of pictures that is known, or broken"),
+        ("A", "its base64 is broken"),
+        (encoded(png("red")[:60]), "it cannot be decoded"),
+        (encoded(png("red", (28 * 212, 28))), "its sides are 5936 by 28 pixels, a ratio above 200"),
+        ("A" * 45_000_000, "it has more than 33554432 bytes"),
+    ],
+)
+def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(
+    tmp_path: Path, data: str, sentence: str
+) -> None:
+    kept = Media(str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ApiError) as refused:
+            complete(kept, [SentPicture("messages[3].content[1]", data, {})])
+        assert refused.value.status == 400
+        assert refused.value.message.startswith("messages[3].content[1] has a picture that cannot be shown: ")
+        assert sentence in refused.value.message
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_cannot_be_stored_is_tried_again(tmp_path: Path) -> None:
+    folder = tmp_path / "media"
+    folder.write_text("in the way")
+    kept, pictures = Media(str(folder)), sent(png("red"))
+    with pytest.raises(ApiError, match=f"cannot write pictures to {folder}: ") as refused:
+        complete(kept, pictures)
+    assert (refused.value.status, refused.value.code) == (503, "media_unwritable")
+    assert refused.value.retry_after_s and pictures[0].part == {"type": "image"}
+    folder.unlink()
+    complete(kept, pictures)
+    assert read_picture(str(folder), pictures[0].part["sha256"])
