@@ -67,7 +67,7 @@ def test_blind_policy_has_no_sight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "processor", "told"),
     [
-        (QWEN, None, "no preprocessor_config.json; save the processor there too"),
+        (QWEN, None, "no preprocessor_config.json; save the image processor there too"),
         (QWEN, "{", "preprocessor_config.json is broken"),
         ({"model_type": "qwen2_5_vl"}, "{}", "KeyError('image_token_id')"),
     ],
