@@ -17,8 +17,8 @@ trainer   a step on 32 rows with a picture each, of which 8 differ: the share th
 
 Predicted before the first run: 60 ms of CPU per turn with a screen for 2 ms with text (10 to decode, 15 to
 resize, 25 to encode, 10 to parse and hash the history), 2 times the PNG stored, 5 kB more in the journal
-(four bytes for each placeholder); cached_share 0.75 of 0.9 at most; with pictures 0.8 of the tokens per second; the
-tower a tenth of the step.
+(four bytes for each placeholder); cached_share 0.75 of 0.9 at most; with pictures 0.8 of the tokens per
+second; the tower a tenth of the step.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import VllmServer, make_arguments
 from sf_core.models.builtin import make_policy
-from sf_core.pictures.sight import PROCESSOR, Sight
+from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
+from sf_core.training.packing import SAMPLING, Row, pack
+from sf_core.training.torch.network import Network
+from sf_core.training.torch.pictures import Tower
 from storage.files import folder_bytes
-from storage.media import media_file, store_picture
+from storage.media import PictureSpan, media_file, store_picture
 
 SCREEN = (1280, 720)
 TURNS, SESSIONS = 20, 8
@@ -284,7 +287,46 @@ async def measure_rate(
     return 16 * 64 / (time.perf_counter() - start)
 
 
-SECTIONS: dict[str, Callable[[Path], Line]] = {"gateway": measure_gateway, "engine": measure_engine}
+def measure_trainer(folder: Path) -> Line:
+    model = make_seeing(folder / "model", 40, hidden_size=128, num_layers=4)
+    sight, media = read_sight(model), str(folder / "media")
+    assert sight is not None
+    names = [store_small(media, sight, number) for number in range(8)]
+    rows = [make_row(number, names[number % 8], sight) for number in range(32)]
+    seconds: dict[str, list[float]] = {"first": [], "again": []}
+    for _ in range(4):
+        network = Network(model, tower=Tower(model, media))
+        for which in seconds:
+            start = time.perf_counter()
+            for microbatch in pack(rows, 4096):
+                logprobs, _ = network.scores(microbatch)
+                (-logprobs.mean()).backward()
+            seconds[which].append(time.perf_counter() - start)
+    # the first round warms up
+    first, again = (min(taken[1:]) for taken in seconds.values())
+    tokens = sum(row.length for row in rows)
+    return {"first_step_s": round(first, 3), "tower_share": round(1 - again / first, 3), "tokens": tokens}
+
+
+def make_row(number: int, name: str, sight: Sight) -> Row:
+    """A prompt of a picture and 200 tokens of text, of which half are trained."""
+    height, width = sight.fit(SCREEN[1], SCREEN[0])
+    length, random_ids = sight.count_tokens(height, width), np.random.default_rng(number)
+    ids = random_ids.integers(5, 100, length + 201).astype(np.int32)
+    span = PictureSpan(name, 1, length, height, width)
+    named, mask = ids.copy(), np.arange(len(ids)) > length + 100
+    named[1 : 1 + length] = -1 - number % 8
+    sampling, ones = np.zeros(len(ids), SAMPLING), np.ones(len(ids), np.float32)
+    sampling["temperature"] = sampling["top_p"] = 1
+    versions = np.zeros(len(ids), np.int32)
+    return Row(named, mask, ones, ones, versions, sampling, ones, "group", str(number), (span,), number)
+
+
+SECTIONS: dict[str, Callable[[Path], Line]] = {
+    "gateway": measure_gateway,
+    "engine": measure_engine,
+    "trainer": measure_trainer,
+}
 
 
 if __name__ == "__main__":

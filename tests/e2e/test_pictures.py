@@ -56,8 +56,8 @@ def is_healthy(url: str) -> bool:
 
 
 def make_untied(folder: str) -> None:
-    """A policy with a head of its own, as adopted servers on the CPU reload no other, and with weights so large
-    that pictures matter."""
+    """A policy with a head of its own, as adopted servers on the CPU reload no other, and with large weights,
+    so that pictures matter."""
     make_policy(folder, PolicyConfig(sees=True, hidden_size=64, num_layers=1), seed=0)
     weights = {
         name: tensor * 3 if tensor.dim() > 1 else tensor
