@@ -175,11 +175,13 @@ def _recipe_files(environment: Environment) -> list[Path]:
     from sf_core.agents import tool_loop
     from sf_core.dataplane import chat
     from sf_core.dataplane.sessions import pictures as names
-    from sf_core.models import builtin, cache_size, context, decoder, projections, token_bytes
+    from sf_core.models import builtin, cache_size, context, decoder, language, projections, token_bytes
     from sf_core.training import demonstrations, packing, warmstart
     from sf_core.training.torch import network
+    from sf_core.training.torch import pictures as tower
 
     modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
-    parts: list[Any] = [*modules, context, names, token_bytes, tool_loop, *environment.classes]
+    parts: list[Any] = [*modules, context, language, names, token_bytes, tool_loop, tower]
     whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat, pictures)]
-    return [*(Path(inspect.getfile(part)) for part in parts), *sorted(chain(*whole))]
+    found = map(inspect.getfile, [*parts, *environment.classes])
+    return [*map(Path, found), *sorted(chain(*whole))]

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 from aiohttp import web
-from PIL import Image
+from PIL import Image, ImageOps
 
 _CHUNK = 2**16
 
@@ -76,14 +76,14 @@ def _swap(body: bytes) -> bytes:
     if b"content_parts" not in body:
         return body
     asked = orjson.loads(body)
-    asked["content_parts"] = [_turn_over(part) for part in asked["content_parts"]]
+    asked["content_parts"] = [_swap_part(part) for part in asked["content_parts"]]
     return orjson.dumps(asked)
 
 
-def _turn_over(part: dict[str, Any]) -> dict[str, Any]:
-    """The same picture upside down, in a file beside it: as many tokens in the same places."""
+def _swap_part(part: dict[str, Any]) -> dict[str, Any]:
+    """The same picture in other colours, in a file beside it: as many tokens in the same places."""
     path = Path(urlsplit(part["url"]).path)
-    turned = path.with_name(f"turned-{path.name}")
-    if not turned.exists():
-        Image.open(path).transpose(Image.Transpose.ROTATE_180).save(turned)
-    return part | {"url": turned.as_uri(), "uuid": f"turned-{part['uuid']}"}
+    other = path.with_name(f"other-{path.name}")
+    if not other.exists():
+        ImageOps.invert(Image.open(path)).save(other)
+    return part | {"url": other.as_uri(), "uuid": f"other-{part['uuid']}"}

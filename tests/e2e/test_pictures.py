@@ -55,9 +55,14 @@ def is_healthy(url: str) -> bool:
     return httpx.get(f"{url}/health", timeout=30).status_code == 200
 
 
-def untie(folder: str) -> None:
-    """Give the model a head of its own: adopted servers reload no other on the CPU."""
-    weights = load_file(f"{folder}/model.safetensors")
+def make_untied(folder: str) -> None:
+    """A policy with a head of its own, as adopted servers on the CPU reload no other, and with weights so large
+    that pictures matter."""
+    make_policy(folder, PolicyConfig(sees=True, hidden_size=64, num_layers=1), seed=0)
+    weights = {
+        name: tensor * 3 if tensor.dim() > 1 else tensor
+        for name, tensor in load_file(f"{folder}/model.safetensors").items()
+    }
     name = next(name for name in weights if name.endswith("embed_tokens.weight"))
     save_file({**weights, "lm_head.weight": weights[name].clone()}, f"{folder}/model.safetensors")
     config = json.loads(Path(folder, "config.json").read_text())
@@ -111,8 +116,7 @@ def test_a_run_whose_engine_is_shown_other_pictures_ends_at_the_first_batch(
 ) -> None:
     vllm_python()
     start = str(tmp_path / "policy")
-    make_policy(start, PolicyConfig(sees=True, hidden_size=64, num_layers=1), seed=0)
-    untie(start)
+    make_untied(start)
     policy = PolicyFolder(start, untied=True)
     policy.take(start)
     media = Path(cluster.folder, "runs", "swapped", "media")

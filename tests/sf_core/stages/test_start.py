@@ -15,7 +15,9 @@ from sf_core.config import PolicyConfig, RunConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.torch.cached_model import open_model
 from sf_core.engines.torch.kv_cache import KVCache
+from sf_core.environments.environment import Environment
 from sf_core.environments.quickstart import Quickstart
+from sf_core.environments.screen.environment import ScreenOfButtons
 from sf_core.models import projections
 from sf_core.models.builtin import make_policy
 from sf_core.models.cache_size import cache_bytes
@@ -317,24 +319,29 @@ def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(policy_
     )
 
 
-def test_the_cache_of_warm_starts_knows_all_of_our_code_that_makes_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("environment", [Quickstart(), ScreenOfButtons()], ids=["blind", "sees"])
+def test_the_cache_of_warm_starts_knows_all_of_our_code_that_makes_them(
+    tmp_path: Path, environment: Environment
+) -> None:
     ran: set[str] = set()
-    environment = Quickstart()
+    sees = isinstance(environment, ScreenOfButtons)
+    policy = {"sees": sees, "hidden_size": 32, "num_layers": 1}
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         ran.add(frame.f_code.co_filename)
 
     warm = {"steps": 1, "batch_size": 4}
-    config = RunConfig.model_validate({"policy": {"warmstart": warm}})
+    named = {"name": "screen" if sees else "quickstart"}
+    config = RunConfig.model_validate({"policy": policy | {"warmstart": warm}, "environment": named})
     tracer = sys.gettrace()
     sys.settrace(note)
     try:
-        make_policy(str(tmp_path), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+        make_policy(str(tmp_path), config.policy, seed=0)
         warmstart(str(tmp_path), config)
     finally:
         sys.settrace(tracer)
     ours = {file for file in map(Path, ran) if file.is_relative_to(sf_core.__path__[0])}
-    assert {file.stem for file in ours} >= {"network", "decoder", "tool_loop"}
+    assert {file.stem for file in ours} >= ({"fitting"} if sees else {"network", "decoder", "tool_loop"})
     # settings are in the recipe by their values
     of_settings = {file for file in ours if file.parent.name == "config" or file.name == "settings.py"}
     assert ours - of_settings <= set(_recipe_files(environment))
