@@ -93,6 +93,10 @@ def make_arguments(
         own["kv-cache-memory-bytes"] = str(kv_bytes)
         # a seeded request whose prompt is split between two steps would end the server
         flags += ["enforce-eager", "no-enable-chunked-prefill"]
+        if media_dir is not None:
+            # by default as many placeholders are encoded in a step as tokens are computed, and where a cached
+            # prefix ends within pictures the prompt is split
+            own["max-num-batched-tokens"] = str(max_running * context_length)
     elif adapter_rank is None:
         flags += ["enable-sleep-mode"]
     adapters = [] if adapter_rank is None else make_adapter_arguments(adapter_rank)

@@ -205,6 +205,8 @@ def test_a_server_that_shows_pictures_has_a_tokenizer_and_reads_files_of_their_f
     assert {*seeing} - {*blind} == {
         "--allowed-local-media-path=/runs/r/media",
         '--limit-mm-per-prompt={"video": 0}',
+        # all that can be asked at once: a seeded prompt that is split would end the server
+        "--max-num-batched-tokens=512",
     }
 
 
