@@ -73,12 +73,15 @@ def test_language_tensors_alone_are_published_and_the_whole_policy_is_exported(
     assert all(own.isfinite().all() for own in scores)
 
 
-def test_a_reference_and_a_critic_see_too(tmp_path: Path) -> None:
-    settings = {"loss": {"kl": {"coefficient": 0.1}}, "critic": {}, "advantage": "gae"}
+@pytest.mark.parametrize("renew_every", [None, 1])
+def test_a_reference_and_a_critic_see_too(tmp_path: Path, renew_every: int | None) -> None:
+    kl = {"coefficient": 0.1, "renew_every": renew_every}
+    settings = {"loss": {"kl": kl}, "critic": {}, "advantage": "gae"}
     run = trained(tmp_path, learning_rate=1e-3, **settings)
     first, second = (run.read_committed(iteration, "train").data for iteration in range(2))
-    # version 0 against itself, then the version after
-    assert first["kl_reference"] == pytest.approx(0, abs=1e-6) and second["kl_reference"] > 1e-6
+    # version 0 against itself, then the version after against it or itself
+    assert first["kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert (second["kl_reference"] > 1e-6) == (renew_every is None)
     assert first["value_loss"] > 0 and math.isfinite(second["value_loss"])
 
 
