@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sf_core.pictures.sight import SEEING
+from sf_core.pictures.sight import SEEING, read_sight
+from storage.tensors.weights import load_weights
+
+if TYPE_CHECKING:
+    import torch
 
 TOWER = "visual."
 """Begin of the names of the weights in a policy's files that read pictures. They are not trained."""
+
+
+def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
+    """The weights in the folder of a version, with those of the start folder that no version has: the tower
+    of a policy that sees."""
+    whole = load_weights(start) if read_sight(start) else {}
+    tower = {name: tensor for name, tensor in whole.items() if name.startswith(TOWER)}
+    return tower | load_weights(version)
 
 
 def language_model(config: Any) -> tuple[Any, Any]:

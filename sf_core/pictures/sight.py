@@ -111,8 +111,8 @@ def _read(folder: str, name: str) -> Mapping[str, Any]:
     data = read_if_there(join(folder, name))
     if data is None:
         raise ValueError(
-            f"{folder}: no {name}; save the processor there too: "
-            "AutoProcessor.from_pretrained(...).save_pretrained(folder)"
+            f"{folder}: no {name}; save the image processor there too: "
+            "AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
         )
     try:
         return dict(json.loads(data))

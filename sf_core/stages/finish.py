@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sf_core.models.adapter import merge_folders
-from sf_core.models.language import TOWER
-from sf_core.pictures.sight import read_sight
+from sf_core.models.language import load_whole
 from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.series import record_devices
 from sf_core.reports.summary import summarise
@@ -15,7 +14,7 @@ from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.registry import trainer_kind
 from storage.files import copy_folder
-from storage.tensors.weights import WEIGHT_FILES, load_weights, save_weights
+from storage.tensors.weights import WEIGHT_FILES, save_weights
 
 
 def finish(ref: RunRef) -> dict[str, Any]:
@@ -42,10 +41,7 @@ def export_policy(run: OpenRun) -> None:
     copy_folder(run.directory.start_dir, folder, exclude=WEIGHT_FILES)
     newest = run.weights(version).uri
     if run.config.train.lora is None:
-        # versions of a policy that sees do not have its tower
-        whole = load_weights(run.directory.start_dir) if read_sight(run.directory.start_dir) else {}
-        tower = {name: tensor for name, tensor in whole.items() if name.startswith(TOWER)}
-        weights = tower | load_weights(newest)
+        weights = load_whole(run.directory.start_dir, newest)
     else:
         copy_folder(newest, run.directory.policy_adapter_dir)
         weights = merge_folders(run.directory.start_dir, newest, dtype)

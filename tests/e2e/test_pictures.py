@@ -4,18 +4,25 @@ wrong picture ends the run."""
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
+from safetensors.torch import load_file, save_file
 
 from sf_core.cli.replay import replay
-from sf_core.config import RunConfig
+from sf_core.config import PolicyConfig, RunConfig
+from sf_core.engines.vllm.policy_folder import PolicyFolder
+from sf_core.engines.vllm.server import VllmServer, make_arguments
+from sf_core.models.builtin import make_policy
 from sf_core.surroundings import vllm_python
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import check_result, trajectories
-from tests.patience import wait_until
+from tests.e2e.swapping_proxy import swapping_proxy
+from tests.patience import patience, wait_until
 
 SEES: dict[str, Any] = {
     # vLLM's CPU build knows no narrower heads
@@ -42,6 +49,26 @@ def kill_vllm(cluster: Cluster) -> None:
     assert engines
     for process in engines:
         process.kill()
+
+
+def is_healthy(url: str) -> bool:
+    return httpx.get(f"{url}/health", timeout=30).status_code == 200
+
+
+def make_untied(folder: str) -> None:
+    """A policy with a head of its own, as adopted servers on the CPU reload no other, and with weights so large
+    that pictures matter."""
+    make_policy(folder, PolicyConfig(sees=True, hidden_size=64, num_layers=1), seed=0)
+    weights = {
+        name: tensor * 3 if tensor.dim() > 1 else tensor
+        for name, tensor in load_file(f"{folder}/model.safetensors").items()
+    }
+    name = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    save_file({**weights, "lm_head.weight": weights[name].clone()}, f"{folder}/model.safetensors")
+    config = json.loads(Path(folder, "config.json").read_text())
+    config |= {"tie_word_embeddings": False}
+    config["text_config"] |= {"tie_word_embeddings": False}
+    Path(folder, "config.json").write_text(json.dumps(config))
 
 
 def shown(config: RunConfig) -> list[dict[str, Any]]:
@@ -82,3 +109,39 @@ def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_r
     differences = [step["engine_difference_mean"] for step in steps if step["engine_difference_tokens"]]
     assert differences and all(difference < 1e-5 for difference in differences), steps
     assert replay(run.uri, 4).equal and replay(run.uri, 0).equal
+
+
+def test_a_run_whose_engine_is_shown_other_pictures_ends_at_the_first_batch(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    vllm_python()
+    start = str(tmp_path / "policy")
+    make_untied(start)
+    policy = PolicyFolder(start, untied=True)
+    policy.take(start)
+    media = Path(cluster.folder, "runs", "swapped", "media")
+    media.mkdir(parents=True)
+    arguments = make_arguments(
+        dtype="float32",
+        context_length=1024,
+        max_running=8,
+        kv_bytes=policy.kv_bytes(8, 1024),
+        on_cpu=True,
+        adapter_rank=None,
+        media_dir=str(media),
+        more=[],
+    )
+    server = VllmServer(policy.path, arguments, on_cpu=True)
+    try:
+        with swapping_proxy(server.socket) as url:
+            wait_until(lambda: is_healthy(url), "vLLM", quiet_s=240)
+            engine = {"kind": "vllm", "script": None, "vllm": {"url": url}, "context_length": 1024}
+            parts = SEES | {"engine": engine, "policy": {"model": start, "dtype": "float32"}}
+            config = cluster.config("swapped", "async", **parts, train={"iterations": 3})
+            process = cluster.start(config)
+            assert process.wait(patience(240)) != 0
+    finally:
+        server.end()
+    told = cluster.log(config)
+    assert "max_engine_difference" in told, told[-3000:]
+    assert not is_committed(config, 1, "train")

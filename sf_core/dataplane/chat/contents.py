@@ -99,7 +99,8 @@ def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:
     kind = kind_of_media(part)
     if kind != IMAGE or not left_out.sees:
         return left_out.sentence(kind, where)
-    data = part.get("inline_data", {}).get("data")
+    held = part.get("inline_data")
+    data = held.get("data") if isinstance(held, dict) else None
     if not isinstance(data, str):
         raise unread_picture(where)
     return left_out.picture(data, where)

@@ -123,10 +123,14 @@ async def _read(
     if unseen and rules.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
         raise WrongField(unseen[0], f"{told} (rollout.unseen_parts: replace puts a sentence in its place)")
-    _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
-    if sight is not None and left_out.pictures:
-        await turns.media.complete(left_out.pictures, sight.limit(rules.max_picture_tokens))
-        left_out.pictures.clear()
+    pictures = left_out.pictures
+    _check_size(len(data) - sum(len(picture.data) for picture in pictures))
+    if sight is not None and pictures:
+        if len(pictures) >= turns.spec.context_length:
+            # each takes a token at least: nothing is decoded in vain
+            raise ContextOverflow(len(pictures), turns.spec.context_length).reword(*dialect.overflow)
+        await turns.media.complete(pictures, sight.limit(rules.max_picture_tokens))
+        pictures.clear()
         # it may have ended meanwhile
         turns, session = find_session(scope, model)
     rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}

@@ -76,8 +76,8 @@ class PolicySizes:
             parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
             shape = name_built_in_shape(config)
         elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
-            parameters, tower = count_parameters(folder), count_tower(folder)
-            shape = read_model_config(folder)
+            parameters, shape = count_parameters(folder), read_model_config(folder)
+            tower = count_tower(folder) if shape.get("model_type") in SEEING else 0
         else:
             return None
         adapter = None

@@ -31,14 +31,7 @@ class MegatronBackend(TorchBackend):
         return MegatronModel(model_dir, ranks, config.train, device=device, dtype=dtype, values=values)
 
     def make_frozen(
-        self,
-        config: RunConfig,
-        model_dir: str,
-        ranks: Ranks,
-        device: str,
-        *,
-        tower: Tower | None = None,
-        **choices: Any,
+        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
     ) -> MegatronModel:
         assert not choices, "configurations with train.teacher and this backend are refused"
-        return self.make_model(config, model_dir, ranks, device, tower=tower)
+        return self.make_model(config, model_dir, ranks, device)

@@ -72,19 +72,12 @@ class TorchBackend:
         )
 
     def make_frozen(
-        self,
-        config: RunConfig,
-        model_dir: str,
-        ranks: Ranks,
-        device: str,
-        *,
-        tower: Tower | None = None,
-        **choices: Any,
+        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
     ) -> HeldModel:
         """A model that these ranks hold and do not train, in the policy's dtype unless the choices, which are
         those of FrozenModel, name another."""
         choices = {"dtype": config.policy.dtype_name, **choices}
-        return FrozenModel(model_dir, ranks, device=device, tower=tower, **choices)
+        return FrozenModel(model_dir, ranks, device=device, **choices)
 
     @contextmanager
     def trainer_at(self, run: TrainedRun, version: int, ranks: Ranks) -> Iterator[ModelTrainer]:
@@ -127,19 +120,20 @@ class TorchBackend:
 
         def load(name: Name, trained: TrainedModel) -> tuple[HeldModel, str]:
             make_frozen = partial(self.make_frozen, config, ranks=ranks, device=where)
+            shown: dict[str, Any] = {} if tower is None else {"tower": tower}
             if isinstance(name, str):
                 teacher, digest = _find_teacher(run, name, ranks)
-                of_teacher = Tower(local_folder(teacher.source), media, where) if sees else None
+                if sees:
+                    shown["tower"] = Tower(local_folder(teacher.source), media, where)
                 with teacher.open() as (folder, its_adapter):
-                    choices: dict[str, Any] = {"dtype": "auto", "adapter": its_adapter}
-                    return make_frozen(folder, tower=of_teacher, **choices), digest
+                    return make_frozen(folder, dtype="auto", adapter=its_adapter, **shown), digest
             if name:
                 _refuse_missing(run, name)
             if adapter is not None:
                 assert isinstance(trained, TorchModel)
                 return StandIn(trained, load_adapter(run.directory.version_dir(name))), ""
             with version_of(run.directory, name).open() as (folder, _):
-                return make_frozen(folder, tower=tower), ""
+                return make_frozen(folder, **shown), ""
 
         trainer = ModelTrainer(
             partial(make_model, start, adapter=adapter),

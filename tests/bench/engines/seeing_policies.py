@@ -22,6 +22,7 @@ from sf_core.models.builtin import make_policy
 from sf_core.models.language import TOWER
 from sf_core.models.scoring import score
 from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight, read_sight
+from sf_core.training.policy_folder import read_model_config
 from sf_core.types import PictureSpan, Sampling, WeightsRef
 from storage.media import read_picture, store_picture
 from storage.tensors.weights import FILE_NAME, save_weights
@@ -37,6 +38,7 @@ class SeeingPolicies:
         sight = read_sight(self.start_dir)
         assert sight is not None
         self.sight: Sight = sight
+        self.vocab_size = int(read_model_config(self.start_dir)["text_config"]["vocab_size"])
 
     def folder(self, version: int) -> str:
         """What is published of a version: the language part alone, or version 0 whole."""

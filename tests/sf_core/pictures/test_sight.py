@@ -34,7 +34,7 @@ def test_fit_is_qwens_and_is_left_alone(height: int, width: int, max_tokens: int
 def test_limit_below_the_processors_least_is_refused() -> None:
     """An engine would make the picture larger again."""
     with pytest.raises(
-        ValueError, match="max_picture_tokens is 3, and the policy.s processor makes no picture"
+        ValueError, match=r"max_picture_tokens is 3, and the policy.s processor makes no picture"
     ):
         SIGHT.limit(3)
 
@@ -67,7 +67,7 @@ def test_blind_policy_has_no_sight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "processor", "told"),
     [
-        (QWEN, None, "no preprocessor_config.json; save the processor there too"),
+        (QWEN, None, "no preprocessor_config.json; save the image processor there too"),
         (QWEN, "{", "preprocessor_config.json is broken"),
         ({"model_type": "qwen2_5_vl"}, "{}", "KeyError('image_token_id')"),
     ],

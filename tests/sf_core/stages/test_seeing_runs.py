@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from sf_core.cli.replay import replay
+from sf_core.pictures.sight import read_sight
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.warmstart import copy_warmed
+from storage.files import list_files
 from storage.run_directory import RunDirectory
 from storage.tensors.weight_delta import FILE_NAME as DELTA
 from storage.tensors.weights import load_weights
@@ -62,6 +66,7 @@ def test_language_tensors_alone_are_published_and_the_whole_policy_is_exported(
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
+    assert replay(run.uri, 1).equal
     model = loaded(run.policy_dir)
     batch = seeing_batch(run.start_dir, run.media_dir, ROWS)
     scores = seen_by_transformers(model, run.policy_dir, run.media_dir, batch)
@@ -89,6 +94,16 @@ def test_a_teacher_sees_too(tmp_path: Path, divergence: str) -> None:
     gaps = ((own - taught) * own.exp()).sum(1) if divergence == "reverse" else own - taught
     measured = run.read_committed(0, "train").data["teacher_kl"]
     assert measured == pytest.approx(float(gaps.mean()), abs=1e-5)
+
+
+def test_a_run_starts_from_the_whole_policy_that_its_warm_start_has_made(tmp_path: Path) -> None:
+    run = trained(tmp_path, iterations=2)
+    folder = RunDirectory(str(tmp_path / "next")).start_dir
+    copies = copy_warmed(run.uri, folder)
+    assert sorted(map(Path, list_files(folder))) == sorted(Path(ref.uri) for ref in copies)
+    found, wanted = load_weights(folder), load_weights(run.policy_dir)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert read_sight(folder) == read_sight(run.start_dir)
 
 
 def test_an_adapter_of_the_language_part_is_merged_into_the_export(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast
 
+from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.rendered import Reader
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.reports.export.export import export
 from storage.run_directory import RunDirectory
@@ -181,3 +183,17 @@ def test_without_a_tokenizer_nothing_is_checked(tmp_path: Path) -> None:
     assert code == 0
     assert "not checked against what the policy saw: run-1 has no tokenizer" in output
     assert json.loads((tmp_path / "out.jsonl").read_text())["as_seen"] is None
+
+
+def test_a_rendering_has_one_placeholder_for_each_picture(tmp_path: Path) -> None:
+    renderer = family("qwen2_5_vl")
+    run = RunDirectory(str(tmp_path / "run-1"))
+    shutil.copytree(renderer.model_dir, run.start_dir)
+    picture = {"type": "image", "sha256": "a", "width": 56, "height": 56}
+    messages: list[Message] = [{"role": "user", "content": [picture, picture]}]
+    record = Record(renderer)
+    seen, spans = record.read(record.session.open_prompt(messages, [], renderer))
+    assert [span.length for span in spans] == [4, 4]
+    reader, answer = Reader(run), {"role": "assistant", "content": "yes"}
+    assert reader.is_as_seen([*messages, answer], [], seen)
+    assert not reader.is_as_seen([{"role": "user", "content": [picture]}, answer], [], seen)

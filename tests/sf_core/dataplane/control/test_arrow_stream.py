@@ -15,12 +15,14 @@ import pytest
 from sf_core.dataplane.control import arrow_stream as stream_module
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream
 from storage.manifests import Manifest
+from storage.media import PictureSpan
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import write_outcomes
 from storage.tables.parquet import METADATA
-from storage.tables.schema import SCHEMA
-from storage.tables.trajectories import read_trajectories, to_rows, write_trajectories
+from storage.tables.schema import SCHEMA, SEEING_SCHEMA
+from storage.tables.trajectories import images_of, read_trajectories, to_rows, write_trajectories
 from tests.bench.dataplane.planes import ServedPlane
+from tests.bench.runs import conversation
 from tests.patience import join
 
 PAGE = (Path(__file__).parents[4] / "docs" / "your-trainer.md").read_text()
@@ -92,6 +94,14 @@ def test_a_committed_batch_is_read_from_the_run_directory(answering_plane: Serve
 def test_an_unknown_run_is_refused_with_a_sentence(answering_plane: ServedPlane) -> None:
     response = answering_plane.http.get("/runs/other/batches/0/stream")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "run_not_found")
+
+
+def test_the_stream_of_a_policy_that_sees_has_its_pictures(tmp_path: Path) -> None:
+    run, span = RunDirectory(str(tmp_path)), PictureSpan("a" * 64, 0, 1, 28, 28)
+    rows = [conversation([{"role": "user", "content": "x"}], images=images) for images in ((span,), ())]
+    file = run.path(write_trajectories(run, 0, rows, "part", sees=True).uri)
+    streamed = pa.ipc.open_stream(b"".join(arrow_stream([file], sees=True))).read_all()
+    assert streamed.schema.equals(SEEING_SCHEMA) and images_of(streamed) == [(span,), ()]
 
 
 def test_rows_leave_in_pieces_and_a_stream_that_breaks_off_is_noticed(

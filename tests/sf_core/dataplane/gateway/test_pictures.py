@@ -65,6 +65,12 @@ def ask(plane: ServedPlane, path: str, body: Fields, **more: Any) -> httpx.Respo
     return plane.http.post(path, json={"model": "policy", "max_tokens": 8, **body}, **more)
 
 
+def show_many(show: Callable[[str], Sequence[Fields]], data: str, count: int) -> dict[str, Any]:
+    """The message that shows this picture, so many times over."""
+    [(name, [message]), *_] = show(data)[0].items()
+    return {name: [message] * count}
+
+
 def media_of(plane: ServedPlane) -> str:
     return str(plane.run_dir / "run" / "media")
 
@@ -119,6 +125,8 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
     plane.register(group_size=1, groups_per_batch=1, context_length=12)
     response = ask(plane, path, show(encoded(png("red", (112, 112))))[0])
     assert response.status_code == 400 and overflow in response.text
+    many = ask(plane, path, show_many(show, encoded(RED[:60]), 12))
+    assert many.status_code == 400 and overflow in many.text
     plane.register(group_size=1, groups_per_batch=1)
     assert ask(plane, path, show(encoded(RED))[0]).status_code == 200
     assert len(plane.asked) == 1

@@ -121,6 +121,20 @@ class TestPictures(ServingTests):
             self.fake.shown_at = 0
             assert len(sample(engine, self.request("r"))) > 1
 
+    def test_a_picture_that_is_missing_or_broken_ends_its_request_alone(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with self.serve() as engine:
+            file = Path(media_file(self.media_dir, self.pictures[0].sha256))
+            for sentence, spoil in (
+                ("has other bytes", lambda: file.write_bytes(b"x")),
+                ("is missing", file.unlink),
+            ):
+                spoil()
+                assert sample(engine, self.request("r")) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
+                check_sentence(caplog.messages[-1], str(file), sentence)
+            assert len(self.fake.bodies) == 0
+
     @pytest.mark.parametrize(
         ("told", "sentence"),
         [

@@ -24,9 +24,6 @@ from tests.bench.engines.seeing_policies import SeeingPolicies, place_pictures
 from tests.sf_core.engines.model_contract import FolderEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT
 
-START, END = 110, 111
-"""Ids around a picture; any would do."""
-
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> SeeingPolicies:
@@ -54,11 +51,10 @@ class TestSeeing(FolderEngineTests):
     num_sequences = 5
     context_length = CONTEXT
     tolerance = 1e-5
-    vocab_size = 115
 
     @pytest.fixture(autouse=True)
     def _of(self, seeing: AsyncEngine, policies: SeeingPolicies) -> None:
-        self.engine, self.policies = seeing, policies
+        self.engine, self.policies, self.vocab_size = seeing, policies, policies.vocab_size
         rng = random.Random(1)
         one, two = policies.draw(rng), policies.draw(rng)
         # one of them twice
@@ -100,7 +96,7 @@ class TestSeeing(FolderEngineTests):
             parts: list[int | PictureSpan] = [5]
             for _ in range(rng.randrange(1, 4)):
                 parts += [rng.randrange(5, 100) for _ in range(rng.randrange(9))]
-                parts += [START, self.policies.draw(rng), END]
+                parts += [3, self.policies.draw(rng), 4]
             ids, pictures = place_pictures(parts, self.policies.sight)
             sampling = Sampling(seed=number)
             requests.append(GenerationRequest(f"{number}", ids, 0, 20, (), sampling, pictures=pictures))

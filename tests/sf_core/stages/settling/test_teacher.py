@@ -15,6 +15,7 @@ from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.derived import derive
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.settling.start_folder import check_start
+from sf_core.stages.settling.teacher import check_tokens
 from sf_core.training.policy_folder import count_parameters
 from tests.bench.policy_server import publish_run
 from tests.bench.refusals import check_sentence
@@ -57,16 +58,17 @@ def test_the_same_tokens_are_taught_by_a_folder_a_version_and_a_server(
 
 
 def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_policy: str) -> None:
-    sees = seeing_policy(str(tmp_path / "sees"))
+    sees, engine = seeing_policy(str(tmp_path / "sees")), {"kind": "vllm"}
     for policy in ({"sees": True}, {"model": sees}):
-        check_start(configured({"model": sees}, policy))
-        refused(
-            configured({"model": small_policy}, policy),
-            f"train.teacher.model: {small_policy} is not shown pictures, and the policy is",
-        )
-        refused(
-            configured(AT_URL | {"tokenizer": sees}, policy), "train.teacher.url: the server would be sent"
-        )
+        # only a worker may have vLLM
+        check_tokens(configured({"model": sees}, policy, engine=engine), policy.get("model"), False)
+        for teacher, said in (
+            ({"model": small_policy}, f"train.teacher.model: {small_policy} is not shown pictures, and"),
+            (AT_URL | {"tokenizer": sees}, "train.teacher.url: the server would be sent ids alone"),
+        ):
+            with pytest.raises(ValueError) as raised:
+                check_tokens(configured(teacher, policy, engine=engine), policy.get("model"), False)
+            check_sentence(str(raised.value), said)
 
 
 def test_another_vocabulary_is_refused_by_its_first_token(small_policy: str, policy_copy: Path) -> None:

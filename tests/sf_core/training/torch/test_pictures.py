@@ -98,11 +98,14 @@ def test_a_prefix_is_shared_up_to_the_first_picture_that_differs(policy: str, me
 def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy: str, media: str) -> None:
     (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), 1 << 20)
     assert microbatch.depths.dim() == 1 and microbatch.shown is None
-    logprobs = Network(policy, tower=Tower(policy, media)).scores(microbatch)[0]
-    blind = Network(policy).scores(microbatch)[0]
+    tower = Tower(policy, media)
+    logprobs, _ = Network(policy, tower=tower).scores(microbatch)
     # which may sample the placeholder
-    torch.testing.assert_close(logprobs, blind, atol=0.1, rtol=0)
-    assert (logprobs > blind).all()
+    logits = Network(policy).logits(microbatch)
+    assert (logprobs > logits.log_softmax(1).gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)).all()
+    logits[:, tower.placeholder] = -torch.inf
+    expected = logits.log_softmax(1).gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
 
 def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.MonkeyPatch) -> None:

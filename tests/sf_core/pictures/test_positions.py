@@ -1,0 +1,25 @@
+"""Where the tokens of text and pictures stand. Tests of the trainer compare that with transformers."""
+
+from __future__ import annotations
+
+from sf_core.pictures.positions import count_sides, place_tokens
+from sf_core.types import PictureSpan
+
+TALL, WIDE = PictureSpan("a", 2, 6, 84, 56), PictureSpan("b", 9, 4, 28, 112)
+
+
+def test_text_goes_on_behind_the_larger_side_of_a_picture() -> None:
+    assert (count_sides(TALL), count_sides(WIDE)) == ((3, 2), (1, 4))
+    places = place_tokens(15, [TALL, WIDE]).tolist()
+    assert places[:2] == [[0, 0, 0], [1, 1, 1]]
+    assert places[2:8] == [[2, 2 + row, 2 + column] for row in range(3) for column in range(2)]
+    assert places[8] == [5, 5, 5]
+    assert places[9:13] == [[6, 6, 6 + column] for column in range(4)]
+    assert places[13:] == [[10] * 3, [11] * 3]
+
+
+def test_a_row_may_end_before_or_in_a_picture() -> None:
+    whole = place_tokens(15, [TALL, WIDE]).tolist()
+    for length in range(15):
+        assert place_tokens(length, [TALL, WIDE]).tolist() == whole[:length]
+    assert place_tokens(3, []).tolist() == [[0] * 3, [1] * 3, [2] * 3]
