@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 from sf_core.environments.screen.drawing import CELL, COLOURS, PRESSED, Screen, centre, write_rows
 from sf_core.environments.screen.environment import ScreenOfButtons
 from sf_core.environments.testing import EnvironmentTests
+from tests.bench.canned_model import CannedModel
 
 places = st.dictionaries(
     st.tuples(st.integers(0, 3), st.integers(0, 2)), st.sampled_from([*COLOURS]), max_size=12
@@ -86,3 +89,22 @@ def test_a_demonstration_presses_every_named_button_and_sees_what_becomes_of_it(
 def test_more_buttons_than_places_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"targets \(2\) and others \(4\) must not exceed the 4 places"):
         ScreenOfButtons(columns=2, rows=2)
+
+
+def test_the_agent_sends_the_screen_and_what_became_of_it(canned_model: CannedModel) -> None:
+    """What it sends is what a demonstration shows."""
+    environment = ScreenOfButtons()
+    task, shown = environment.tasks("train", 7), environment.demonstrate(7).messages
+    written = [
+        {"tool_calls": [{**call, "function": call["function"] | {"arguments": json.dumps(arguments)}}]}
+        for message in shown
+        for call in message.get("tool_calls", ())
+        for arguments in (call["function"]["arguments"],)
+    ]
+    canned_model.answers = written
+    answer = asyncio.run(environment.agent(task, canned_model.endpoint))
+    assert answer == task.answer and environment.reward(task, answer) == 1.0
+    first, second = canned_model.requests
+    assert first["messages"] == shown[:1]
+    assert second["messages"][-1] == shown[2]
+    assert first["tools"] == environment.demonstrate(7).tools
