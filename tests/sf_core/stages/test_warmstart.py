@@ -6,9 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.config import RunConfig
+from sf_core.config import PolicyConfig, RunConfig
 from sf_core.config.yaml_file import load_config
-from sf_core.stages.warmstart import MOST_STEPS, configure_warmstart
+from sf_core.models.builtin import make_policy
+from sf_core.pictures.sight import read_sight
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.warmstart import MOST_STEPS, _write_demonstrations, configure_warmstart
+from storage.files import list_files
+from storage.media import media_file, read_picture
+from storage.run_directory import RunDirectory
+from storage.tables.batches import read_batch
+from storage.tables.trajectories import images_of
+from tests.bench.runs import configure
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
 
@@ -39,3 +48,23 @@ def test_the_learning_rate_is_five_times_that_of_the_run_unless_it_is_named() ->
     named = config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": 1e-5})})
     assert configure_warmstart(named, 135_000_000).train.learning_rate == pytest.approx(5e-5)
     assert configure_warmstart(warmed(RunConfig(), 2, rate=1e-3), 1).train.learning_rate == 1e-3
+
+
+def test_demonstrations_with_pictures_are_stored_once_and_named(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run"))
+    shape = {"hidden_size": 32, "num_layers": 1}
+    make_policy(run.start_dir, PolicyConfig(sees=True, **shape), seed=0)
+    policy = {"model": run.start_dir, "warmstart": {"steps": 1, "batch_size": 3}}
+    configure(
+        run, policy=policy, environment={"name": "screen", "tasks": None, "agent": None, "reward": None}
+    )
+    written = _write_demonstrations(OpenRun(RunRef("run", run.uri, dataplane_url="", attempt=1)), 0)
+    batch = read_batch(run.path(written.outputs[0].uri))
+    spans = [span for row in images_of(batch) for span in row]
+    assert written.data == {"rows": 3} and [len(row) for row in images_of(batch)] == [2] * 3
+    assert {media_file(run.media_dir, span.sha256) for span in spans} == {*list_files(run.media_dir)}
+    assert all(read_picture(run.media_dir, span.sha256) for span in spans)
+    placeholder = read_sight(run.start_dir).token_id
+    for ids, row in zip(batch["token_ids"].to_pylist(), images_of(batch), strict=True):
+        shown = [at for span in row for at in range(span.start, span.start + span.length)]
+        assert [at for at, token in enumerate(ids) if token == placeholder] == shown
