@@ -35,7 +35,12 @@ def swapping_proxy(socket: str) -> Iterator[str]:
                 target = f"http://vllm{request.path_qs}"
                 kind = {"Content-Type": request.content_type}
                 asked = session.request(request.method, target, data=body, headers=kind, timeout=timeout)
-                async with asked as answer:
+                try:
+                    answering = await asked
+                except aiohttp.ClientConnectionError:
+                    # it is starting
+                    return web.Response(status=503)
+                async with answering as answer:
                     response = web.StreamResponse(status=answer.status)
                     response.content_type = answer.content_type
                     await response.prepare(request)

@@ -137,7 +137,9 @@ def test_a_run_whose_engine_is_shown_other_pictures_ends_at_the_first_batch(
             wait_until(lambda: is_healthy(url), "vLLM", quiet_s=240)
             engine = {"kind": "vllm", "script": None, "vllm": {"url": url}, "context_length": 1024}
             parts = SEES | {"engine": engine, "policy": {"model": start, "dtype": "float32"}}
-            config = cluster.config("swapped", "async", **parts, train={"iterations": 3})
+            # the difference of fewer tokens says nothing
+            rollout = {"group_size": 8, "groups_per_batch": 8, "max_tokens": 8}
+            config = cluster.config("swapped", "async", **parts, rollout=rollout, train={"iterations": 3})
             process = cluster.start(config)
             assert process.wait(patience(240)) != 0
     finally:

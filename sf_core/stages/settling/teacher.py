@@ -59,7 +59,7 @@ def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> No
         # transformers is imported for it
         from sf_core.models.builtin import make_tokenizer
 
-        tokenizer, rows = make_tokenizer().backend_tokenizer, None
+        tokenizer, rows = make_tokenizer(config.policy.sees).backend_tokenizer, None
     else:
         tokenizer, rows = folders.read_tokenizer(policy, "policy.model"), folders.count_rows(policy)
     folders.check_vocabulary(tokenizer, rows or tokenizer.get_vocab_size(), folder, setting)
