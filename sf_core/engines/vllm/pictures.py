@@ -14,12 +14,18 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from sf_core.engines.protocol import EngineLostError
 from sf_core.engines.vllm.client import RequestRefusedError, StreamPiece, VllmClient
 from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight
 from sf_core.types import GenerationRequest, PictureSpan
 from storage.files import absolute, is_local, write_atomic
 from storage.media import media_file, read_picture
 from storage.scratch import scratch_folder
+
+_TRIES = 3
+"""How often a request with pictures is sent. The server's front end and its core each keep pictures. A request
+that ends on its way between them leaves the front end naming a picture that the core lacks: the next request
+gets 500, and the one after it brings the picture again."""
 
 _MOST_COPIES_BYTES = 2 * 2**30
 """Of pictures of a remote storage that are kept here."""
@@ -66,13 +72,20 @@ class Pictures:
         # a sampled one would take the next picture when the request is sent again
         body["sampling_params"]["logit_bias"] = {str(self.token_id): PLACEHOLDER_BIAS}
         shown = await asyncio.to_thread(self._show, body, spans) if spans else body
-        async with aclosing(client.generate(shown)) as pieces:
-            is_first = bool(spans)
-            async for piece in pieces:
-                if is_first and (piece.token_ids or piece.prompt_ids):
-                    _compare(piece, body["token_ids"], spans)
-                    is_first = False
-                yield piece
+        for left in reversed(range(_TRIES if spans else 1)):
+            is_first, has_begun = bool(spans), False
+            try:
+                async with aclosing(client.generate(shown)) as pieces:
+                    async for piece in pieces:
+                        if is_first and (piece.token_ids or piece.prompt_ids):
+                            _compare(piece, body["token_ids"], spans)
+                            is_first = False
+                        has_begun = True
+                        yield piece
+                return
+            except EngineLostError:
+                if has_begun or not left:
+                    raise
 
     def _show(self, body: dict[str, Any], spans: Sequence[PictureSpan]) -> dict[str, Any]:
         """The body with a file and one placeholder for each picture."""

@@ -51,6 +51,8 @@ class FakeVllm:
         """Sent in place of the name of the weights."""
         self.error: dict[str, Any] | None = None
         """Sent in place of tokens."""
+        self.num_misses = 0
+        """So many more requests with pictures it answers as if its core lacked one of them."""
         self.has_failed = False
         """It refuses to be paused."""
         self.aborts_by_itself = False
@@ -184,6 +186,10 @@ class FakeVllm:
         await response.prepare(request)
         ids, unsent, names, finish = list(body["token_ids"]), list[int](), set[str](), None
         try:
+            if ranges and self.num_misses:
+                self.num_misses -= 1
+                await _send(response, {"error": {"code": 500, "message": "Internal server error"}})
+                return response
             if self.error is not None:
                 await _send(response, self.error)
                 return response

@@ -105,6 +105,13 @@ class TestPictures(ServingTests):
             assert body["sampling_params"]["logit_bias"] == {str(PLACEHOLDER): -100.0}
         assert not {"content_parts", "return_token_ids"} & blind.keys()
 
+    def test_a_picture_that_the_core_of_the_server_lacks_is_sent_again(self) -> None:
+        with self.serve() as engine:
+            first = sample(engine, self.request("r"))
+            self.fake.num_misses = 2
+            assert sample(engine, self.request("r")) == first
+        assert len(self.fake.bodies) == 4
+
     def test_what_was_made_of_pictures_is_forgotten_with_every_version_before_it_samples(self) -> None:
         with self.serve() as engine:
             for version in (1, 2):
