@@ -23,9 +23,9 @@ from storage.media import media_file, read_picture
 from storage.scratch import scratch_folder
 
 _TRIES = 3
-"""How often a request with pictures is sent. The server's front end and its core each keep pictures. A request
-that ends on its way between them leaves the front end naming a picture that the core lacks: the next request
-gets 500, and the one after it brings the picture again."""
+"""How often a request with pictures is sent. The server's front end and its core each keep pictures. One that
+ends on its way between them leaves the front end naming a picture that the core lacks: the next request gets
+500, and the one after it brings the picture again."""
 
 _MOST_COPIES_BYTES = 2 * 2**30
 """Of pictures of a remote storage that are kept here."""
