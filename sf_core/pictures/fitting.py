@@ -61,7 +61,8 @@ def _check(picture: Image.Image) -> None:
     width, height = picture.size
     if width * height > MAX_PIXELS:
         raise ValueError(f"it has {width} by {height} pixels, and at most {MAX_PIXELS} are decoded")
-    if getattr(picture, "n_frames", 1) > 1:
+    # phones write JPEGs with further frames, for depth or screens: Pillow calls these MPO, and opens the first
+    if getattr(picture, "is_animated", False) and picture.format != "MPO":
         raise ValueError("it is animated")
 
 
