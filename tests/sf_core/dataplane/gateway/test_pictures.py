@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,9 @@ from PIL import Image
 from sf_core.dataplane.chat.messages import list_pictures
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
+from sf_core.dataplane.media import media
+from sf_core.pictures.fitting import Fitted, fit_picture
+from sf_core.pictures.sight import Sight
 from sf_core.types import GenerationRequest
 from storage.media import read_picture
 from storage.tables.schema import Trajectory
@@ -231,6 +235,30 @@ def test_nothing_is_acknowledged_that_is_not_stored(plane: ServedPlane, seeing: 
     folder.unlink()
     assert ask(plane, path, body, headers={"x-stainless-retry-count": "1"}).status_code == 200
     check_shown(plane, plane.asked[0], seeing, RED)
+
+
+def test_a_session_that_ends_while_a_picture_is_decoded_gets_no_turn(
+    plane: ServedPlane, seeing: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [claim] = plane.claim()
+    begun, ends = threading.Event(), threading.Event()
+
+    def fit(data: bytes, sight: Sight) -> Fitted:
+        begun.set()
+        assert ends.wait(patience())
+        return fit_picture(data, sight)
+
+    monkeypatch.setattr(media, "fit_picture", fit)
+    path, body = f"/sessions/{claim['session_id']}{CHAT}", show_in_chat(encoded(RED))[0]
+    with ThreadPoolExecutor(1) as agent:
+        asking = agent.submit(ask, plane, path, body)
+        assert begun.wait(patience())
+        finish(plane, claim)
+        ends.set()
+        late = ask(plane, path, body)
+        assert asking.result(patience()).json() == late.json()
+    assert late.status_code == 404
+    assert not plane.asked
 
 
 def test_many_at_once_are_each_their_own(plane: ServedPlane, seeing: Renderer) -> None:
