@@ -22,7 +22,7 @@ NUM_KNOWN = 20_000
 """Number of pictures of a run that are known without being decoded again; each takes some 500 bytes."""
 
 _threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="pictures")
-"""Few, because a picture may take 200 MB while it is decoded."""
+"""Few, because a picture may take 500 MB while it is decoded."""
 
 _PLAIN = bytes.maketrans(b"-_", b"+/")
 """Base64 has other letters in URLs, which google-genai sends."""

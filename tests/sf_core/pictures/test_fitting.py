@@ -58,6 +58,15 @@ def test_transparent_palette_is_put_on_white() -> None:
     np.testing.assert_array_equal(fit(save(picture, transparency=0)), np.full((56, 56, 3), 255))
 
 
+def test_of_a_phones_picture_the_first_frame_is_shown() -> None:
+    frames = [Image.new("RGB", (56, 112), colour) for colour in ("white", "black")]
+    exif = Image.Exif()
+    exif[0x112] = 6
+    phones = save(frames[0], "MPO", save_all=True, append_images=frames[1:], exif=exif)
+    assert getattr(Image.open(io.BytesIO(phones)), "n_frames", 0) == 2
+    np.testing.assert_array_equal(fit(phones), np.full((56, 112, 3), 255))
+
+
 def test_picture_is_turned_as_exif_says() -> None:
     pixels = np.zeros((56, 112, 3), np.uint8)
     pixels[:, :56] = 255
