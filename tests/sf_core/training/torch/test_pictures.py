@@ -125,6 +125,19 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
     assert len(tower._kept) == 1
 
 
+def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:
+    text, shown = [([3], 4), (["5", 2], 0)], [([3, "0"], 4), (["5", 2], 0)]
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text])), 1 << 20)
+    assert microbatch.depths.dim() == 1 and microbatch.pictures == ()
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text, shown])), 1 << 20)
+    assert [picture.start for picture in microbatch.pictures] == [3]
+    network = Network(policy, tower=Tower(policy, media))
+    wanted = seen_by_transformers(loaded(policy), policy, media, seeing_batch(policy, media, [text, shown]))
+    logprobs, _ = network.scores(microbatch)
+    for line, number in enumerate(microbatch.numbers):
+        torch.testing.assert_close(logprobs[microbatch.row == line], wanted[number], atol=1e-5, rtol=0)
+
+
 def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
     (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "0"], 2)]])), 20)
     with pytest.raises(
