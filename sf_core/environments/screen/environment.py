@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from random import Random
 from typing import Any, get_args
 
@@ -71,9 +72,8 @@ class ScreenOfButtons(Environment):
             clicks.append(at)
             return as_parts([], screen.draw())
 
-        tool = Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, click)
         shown = as_parts([task.metadata["instruction"]], screen.draw())
-        await run_tool_loop(endpoint, shown, [tool], max_turns=self.targets)
+        await run_tool_loop(endpoint, shown, [_tool(click)], max_turns=self.targets)
         return "; ".join(clicks)
 
     def reward(self, task: Task, answer: str) -> float:
@@ -95,8 +95,7 @@ class ScreenOfButtons(Environment):
             _click(screen, at)
             shown = as_parts([], screen.draw())
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": shown})
-        schema = Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, str).schema
-        return Demonstration(messages[:-1], [schema])
+        return Demonstration(messages[:-1], [_tool(str).schema])
 
     def _draw(self, random: Random) -> tuple[str, list[str]]:
         """A colour, and a screen with buttons of it."""
@@ -106,6 +105,10 @@ class ScreenOfButtons(Environment):
         chosen = random.sample(places, self.targets + self.others)
         colours = [colour] * self.targets + random.choices(others, k=self.others)
         return colour, write_rows(dict(zip(chosen, colours, strict=True)), self.columns, self.rows)
+
+
+def _tool(click: Callable[..., Any]) -> Tool:
+    return Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, click)
 
 
 def _write(place: Place) -> str:

@@ -22,8 +22,16 @@ from sf_core.training.torch.network import Network
 from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import TrainedModel
+from storage.media import media_file
 from tests.bench.training.gang import Member, Try
-from tests.bench.training.pictures import Part, loaded, seeing_batch, seeing_policy, seen_by_transformers
+from tests.bench.training.pictures import (
+    Part,
+    loaded,
+    seeing_batch,
+    seeing_policy,
+    seen_by_transformers,
+    store_named,
+)
 from tests.properties import examples
 from tests.sf_core.training.model_contract import Setup, learn
 
@@ -177,6 +185,13 @@ def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media:
                 for name, gradient in alone.gradients.items():
                     bound = 1e-4 * max(np.abs(gradient).max(), 1e-3)
                     assert np.abs(found.gradients[name] - gradient).max() <= bound, name
+        batch = seeing_batch(policy, media, [*text, [([3, "5", 2], 4)]])
+        Path(media_file(media, store_named(media, "5")[0])).unlink()
+        one = Try(str(tmp_path), ("t0", "t1"), iteration=4, timeout_s=3.0)
+        for member in gang:
+            member.sit(one, partial(learn, Seeing("", policy, media=media), batch, 24))
+        lost = [member.report() for member in gang]
+        assert all(".png is missing, and a trajectory shows it" in report for report in lost), lost
     finally:
         for member in gang:
             member.end()
