@@ -33,5 +33,5 @@ class MegatronBackend(TorchBackend):
     def make_frozen(
         self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
     ) -> MegatronModel:
-        assert not choices, "configurations with train.teacher and this backend are refused"
+        assert not any(choices.values()), "configurations with train.teacher and this backend are refused"
         return self.make_model(config, model_dir, ranks, device)

@@ -120,20 +120,18 @@ class TorchBackend:
 
         def load(name: Name, trained: TrainedModel) -> tuple[HeldModel, str]:
             make_frozen = partial(self.make_frozen, config, ranks=ranks, device=where)
-            shown: dict[str, Any] = {} if tower is None else {"tower": tower}
             if isinstance(name, str):
                 teacher, digest = _find_teacher(run, name, ranks)
-                if sees:
-                    shown["tower"] = Tower(local_folder(teacher.source), media, where)
+                its_tower = Tower(local_folder(teacher.source), media, where) if sees else None
                 with teacher.open() as (folder, its_adapter):
-                    return make_frozen(folder, dtype="auto", adapter=its_adapter, **shown), digest
+                    return make_frozen(folder, dtype="auto", adapter=its_adapter, tower=its_tower), digest
             if name:
                 _refuse_missing(run, name)
             if adapter is not None:
                 assert isinstance(trained, TorchModel)
                 return StandIn(trained, load_adapter(run.directory.version_dir(name))), ""
             with version_of(run.directory, name).open() as (folder, _):
-                return make_frozen(folder, **shown), ""
+                return make_frozen(folder, tower=tower), ""
 
         trainer = ModelTrainer(
             partial(make_model, start, adapter=adapter),
