@@ -103,7 +103,7 @@ def test_letters_of_urls_are_read(tmp_path: Path) -> None:
         ("A", "its base64 is broken"),
         (encoded(png("red")[:60]), "it cannot be decoded"),
         (encoded(png("red", (28 * 212, 28))), "its sides are 5936 by 28 pixels, a ratio above 200"),
-        ("A" * 45_000_000, "it has more than 33554432 bytes"),
+        ("A" * 45_000_000, "it has 33750000 bytes, and at most 33554432 are read"),
     ],
 )
 def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(
