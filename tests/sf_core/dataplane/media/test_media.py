@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from sf_core.pictures.fitting import Fitted, fit_picture
 from sf_core.pictures.sight import Sight
 from storage.media import read_picture
 from tests.bench.dataplane.pictures import encoded, png
+from tests.patience import patience
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 
@@ -61,6 +64,34 @@ def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted:
             assert picture.size == (part["width"], part["height"])
             assert (part["height"], part["width"]) == SIGHT.fit(part["height"], part["width"])
     assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_client_that_goes_away_leaves_its_picture_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ends, num_decoded = threading.Event(), threading.Event(), Counter[str]()
+
+    def fit(data: bytes, sight: Sight) -> Fitted:
+        num_decoded["red"] += 1
+        begun.set()
+        assert ends.wait(patience())
+        return fit_picture(data, sight)
+
+    monkeypatch.setattr(media, "fit_picture", fit)
+    kept, waiting = Media(str(tmp_path)), sent(png("red"))
+
+    async def leave() -> None:
+        first, second = (
+            asyncio.create_task(kept.complete(one, SIGHT)) for one in (sent(png("red")), waiting)
+        )
+        await asyncio.to_thread(begun.wait, patience())
+        first.cancel()
+        await asyncio.wait([first])
+        ends.set()
+        await second
+
+    asyncio.run(leave())
+    assert waiting[0].part["sha256"] and num_decoded["red"] == 1
 
 
 def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[bytes]) -> None:
