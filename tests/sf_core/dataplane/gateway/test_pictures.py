@@ -191,7 +191,7 @@ def test_bodies_are_large_by_their_pictures_alone(plane: ServedPlane) -> None:
     assert len(data) > MAX_BODY_BYTES
     response = ask(plane, CHAT, body)
     assert response.status_code == 200, response.text
-    many = {"messages": [[]] * MAX_BODY_BYTES}
+    many: Fields = {"messages": [[]] * MAX_BODY_BYTES}
     for given in ({"messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]}, many):
         assert ask(plane, CHAT, given).status_code == 413
 
