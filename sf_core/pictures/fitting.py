@@ -16,8 +16,8 @@ MAX_BYTES = 32 * 2**20
 """Most bytes of a picture's file."""
 
 MAX_PIXELS = 64 * 2**20
-"""Most pixels of a picture as it is sent; a decoded one takes four bytes for each, or twice as many if parts of
-it are transparent."""
+"""Most pixels of a picture as it is sent; a decoded one takes four bytes for each, and twice as many if it is
+transparent."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; for others, such as EPS, Pillow starts programs."""
@@ -63,7 +63,7 @@ def _check(picture: Image.Image) -> None:
     width, height = picture.size
     if width * height > MAX_PIXELS:
         raise ValueError(f"it has {width} by {height} pixels, and at most {MAX_PIXELS} are decoded")
-    # phones write JPEGs with further frames, for depth or screens: Pillow calls these MPO, and opens the first
+    # MPO: a JPEG of a phone with further frames, such as depth; the first one is opened
     if getattr(picture, "is_animated", False) and picture.format != "MPO":
         raise ValueError("it is animated")
 

@@ -91,9 +91,6 @@ class TokenCount:
         await send_body(send, 200, orjson.dumps({self._field: num_tokens}))
 
 
-_NOTHING: Body = {}
-
-
 class Asked(NamedTuple):
     """A request as its run reads it."""
 
@@ -108,12 +105,12 @@ class Asked(NamedTuple):
 
 
 def _read(
-    data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, missing: Body = _NOTHING
+    data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, missing: Body | None = None
 ) -> Asked:
     """Raises ApiError also for fields that are not done, and for parts that are no text if the run refuses
     them. `missing`: fields that the body need not have."""
     given, is_mended = parse_object(data)
-    body = dialect.read({**missing, **given}, scope["path"])
+    body = dialect.read((missing or {}) | given, scope["path"])
     turns, session = find_session(scope, get(body, "model", (str,), ""))
     rules, sees = turns.spec.rollout, turns.renderer.sight is not None
     if not sees:

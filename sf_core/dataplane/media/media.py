@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from sf_core.dataplane.chat.contents import Part, SentPicture
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
-from sf_core.pictures.fitting import MAX_BYTES, fit_picture
+from sf_core.pictures.fitting import fit_picture
 from sf_core.pictures.sight import Sight
 from storage.media import store_picture
 
@@ -81,8 +81,6 @@ def _digest(sent: Sequence[SentPicture]) -> list[bytes]:
 
 def _make(data: str, sight: Sight, folder: str) -> Part:
     """The facts of a picture, which is stored."""
-    if len(data) > MAX_BYTES * 4 // 3 + 4:
-        raise ValueError(f"it has more than {MAX_BYTES} bytes")
     try:
         decoded = a2b_base64(data.encode().translate(_PLAIN))
     except Base64Error:

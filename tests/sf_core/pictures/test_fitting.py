@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_picture_of_the_grid_keeps_its_pixels() -> None:
         ("LA", (0, 0), (255, 255, 255)),
     ],
 )
-def test_every_kind_of_pixel_is_shown(mode: str, colour: object, shown: tuple[int, int, int]) -> None:
+def test_every_kind_of_pixel_is_shown(mode: str, colour: Any, shown: tuple[int, int, int]) -> None:
     picture = Image.new(mode, (56, 56), colour)
     np.testing.assert_array_equal(fit(save(picture)), np.full((56, 56, 3), shown))
 
