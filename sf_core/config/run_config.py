@@ -64,8 +64,7 @@ class PolicyConfig(Settings):
     num_layers: int = Field(4, ge=1, le=64)
     """Number of layers of the built-in policy."""
     sees: bool = False
-    """Whether the built-in policy is shown pictures: a small Qwen2.5-VL is created in place of the Qwen3. A
-    `model` tells by its own files."""
+    """Whether the built-in policy is shown pictures, as a small Qwen2.5-VL; a `model` tells by its files."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
     """Supervised start, on demonstrations. Empty: none."""
     dtype: DtypeName | None = None

@@ -17,8 +17,9 @@ TOWER = "visual."
 def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
     """The weights in the folder of a version, with those of the start folder that no version has: the tower
     of a policy that sees."""
-    whole = load_weights(start) if read_sight(start) else {}
-    tower = {name: tensor for name, tensor in whole.items() if name.startswith(TOWER)}
+    if read_sight(start) is None:
+        return load_weights(version)
+    tower = {name: tensor for name, tensor in load_weights(start).items() if name.startswith(TOWER)}
     return tower | load_weights(version)
 
 

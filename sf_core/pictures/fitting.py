@@ -16,7 +16,8 @@ MAX_BYTES = 32 * 2**20
 """Most bytes of a picture's file."""
 
 MAX_PIXELS = 64 * 2**20
-"""Most pixels of a picture as it is sent; a decoded one takes three bytes for each."""
+"""Most pixels of a picture as it is sent; a decoded one takes four bytes for each, and twice as many if it is
+transparent."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; for others, such as EPS, Pillow starts programs."""
@@ -42,7 +43,10 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check(opened)
             height, width = sight.fit(*_turned_size(opened))
-            picture = _on_white(ImageOps.exif_transpose(opened))
+            ImageOps.exif_transpose(opened, in_place=True)
+            picture = _in_colours(opened)
+            if picture.size != (width, height):
+                picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         raise ValueError("it is in no format of pictures that is known, or broken") from None
     except ValueError:
@@ -50,10 +54,8 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
         told = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"it cannot be decoded: {told}") from None
-    if picture.size != (width, height):
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     file = io.BytesIO()
-    picture.save(file, "PNG", compress_level=_FAST)
+    _on_white(picture).save(file, "PNG", compress_level=_FAST)
     return Fitted(file.getvalue(), height, width)
 
 
@@ -61,7 +63,8 @@ def _check(picture: Image.Image) -> None:
     width, height = picture.size
     if width * height > MAX_PIXELS:
         raise ValueError(f"it has {width} by {height} pixels, and at most {MAX_PIXELS} are decoded")
-    if getattr(picture, "n_frames", 1) > 1:
+    # MPO: a JPEG of a phone with further frames, such as depth; the first one is opened
+    if getattr(picture, "is_animated", False) and picture.format != "MPO":
         raise ValueError("it is animated")
 
 
@@ -71,12 +74,17 @@ def _turned_size(picture: Image.Image) -> tuple[int, int]:
     return (width, height) if picture.getexif().get(0x0112) in (5, 6, 7, 8) else (height, width)
 
 
-def _on_white(picture: Image.Image) -> Image.Image:
+def _in_colours(picture: Image.Image) -> Image.Image:
+    """In RGB, or in RGBA if parts are transparent; copied only if it must be."""
     if picture.mode.startswith("I"):
         # 16 bits of grey; Pillow would cut off what is above 255
         picture = picture.point(lambda value: value / 257).convert("L")
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    picture = picture.convert("RGBA")
+    mode = "RGBA" if picture.has_transparency_data else "RGB"
+    return picture if picture.mode == mode else picture.convert(mode)
+
+
+def _on_white(picture: Image.Image) -> Image.Image:
+    if picture.mode == "RGB":
+        return picture
     white = Image.new("RGBA", picture.size, "white")
     return Image.alpha_composite(white, picture).convert("RGB")

@@ -12,20 +12,17 @@ from storage.media import PictureSpan
 
 
 def place_tokens(length: int, pictures: Iterable[PictureSpan]) -> npt.NDArray[np.int64]:
-    """[length, 3] time, row and column of each of so many tokens, as Qwen2.5-VL counts them: after a picture
-    text goes on behind the larger of its sides."""
+    """[length, 3] time, row and column of each of so many tokens, which show these pictures, as Qwen2.5-VL
+    counts them: after a picture text goes on behind the larger of its sides."""
     places = np.empty((length, 3), np.int64)
     at = reached = 0
     for picture in pictures:
-        if picture.start >= length:
-            break
         _count_on(places[at : picture.start], reached)
         reached += picture.start - at
         rows, columns = count_sides(picture)
         at = picture.start + picture.length
         seen = np.arange(picture.length)
-        plane = np.stack([np.zeros_like(seen), seen // columns, seen % columns], 1)
-        places[picture.start : at] = plane[: length - picture.start] + reached
+        places[picture.start : at] = np.stack([0 * seen, seen // columns, seen % columns], 1) + reached
         reached += max(rows, columns)
     _count_on(places[at:], reached)
     return places

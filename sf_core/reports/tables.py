@@ -350,7 +350,8 @@ def _decoder(run: RunDirectory, sees: bool) -> Decode:
     tokenizer = open_tokenizer(run)
     if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    placeholders = "(?!)"
-    if sees and (sight := read_sight(run.start_dir)) is not None:
-        placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"
+    sight = read_sight(run.start_dir) if sees else None
+    if sight is None:
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"
     return lambda ids: re.sub(placeholders, "[picture]", tokenizer.decode(ids, skip_special_tokens=False))

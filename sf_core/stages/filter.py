@@ -50,6 +50,8 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
         )
     ]
     trains = np.equal(decisions, TRAIN)
+    if lost and not trains.any():
+        raise ValueError(f"no session of iteration {iteration} trains: {next(iter(lost.values()))}")
     kept = rows.filter(pa.array(trains))
     has_sampled = kept["min_version"].null_count < len(kept)
     if has_sampled and pc.any(pc.list_flatten(kept["loss_mask"])).as_py() is False:

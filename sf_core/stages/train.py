@@ -129,7 +129,7 @@ def check_engines(config: RunConfig, version: int, metrics: Mapping[str, float])
         raise ValueError(
             f"engines and trainer disagree on version {version}: the log-probs of its tokens differ by "
             f"{difference:.3g} on average, train.max_engine_difference is {bound:g}; look for engines that "
-            "serve other weights, another dtype or raw log-probs"
+            "serve other weights, another dtype, other pictures or raw log-probs"
         )
 
 

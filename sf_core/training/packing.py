@@ -62,6 +62,11 @@ class Row:
         trained = np.flatnonzero(self.loss_mask)
         return int(trained[-1]) if trained.size else 0
 
+    @property
+    def seen(self) -> list[PictureSpan]:
+        """The pictures among these tokens."""
+        return [picture for picture in self.pictures if picture.start < self.length]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
@@ -248,8 +253,8 @@ def _microbatch(rows: Sequence[Row]) -> Microbatch:
         num_tokens += row.length - shared
     own = [np.arange(start, row.length) for start, row in zip(starts, rows, strict=True)]
     depths, seen = own, {}
-    if any(row.pictures for row in rows):
-        depths = [place_tokens(row.length, row.pictures)[i] for row, i in zip(rows, own, strict=True)]
+    if any(row.seen for row in rows):
+        depths = [place_tokens(row.length, row.seen)[i] for row, i in zip(rows, own, strict=True)]
         seen = _find_shown(rows, own)
     trained = [np.flatnonzero(row.loss_mask) for row in rows]
 
@@ -282,13 +287,13 @@ def _microbatch(rows: Sequence[Row]) -> Microbatch:
 def _find_shown(rows: Sequence[Row], own: Sequence[npt.NDArray[np.int64]]) -> dict[str, Any]:
     """The fields of a microbatch that tell what its tokens show. `own`: of each row, the tokens that no row
     before has."""
-    pictures = {picture.sha256: picture for row in rows for picture in row.pictures}
+    pictures = {picture.sha256: picture for row in rows for picture in row.seen}
     ends = np.cumsum([picture.length for picture in pictures.values()])
     first = {sha256: int(end) - pictures[sha256].length for sha256, end in zip(pictures, ends, strict=True)}
     parts = []
     for row, places in zip(rows, own, strict=True):
         of_tokens = np.full(row.token_ids.size, -1)
-        for picture in row.pictures:
+        for picture in row.seen:
             of_tokens[picture.start :][: picture.length] = first[picture.sha256] + np.arange(picture.length)
         parts.append(of_tokens[places])
     together = torch.from_numpy(np.concatenate(parts))

@@ -6,13 +6,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
-from sf_core.models.language import TOWER
+from sf_core.models.language import TOWER, language_model
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
 from sf_core.pictures.sight import SEEING
@@ -31,7 +31,8 @@ FULL = {"F64", "F32", "F16", "BF16"}
 _MAY_SEE = ("policy.model", "train.teacher.model")
 """Settings that may name a model that is shown pictures."""
 
-_EMBEDDING = "model.embed_tokens.weight"
+_SOME_NAMES = ("model.embed_tokens.weight", f"{TOWER}patch_embed.proj.weight")
+"""Weights that a model has that is shown pictures."""
 
 SAMPLING = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration")
 """Ends of the names of architectures that sample text."""
@@ -79,13 +80,29 @@ def check_weights_folder(model: str, setting: str) -> None:
         names, dtypes = open_weights(model)[0].entries.keys(), _unusual_dtypes(model)
     except (ValueError, OSError) as error:
         raise ValueError(f"{setting}: {error}") from None
-    if read_model_config(model, setting).get("model_type") in SEEING and _EMBEDDING not in names:
-        raise ValueError(
-            f"{setting}: {model} has no {_EMBEDDING}; have transformers name its weights: load the model and "
-            "save it by save_pretrained"
-        )
+    if read_model_config(model, setting).get("model_type") in SEEING:
+        _check_seeing(model, setting, names)
     if dtypes:
         raise ValueError(f"{setting}: the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
+
+
+def _check_seeing(model: str, setting: str, names: Collection[str]) -> None:
+    """Raises ValueError if the trainer cannot use a model of SEEING with weights of these names."""
+    from transformers import AutoConfig
+
+    from sf_core.models.decoder import decoder_spec
+
+    if missing := [name for name in _SOME_NAMES if name not in names]:
+        raise ValueError(
+            f"{setting}: {model} has no {missing[0]}; name its weights as Qwen does: model.* what is named "
+            f"model.language_model.*, and {TOWER}* what is named model.{TOWER}*"
+        )
+    _, config = language_model(AutoConfig.from_pretrained(model, trust_remote_code=False))
+    if decoder_spec(config, 1 << 30) is None:
+        raise ValueError(
+            f"{setting}: {model} asks for sliding windows (use_sliding_window) or positions (rope_scaling) "
+            "with which no model that sees is trained here: name one without"
+        )
 
 
 def _fault_of(model: str, setting: str) -> str | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -81,13 +81,8 @@ class Seeing:
         size = max(1, TOKENS_PER_MICROBATCH // max(one.token_ids.size for one in shown))
         for first in range(0, len(shown), size):
             part = shown[first : first + size]
-            ids, is_token, said = (
-                pad_sequence([torch.from_numpy(array) for array in arrays], batch_first=True)
-                for arrays in zip(
-                    *((one.token_ids.astype(np.int64), np.ones_like(one.said), one.said) for one in part),
-                    strict=True,
-                )
-            )
+            ids = _pad(one.token_ids for one in part).long()
+            said = _pad(one.said for one in part)
             pictures = [
                 Image.open(io.BytesIO(one.files[span.sha256])) for one in part for span in one.pictures
             ]
@@ -95,13 +90,17 @@ class Seeing:
             seen = self._processor(pictures, do_resize=False, return_tensors="pt") if pictures else {}
             logits = self.model(
                 input_ids=ids,
-                attention_mask=is_token.long(),
+                attention_mask=_pad(np.ones(one.token_ids.size, np.int64) for one in part),
                 mm_token_type_ids=(ids == self.model.config.image_token_id).int(),
                 use_cache=False,
                 **seen,
             ).logits
             said = said[:, 1:]
             yield logits[:, :-1][said], ids[:, 1:][said]
+
+
+def _pad(arrays: Iterable[np.ndarray]) -> torch.Tensor:
+    return pad_sequence([torch.from_numpy(array) for array in arrays], batch_first=True)
 
 
 def learning_rate(config: WarmstartConfig, steps: int, step: int) -> float:

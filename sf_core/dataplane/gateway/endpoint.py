@@ -47,13 +47,16 @@ class TurnEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(receive, MAX_PICTURE_BYTES)
         identity = RequestIdentity.of(scope["headers"], data)
-        asked = await _read(data, scope, self._dialect, self._find_session)
+        body, turns, session, requests, is_mended = _read(data, scope, self._dialect, self._find_session)
         del data  # it may hold megabytes of pictures, and the turn may take minutes
-        body, turns, session, requests, is_mended = asked
         told = {CHARACTERS: is_mended, "strict": asks_strictness(body)}
         for kind in (*requests[0].left_out.kinds, *(kind for kind, is_so in told.items() if is_so)):
             turns.counters[f"left_out.{kind}"] += 1
         try:
+            if requests[0].left_out.pictures:
+                await _show_pictures(requests[0], turns)
+                # its session may have ended meanwhile
+                turns, session = self._find_session(scope, get(body, "model", (str,), ""))
             waiting = open_turns(turns, session, requests, identity)
         except ContextOverflow as error:
             await turns.note_overflow(session)
@@ -82,12 +85,10 @@ class TokenCount:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # a dialect may require max_tokens, which a count does not have
         data, missing = await read_body(receive, MAX_PICTURE_BYTES), {"max_tokens": 1}
-        asked = await _read(data, scope, self._dialect, self._find_session, missing)
+        asked = _read(data, scope, self._dialect, self._find_session, missing)
+        await _show_pictures(asked.requests[0], asked.turns)
         num_tokens = count_tokens(asked.turns.renderer, asked.requests[0])
         await send_body(send, 200, orjson.dumps({self._field: num_tokens}))
-
-
-_NOTHING: Body = {}
 
 
 class Asked(NamedTuple):
@@ -103,38 +104,43 @@ class Asked(NamedTuple):
     """Characters in it were mended."""
 
 
-async def _read(
-    data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, missing: Body = _NOTHING
+def _read(
+    data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, missing: Body | None = None
 ) -> Asked:
-    """Raises ApiError also for fields that are not done, for parts that are no text if the run refuses them,
-    and for pictures that cannot be shown or stored. `missing`: fields that the body need not have."""
+    """Raises ApiError also for fields that are not done, and for parts that are no text if the run refuses
+    them. `missing`: fields that the body need not have."""
+    if len(data) > MAX_BODY_BYTES:
+        # each value follows one of these, and no picture has any: more values would take gigabytes
+        _check_size(sum(map(data.count, (b",", b"[", b"{"))))
     given, is_mended = parse_object(data)
-    body = dialect.read({**missing, **given}, scope["path"])
-    model = get(body, "model", (str,), "")
-    turns, session = find_session(scope, model)
-    rules, sight = turns.spec.rollout, turns.renderer.sight
-    if sight is None:
+    body = dialect.read((missing or {}) | given, scope["path"])
+    turns, session = find_session(scope, get(body, "model", (str,), ""))
+    rules, sees = turns.spec.rollout, turns.renderer.sight is not None
+    if not sees:
         _check_size(len(data))
     done = dialect.schema_fields if turns.spec.follows_grammars else ()
     body = normalise(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
-    requests = dialect.parse(body, session, sight is not None)
+    requests = dialect.parse(body, session, sees)
     left_out = requests[0].left_out
     unseen = left_out.unseen
     if unseen and rules.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
         raise WrongField(unseen[0], f"{told} (rollout.unseen_parts: replace puts a sentence in its place)")
-    pictures = left_out.pictures
-    _check_size(len(data) - sum(len(picture.data) for picture in pictures))
-    if sight is not None and pictures:
-        if len(pictures) >= turns.spec.context_length:
-            # each takes a token at least: nothing is decoded in vain
-            raise ContextOverflow(len(pictures), turns.spec.context_length).reword(*dialect.overflow)
-        await turns.media.complete(pictures, sight.limit(rules.max_picture_tokens))
-        pictures.clear()
-        # it may have ended meanwhile
-        turns, session = find_session(scope, model)
+    _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
     rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}
     return Asked(rest, turns, session, requests, is_mended)
+
+
+async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
+    """Have the pictures of a request made and stored. Raises ApiError if one cannot be shown or stored."""
+    sight, pictures = turns.renderer.sight, request.left_out.pictures
+    if sight is None or not pictures:
+        return
+    if len(pictures) >= turns.spec.context_length:
+        # each takes a token at least: nothing is decoded in vain
+        raise ContextOverflow(len(pictures), turns.spec.context_length)
+    await turns.media.complete(pictures, sight.limit(turns.spec.rollout.max_picture_tokens))
+    pictures.clear()
 
 
 def _check_size(size: int, most: int = MAX_BODY_BYTES) -> None:

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from sf_core.dataplane.chat.contents import Part, SentPicture
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
-from sf_core.pictures.fitting import MAX_BYTES, fit_picture
+from sf_core.pictures.fitting import fit_picture
 from sf_core.pictures.sight import Sight
 from storage.media import store_picture
 
@@ -22,7 +22,7 @@ NUM_KNOWN = 20_000
 """Number of pictures of a run that are known without being decoded again; each takes some 500 bytes."""
 
 _threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="pictures")
-"""Few, because a picture may take 200 MB while it is decoded."""
+"""Few, because a picture may take 500 MB while it is decoded."""
 
 _PLAIN = bytes.maketrans(b"-_", b"+/")
 """Base64 has other letters in URLs, which google-genai sends."""
@@ -81,8 +81,6 @@ def _digest(sent: Sequence[SentPicture]) -> list[bytes]:
 
 def _make(data: str, sight: Sight, folder: str) -> Part:
     """The facts of a picture, which is stored."""
-    if len(data) > MAX_BYTES * 4 // 3 + 4:
-        raise ValueError(f"it has more than {MAX_BYTES} bytes")
     try:
         decoded = a2b_base64(data.encode().translate(_PLAIN))
     except Base64Error:

@@ -42,7 +42,7 @@ def _check_prepares_pictures() -> None:
     if _find_packages(python, "vllm*.dist-info") and not _find_packages(python, "torchvision"):
         raise ValueError(
             f"{python} has vLLM and no torchvision, with which it prepares pictures for a policy that sees: "
-            "remove .venvs/vllm and run `make vllm`"
+            "run `make vllm`"
         )
 
 

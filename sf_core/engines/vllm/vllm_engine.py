@@ -141,8 +141,7 @@ class VllmEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         # here, because vLLM would say it in the middle of a stream
-        sees = self._pictures is not None
-        check_request(request, self._context_length, self._vocab_size, sees=sees)
+        check_request(request, self._context_length, self._vocab_size, sees=self._pictures is not None)
         if self._pictures is not None:
             self._pictures.check(request)
         if request.request_id in self._turns:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import re
+from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import Field, model_validator
 
 from sf_core.agents.tool_loop import Tool, run_tool_loop
 from sf_core.environments.environment import Demonstration, Environment
 from sf_core.environments.screen.drawing import COLOURS, Colour, Place, Screen, as_parts, centre, write_rows
-from sf_core.environments.splits import Split, split_of
+from sf_core.environments.splits import MAX_ATTEMPTS, Split, split_of
 from sf_core.types import Endpoint, Task
 
 CLICK = re.compile(r"\s*(\d{1,4})\s*,\s*(\d{1,4})\s*")
@@ -42,11 +42,18 @@ class ScreenOfButtons(Environment):
                 f"targets ({self.targets}) and others ({self.others}) must not exceed the "
                 f"{self.columns * self.rows} places of {self.columns} columns and {self.rows} rows"
             )
+        for split in get_args(Split):
+            self.tasks(split, 0)
         return self
 
     def tasks(self, split: Split, index: int) -> Task:
-        drawn = (self._draw(Random(f"{split} {index} {attempt}")) for attempt in itertools.count())
-        colour, rows = next(found for found in drawn if split_of("".join(found[1])) == split)
+        drawn = (self._draw(Random(f"{split} {index} {attempt}")) for attempt in range(MAX_ATTEMPTS))
+        found = next((one for one in drawn if split_of("".join(one[1])) == split), None)
+        if found is None:
+            raise ValueError(
+                f"its screens are too few: none is left for the split {split}; add places or others"
+            )
+        colour, rows = found
         screen, instruction = Screen(rows), f"Press all {colour} buttons."
         places = [place for place, found in screen.buttons.items() if found == colour]
         return Task(
@@ -65,9 +72,8 @@ class ScreenOfButtons(Environment):
             clicks.append(at)
             return as_parts([], screen.draw())
 
-        tool = Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, click)
         shown = as_parts([task.metadata["instruction"]], screen.draw())
-        await run_tool_loop(endpoint, shown, [tool], max_turns=self.targets)
+        await run_tool_loop(endpoint, shown, [_tool(click)], max_turns=self.targets)
         return "; ".join(clicks)
 
     def reward(self, task: Task, answer: str) -> float:
@@ -89,8 +95,7 @@ class ScreenOfButtons(Environment):
             _click(screen, at)
             shown = as_parts([], screen.draw())
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": shown})
-        schema = Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, str).schema
-        return Demonstration(messages[:-1], [schema])
+        return Demonstration(messages[:-1], [_tool(str).schema])
 
     def _draw(self, random: Random) -> tuple[str, list[str]]:
         """A colour, and a screen with buttons of it."""
@@ -100,6 +105,10 @@ class ScreenOfButtons(Environment):
         chosen = random.sample(places, self.targets + self.others)
         colours = [colour] * self.targets + random.choices(others, k=self.others)
         return colour, write_rows(dict(zip(chosen, colours, strict=True)), self.columns, self.rows)
+
+
+def _tool(click: Callable[..., Any]) -> Tool:
+    return Tool("click", "Click at a pixel of the screen, as X,Y.", PARAMETERS, click)
 
 
 def _write(place: Place) -> str:

@@ -150,13 +150,23 @@ def _parts_of(message: Message) -> list[dict[str, Any]]:
     return [{"type": part["type"], "text": part.get("text")} for part in parts if part.get("text") != ""]
 
 
-def mark_pictures(message: Message) -> Message:
-    """The message with one text, in which `<image>` stands for each picture: so LLaMA-Factory and verl name
-    the next one of the row's list."""
-    content = message["content"]
-    if isinstance(content, str):
-        return message
-    return {**message, "content": "".join("<image>" if p["text"] is None else p["text"] for p in content)}
+_MARK = "<image>"
+
+SPELLED = f"a text of it spells {_MARK}"
+"""Why a conversation with pictures is left out: a reader would take the text for a picture."""
+
+
+def mark_pictures(conversation: StoredChat) -> list[Message] | None:
+    """The messages, each with one text, in which `<image>` stands for each picture: so LLaMA-Factory and verl
+    name the next one of the row's list. None if a text spells that itself."""
+    if conversation.pictures is None:
+        return conversation.messages
+    marked = [
+        {**message, "content": "".join(part["text"] or _MARK for part in message["content"])}
+        for message in conversation.messages
+    ]
+    spelled = sum(message["content"].count(_MARK) for message in marked) > len(conversation.pictures)
+    return None if spelled else marked
 
 
 def _find_sampled(

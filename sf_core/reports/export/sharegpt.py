@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.reports.export.conversations import Format, Row, StoredChat, mark_pictures
+from sf_core.reports.export.conversations import SPELLED, Format, Row, StoredChat, mark_pictures
 
 
 class ShareGpt(Format):
@@ -15,7 +15,9 @@ class ShareGpt(Format):
     left out, as there. `tools` is JSON text; `images` are the files that `<image>` in texts stands for."""
 
     def convert(self, conversation: StoredChat) -> Row | str:
-        messages = [*map(mark_pictures, conversation.messages)]
+        messages = mark_pictures(conversation)
+        if messages is None:
+            return SPELLED
         system = [message["content"] for message in messages if message["role"] == "system"]
         turns: list[dict[str, str]] = []
         for message in messages:

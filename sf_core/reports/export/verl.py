@@ -17,6 +17,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.reports.export.conversations import (
     FACTS,
     MAX_ROWS,
+    SPELLED,
     UNTOLD,
     Format,
     Rendered,
@@ -52,7 +53,9 @@ class Verl(Format):
         tools = conversation.tools
         if tools is not None and tools not in self._tools:
             return "its tools have no type in Parquet"
-        marked, facts = [*map(mark_pictures, conversation.messages)], conversation.facts
+        marked, facts = mark_pictures(conversation), conversation.facts
+        if marked is None:
+            return SPELLED
         messages = self._messages(conversation, marked)
         columns = {"data_source": facts["environment"], "extra_info": facts}
         if conversation.pictures is not None:

@@ -13,7 +13,7 @@ from sf_core.engines.registry import engine_kind
 from sf_core.models.adapter import list_linears, read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
-from sf_core.pictures.sight import SEEING
+from sf_core.pictures.sight import SEEING, read_sight
 from sf_core.scheduling.cluster import scheduler_of
 from sf_core.stages.settling.judges import check_judges
 from sf_core.stages.settling.lora import (
@@ -68,7 +68,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     else:
         return
     check_tokens(config, folder, by_a_worker)
-    _check_sight(config, str(shape.get("model_type")))
+    _check_sight(config, str(shape.get("model_type")), folder)
     kind.check_shape(shape, config.train)
     if scheduler_of(config) is None:
         # then the workers are of this machine
@@ -85,9 +85,9 @@ def name_built_in_shape(config: RunConfig) -> dict[str, Any]:
     return {"model_type": SEEING[0] if config.policy.sees else "qwen3", **shape}
 
 
-def _check_sight(config: RunConfig, kind: str) -> None:
+def _check_sight(config: RunConfig, kind: str, folder: str | None) -> None:
     """Raises ValueError, one sentence, if a policy of this `model_type` is not shown what it sees, or is said
-    to see otherwise."""
+    to see otherwise. `folder`: that of the model; None: the built-in policy."""
     engine, most = config.engine.kind, config.rollout.max_picture_tokens
     if config.policy.sees and config.policy.model is not None:
         raise ValueError(
@@ -103,6 +103,8 @@ def _check_sight(config: RunConfig, kind: str) -> None:
             f"rollout.max_picture_tokens ({most}) is for policies that see, and this one, a {kind}, does "
             "not: leave it out"
         )
+    if folder is not None and (sight := read_sight(folder)) is not None:
+        sight.limit(most)
 
 
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:

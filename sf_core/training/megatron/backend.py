@@ -7,8 +7,8 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.training.megatron.megatron_model import MegatronModel
 from sf_core.training.torch.backend import TorchBackend
-from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks
+from sf_core.training.tower import Tower
 
 
 class MegatronBackend(TorchBackend):
@@ -33,5 +33,5 @@ class MegatronBackend(TorchBackend):
     def make_frozen(
         self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, **choices: Any
     ) -> MegatronModel:
-        assert not choices, "configurations with train.teacher and this backend are refused"
+        assert not any(choices.values()), "configurations with train.teacher and this backend are refused"
         return self.make_model(config, model_dir, ranks, device)

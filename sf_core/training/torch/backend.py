@@ -20,13 +20,13 @@ from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
 from sf_core.training.teacher_folder import TeacherFolder, find_teacher, version_of
-from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
 from sf_core.training.torch.teaching import FrozenModels, Name
 from sf_core.training.torch.torch_model import FrozenModel, StandIn, TorchModel
 from sf_core.training.torch.trained_model import HeldModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
+from sf_core.training.tower import Tower
 from storage.files import join, local_folder, read_bytes
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import ADAPTER_CONFIG, load_adapter
@@ -120,20 +120,18 @@ class TorchBackend:
 
         def load(name: Name, trained: TrainedModel) -> tuple[HeldModel, str]:
             make_frozen = partial(self.make_frozen, config, ranks=ranks, device=where)
-            shown: dict[str, Any] = {} if tower is None else {"tower": tower}
             if isinstance(name, str):
                 teacher, digest = _find_teacher(run, name, ranks)
-                if sees:
-                    shown["tower"] = Tower(local_folder(teacher.source), media, where)
+                its_tower = Tower(local_folder(teacher.source), media, where) if sees else None
                 with teacher.open() as (folder, its_adapter):
-                    return make_frozen(folder, dtype="auto", adapter=its_adapter, **shown), digest
+                    return make_frozen(folder, dtype="auto", adapter=its_adapter, tower=its_tower), digest
             if name:
                 _refuse_missing(run, name)
             if adapter is not None:
                 assert isinstance(trained, TorchModel)
                 return StandIn(trained, load_adapter(run.directory.version_dir(name))), ""
             with version_of(run.directory, name).open() as (folder, _):
-                return make_frozen(folder, **shown), ""
+                return make_frozen(folder, tower=tower), ""
 
         trainer = ModelTrainer(
             partial(make_model, start, adapter=adapter),

@@ -30,6 +30,11 @@ class TestScreenOfButtons(EnvironmentTests):
     environment = ScreenOfButtons()
 
 
+def test_screens_that_are_too_few_for_two_splits_are_refused() -> None:
+    with pytest.raises(ValidationError, match="its screens are too few: none is left for the split"):
+        ScreenOfButtons(columns=2, rows=2, targets=4, others=0, named=("red",))
+
+
 @given(places)
 def test_a_screen_has_the_buttons_of_its_rows(buttons: dict[tuple[int, int], str]) -> None:
     screen = Screen(write_rows(buttons, columns=4, rows=3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_picture_of_the_grid_keeps_its_pixels() -> None:
         ("LA", (0, 0), (255, 255, 255)),
     ],
 )
-def test_every_kind_of_pixel_is_shown(mode: str, colour: object, shown: tuple[int, int, int]) -> None:
+def test_every_kind_of_pixel_is_shown(mode: str, colour: Any, shown: tuple[int, int, int]) -> None:
     picture = Image.new(mode, (56, 56), colour)
     np.testing.assert_array_equal(fit(save(picture)), np.full((56, 56, 3), shown))
 
@@ -56,6 +57,15 @@ def test_transparent_palette_is_put_on_white() -> None:
     picture = Image.new("P", (56, 56), 0)
     picture.putpalette([10, 20, 30])
     np.testing.assert_array_equal(fit(save(picture, transparency=0)), np.full((56, 56, 3), 255))
+
+
+def test_of_a_phones_picture_the_first_frame_is_shown() -> None:
+    frames = [Image.new("RGB", (56, 112), colour) for colour in ("white", "black")]
+    exif = Image.Exif()
+    exif[0x112] = 6
+    phones = save(frames[0], "MPO", save_all=True, append_images=frames[1:], exif=exif)
+    assert getattr(Image.open(io.BytesIO(phones)), "n_frames", 0) == 2
+    np.testing.assert_array_equal(fit(phones), np.full((56, 112, 3), 255))
 
 
 def test_picture_is_turned_as_exif_says() -> None:

@@ -16,10 +16,4 @@ def test_text_goes_on_behind_the_larger_side_of_a_picture() -> None:
     assert places[8] == [5, 5, 5]
     assert places[9:13] == [[6, 6, 6 + column] for column in range(4)]
     assert places[13:] == [[10] * 3, [11] * 3]
-
-
-def test_a_row_may_end_before_or_in_a_picture() -> None:
-    whole = place_tokens(15, [TALL, WIDE]).tolist()
-    for length in range(15):
-        assert place_tokens(length, [TALL, WIDE]).tolist() == whole[:length]
     assert place_tokens(3, []).tolist() == [[0] * 3, [1] * 3, [2] * 3]

@@ -338,12 +338,12 @@ def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path)
         assert "one\\ntwo" in path.read_text() and str(10**30) in path.read_text()
 
 
-def seen_run(tmp_path: Path) -> tuple[RunDirectory, list[str]]:
+def seen_run(tmp_path: Path, said: str = "press") -> tuple[RunDirectory, list[str]]:
     """A run of a policy that sees: a picture in the prompt and another in a tool result."""
     run = RunDirectory(str(tmp_path / "run-1"))
     configure(run)
     shown = [{"type": "image", "sha256": letter * 64, "width": 56, "height": 56} for letter in "ab"]
-    asked = {"role": "user", "content": [{"type": "text", "text": "press"}, shown[0]]}
+    asked = {"role": "user", "content": [{"type": "text", "text": said}, shown[0]]}
     pressed = {"role": "assistant", "content": "", "tool_calls": [call(0, at="1,2")]}
     result = {"role": "tool", "content": [shown[1]], "tool_call_id": "call_0"}
     spans = [PictureSpan(part["sha256"], at, 1, 56, 56) for part, at in zip(shown, (0, 2), strict=True)]
@@ -378,6 +378,12 @@ def test_pictures_are_marked_in_the_texts_of_verl_and_sharegpt(tmp_path: Path) -
     (row,) = lines(tmp_path / "out.jsonl")
     assert row["images"] == pictures
     assert [turn["value"] for turn in row["conversations"][::2]] == ["press<image>", "<image>"]
+
+
+@pytest.mark.parametrize(("to", "name"), [("verl", "out.parquet"), ("sharegpt", "out.jsonl")])
+def test_texts_that_spell_the_mark_of_pictures_are_left_out(tmp_path: Path, to: str, name: str) -> None:
+    run, _ = seen_run(tmp_path, "what is an <image>?")
+    assert export(run.uri, to, str(tmp_path / name)).left_out == {"a text of it spells <image>": 1}
 
 
 def test_pictures_are_parts_with_files_in_atif(tmp_path: Path) -> None:

@@ -248,6 +248,13 @@ def test_a_session_of_which_a_picture_is_lost_does_not_train_and_is_named(tmp_pa
     assert images_of(batch)[:4] == [*((span,) for span in spans), ()]
 
 
+def test_a_batch_of_which_all_pictures_are_lost_is_refused(tmp_path: Path) -> None:
+    span = PictureSpan("0" * 64, 0, 1, 28, 28)
+    rows = [answered(0, place, place, images=(span,)) for place in range(2)]
+    with pytest.raises(ValueError, match=r"no session of iteration 1 trains: .*0\.png is missing, and a"):
+        filtered(RunDirectory(str(tmp_path / "run")), rows)
+
+
 ADVANTAGES = [
     {"kind": "group"},
     {"kind": "group", "scale": "batch"},

@@ -216,8 +216,8 @@ def test_a_picture_that_cannot_be_shown_is_named(seeing_renderer: Renderer, tmp_
     far = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     for renderer_, part, reason in (
         (blind, BROKEN, "messages[0].content has a part that is not text"),
-        (seeing_renderer, BROKEN, "messages[0].content has a picture: it is in no format"),
-        (seeing_renderer, far, "messages[0].content has a picture whose bytes are not in the request"),
+        (seeing_renderer, BROKEN, "messages[0].content[0] has a picture: it is in no format"),
+        (seeing_renderer, far, "messages[0].content[0] has a picture whose bytes are not in the request"),
     ):
         with pytest.raises(ValueError) as refused:
             encode(renderer_, asked(part))

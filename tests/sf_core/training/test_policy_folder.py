@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,16 +144,34 @@ def base_model(policy_copy: Path) -> Path:
     return policy_copy
 
 
-def test_a_policy_that_sees_is_stored_under_the_names_of_transformers(tmp_path: Path) -> None:
+def test_a_policy_that_sees_has_the_names_that_qwen_gives(tmp_path: Path) -> None:
     folder = seeing_policy(str(tmp_path))
     check_model_folder(folder)
     file = f"{folder}/model.safetensors"
-    save_file(
-        {name.replace("model.", "model.language_model."): t for name, t in load_file(file).items()}, file
-    )
-    with pytest.raises(ValueError) as raised:
-        check_model_folder(folder)
-    check_sentence(str(raised.value), f"{folder} has no model.embed_tokens.weight", "save_pretrained")
+    published = load_file(file)
+    for begin, other, missing in (
+        ("model.", "model.language_model.", "model.embed_tokens.weight"),
+        ("visual.", "model.visual.", "visual.patch_embed.proj.weight"),
+    ):
+        named = {re.sub(f"^{re.escape(begin)}", other, name): tensor for name, tensor in published.items()}
+        save_file(named, file)
+        with pytest.raises(ValueError) as raised:
+            check_model_folder(folder)
+        check_sentence(str(raised.value), f"{folder} has no {missing}", f"{begin}* what is named {other}*")
+
+
+def test_a_policy_that_sees_attends_and_turns_as_it_is_trained(tmp_path: Path) -> None:
+    folder = seeing_policy(str(tmp_path))
+    shape = json.loads((tmp_path / "config.json").read_text())
+    stretched = {"rope_type": "dynamic", "factor": 2.0}
+    for text in (
+        {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8},
+        {"rope_parameters": shape["text_config"]["rope_parameters"] | stretched},
+    ):
+        rewrite(tmp_path / "config.json", text_config=shape["text_config"] | text)
+        with pytest.raises(ValueError) as raised:
+            check_model_folder(folder)
+        check_sentence(str(raised.value), f"{folder} asks for sliding windows", "rope_scaling")
 
 
 def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_folder(

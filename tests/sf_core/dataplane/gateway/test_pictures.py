@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,12 @@ from PIL import Image
 from sf_core.dataplane.chat.messages import list_pictures
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
+from sf_core.dataplane.media import media
+from sf_core.pictures.fitting import Fitted, fit_picture
+from sf_core.pictures.sight import Sight
 from sf_core.types import GenerationRequest
 from storage.media import read_picture
+from storage.tables.schema import Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
 from tests.bench.dataplane.conversations import family
 from tests.bench.dataplane.pictures import (
@@ -75,6 +80,12 @@ def media_of(plane: ServedPlane) -> str:
     return str(plane.run_dir / "run" / "media")
 
 
+def seal(plane: ServedPlane) -> list[Trajectory]:
+    """The rows of the first batch."""
+    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    return to_rows(read_trajectories(str(plane.run_dir / "run" / sealed["files"][0]["uri"])))
+
+
 def check_shown(plane: ServedPlane, asked: GenerationRequest, seeing: Renderer, *pictures: bytes) -> None:
     """The engine is asked for these pictures, at the places of its placeholders."""
     ids, sight = list(asked.prompt_ids), seeing.sight
@@ -125,11 +136,15 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
     plane.register(group_size=1, groups_per_batch=1, context_length=12)
     response = ask(plane, path, show(encoded(png("red", (112, 112))))[0])
     assert response.status_code == 400 and overflow in response.text
-    many = ask(plane, path, show_many(show, encoded(RED[:60]), 12))
-    assert many.status_code == 400 and overflow in many.text
     plane.register(group_size=1, groups_per_batch=1)
     assert ask(plane, path, show(encoded(RED))[0]).status_code == 200
     assert len(plane.asked) == 1
+    plane.register(group_size=1, groups_per_batch=1, context_length=12)
+    many = ask(plane, path, show_many(show, encoded(RED[:60]), 12))
+    assert many.status_code == 400 and overflow in many.text
+    finish(plane, claim)
+    [row] = seal(plane)
+    assert row.status == "finished_after_overflow"
 
 
 def test_prompts_tell_pictures_apart_and_rows_hold_them(plane: ServedPlane, seeing: Renderer) -> None:
@@ -144,8 +159,7 @@ def test_prompts_tell_pictures_apart_and_rows_hold_them(plane: ServedPlane, seei
         check_shown(plane, asked, seeing, *pictures)
     assert len({tuple(asked.prompt_ids) for asked in plane.asked}) == 1
     finish(plane, claim)
-    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
-    rows = to_rows(read_trajectories(str(plane.run_dir / "run" / sealed["files"][0]["uri"])))
+    rows = seal(plane)
     for row, asked in zip(rows, plane.asked, strict=True):
         assert row.token_ids.tolist() == [*asked.prompt_ids, *say(seeing, "yes")]
         assert tuple(row.images) == asked.pictures
@@ -177,8 +191,9 @@ def test_bodies_are_large_by_their_pictures_alone(plane: ServedPlane) -> None:
     assert len(data) > MAX_BODY_BYTES
     response = ask(plane, CHAT, body)
     assert response.status_code == 200, response.text
-    response = ask(plane, CHAT, {"messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]})
-    assert response.status_code == 413
+    many: Fields = {"messages": [[]] * MAX_BODY_BYTES}
+    for given in ({"messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]}, many):
+        assert ask(plane, CHAT, given).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -221,6 +236,30 @@ def test_nothing_is_acknowledged_that_is_not_stored(plane: ServedPlane, seeing: 
     folder.unlink()
     assert ask(plane, path, body, headers={"x-stainless-retry-count": "1"}).status_code == 200
     check_shown(plane, plane.asked[0], seeing, RED)
+
+
+def test_a_session_that_ends_while_a_picture_is_decoded_gets_no_turn(
+    plane: ServedPlane, seeing: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [claim] = plane.claim()
+    begun, ends = threading.Event(), threading.Event()
+
+    def fit(data: bytes, sight: Sight) -> Fitted:
+        begun.set()
+        assert ends.wait(patience())
+        return fit_picture(data, sight)
+
+    monkeypatch.setattr(media, "fit_picture", fit)
+    path, body = f"/sessions/{claim['session_id']}{CHAT}", show_in_chat(encoded(RED))[0]
+    with ThreadPoolExecutor(1) as agent:
+        asking = agent.submit(ask, plane, path, body)
+        assert begun.wait(patience())
+        finish(plane, claim)
+        ends.set()
+        late = ask(plane, path, body)
+        assert asking.result(patience()).json() == late.json()
+    assert late.status_code == 404
+    assert not plane.asked
 
 
 def test_many_at_once_are_each_their_own(plane: ServedPlane, seeing: Renderer) -> None:
@@ -278,8 +317,7 @@ def test_a_killed_data_plane_goes_on_with_the_same_pictures(restarts: Restarts, 
         check_shown(plane, plane.asked[-1], seeing, *shown)
         messages.append({"role": "assistant", "content": "yes"})
     finish(plane, claim)
-    sealed = plane.post("/runs/run/batches/0/seal", {"attempt": 1})
-    [row] = to_rows(read_trajectories(str(plane.run_dir / "run" / sealed["files"][0]["uri"])))
+    [row] = seal(plane)
     assert tuple(row.images) == plane.asked[-1].pictures
     assert row.token_ids.tolist() == [*plane.asked[-1].prompt_ids, *say(seeing, "yes")]
     assert len([*Path(media_of(plane)).iterdir()]) == 4

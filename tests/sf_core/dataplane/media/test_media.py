@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from sf_core.pictures.fitting import Fitted, fit_picture
 from sf_core.pictures.sight import Sight
 from storage.media import read_picture
 from tests.bench.dataplane.pictures import encoded, png
+from tests.patience import patience
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
 
@@ -63,6 +66,34 @@ def test_equal_pictures_are_decoded_once_and_stored_once(tmp_path: Path, fitted:
     assert len([*tmp_path.iterdir()]) == 2
 
 
+def test_a_client_that_goes_away_leaves_its_picture_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ends, num_decoded = threading.Event(), threading.Event(), Counter[str]()
+
+    def fit(data: bytes, sight: Sight) -> Fitted:
+        num_decoded["red"] += 1
+        begun.set()
+        assert ends.wait(patience())
+        return fit_picture(data, sight)
+
+    monkeypatch.setattr(media, "fit_picture", fit)
+    kept, waiting = Media(str(tmp_path)), sent(png("red"))
+
+    async def leave() -> None:
+        first, second = (
+            asyncio.create_task(kept.complete(one, SIGHT)) for one in (sent(png("red")), waiting)
+        )
+        await asyncio.to_thread(begun.wait, patience())
+        first.cancel()
+        await asyncio.wait([first])
+        ends.set()
+        await second
+
+    asyncio.run(leave())
+    assert waiting[0].part["sha256"] and num_decoded["red"] == 1
+
+
 def test_another_limit_is_another_picture(tmp_path: Path, fitted: list[bytes]) -> None:
     kept, data = Media(str(tmp_path)), png("red", (112, 112))
     large, small = sent(data), sent(data)
@@ -103,7 +134,7 @@ def test_letters_of_urls_are_read(tmp_path: Path) -> None:
         ("A", "its base64 is broken"),
         (encoded(png("red")[:60]), "it cannot be decoded"),
         (encoded(png("red", (28 * 212, 28))), "its sides are 5936 by 28 pixels, a ratio above 200"),
-        ("A" * 45_000_000, "it has more than 33554432 bytes"),
+        ("A" * 45_000_000, "it has 33750000 bytes, and at most 33554432 are read"),
     ],
 )
 def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from tempfile import mkdtemp
 from typing import Any
 
 import jinja2
@@ -45,12 +49,28 @@ PARTS = st.lists(
 )
 
 
+@cache
+def cutting_family() -> Renderer:
+    """The family whose template, if told so, shows of earlier answers only how they begin."""
+    folder = mkdtemp(prefix="cuts-")
+    copytree(family("qwen2_5_vl").model_dir, folder, dirs_exist_ok=True)
+    template = Path(folder, "chat_template.jinja")
+    source = template.read_text().replace(
+        "{{ content['text'] }}",
+        "{{ content['text'][:3] if cuts and message['role'] == 'assistant' and outer.index < messages|length "
+        "- 2 else content['text'] }}",
+    )
+    messages = "{% for message in messages %}"
+    template.write_text(source.replace(messages, messages + "{% set outer = loop %}"))
+    return Renderer(folder)
+
+
 class Shown(RuleBasedStateMachine):
-    @initialize(seed=st.integers(0, 2**32), numbered=st.booleans())
-    def start(self, seed: int, numbered: bool) -> None:
-        """`numbered`: the template counts pictures, so that it does not only append."""
+    @initialize(seed=st.integers(0, 2**32), option=st.sampled_from(["", "add_vision_id", "cuts"]))
+    def start(self, seed: int, option: str) -> None:
+        """add_vision_id: the template counts pictures, so that it does not only append. cuts: it rewrites."""
         self.rng = random.Random(seed)
-        self.renderer = family("qwen2_5_vl").with_options({"add_vision_id": True} if numbered else {})
+        self.renderer = cutting_family().with_options({option: True} if option else {})
         self.record, self.undisturbed = Record(self.renderer), Record(self.renderer)
         self.names: dict[int, str] = {}
         self.open: list[list[Message]] = [[user("start")]]

@@ -19,11 +19,19 @@ from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch import pictures
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.network import Network
-from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import TrainedModel
+from sf_core.training.tower import Tower
+from storage.media import media_file
 from tests.bench.training.gang import Member, Try
-from tests.bench.training.pictures import Part, loaded, seeing_batch, seeing_policy, seen_by_transformers
+from tests.bench.training.pictures import (
+    Part,
+    loaded,
+    seeing_batch,
+    seeing_policy,
+    seen_by_transformers,
+    store_named,
+)
 from tests.properties import examples
 from tests.sf_core.training.model_contract import Setup, learn
 
@@ -125,6 +133,19 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
     assert len(tower._kept) == 1
 
 
+def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:
+    text, shown = [([3], 4), (["5", 2], 0)], [([3, "0"], 4), (["5", 2], 0)]
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text])), 1 << 20)
+    assert microbatch.depths.dim() == 1 and microbatch.pictures == ()
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text, shown])), 1 << 20)
+    assert [picture.start for picture in microbatch.pictures] == [3]
+    network = Network(policy, tower=Tower(policy, media))
+    wanted = seen_by_transformers(loaded(policy), policy, media, seeing_batch(policy, media, [text, shown]))
+    logprobs, _ = network.scores(microbatch)
+    for line, number in enumerate(microbatch.numbers):
+        torch.testing.assert_close(logprobs[microbatch.row == line], wanted[number], atol=1e-5, rtol=0)
+
+
 def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
     (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "0"], 2)]])), 20)
     with pytest.raises(
@@ -164,6 +185,13 @@ def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media:
                 for name, gradient in alone.gradients.items():
                     bound = 1e-4 * max(np.abs(gradient).max(), 1e-3)
                     assert np.abs(found.gradients[name] - gradient).max() <= bound, name
+        batch = seeing_batch(policy, media, [*text, [([3, "5", 2], 4)]])
+        Path(media_file(media, store_named(media, "5")[0])).unlink()
+        one = Try(str(tmp_path), ("t0", "t1"), iteration=4, timeout_s=3.0)
+        for member in gang:
+            member.sit(one, partial(learn, Seeing("", policy, media=media), batch, 24))
+        lost = [member.report() for member in gang]
+        assert all(".png is missing, and a trajectory shows it" in report for report in lost), lost
     finally:
         for member in gang:
             member.end()
