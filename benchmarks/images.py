@@ -52,7 +52,7 @@ from sf_core.models.builtin import make_policy
 from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
 from sf_core.training.packing import SAMPLING, Row, pack
 from sf_core.training.torch.network import Network
-from sf_core.training.torch.pictures import Tower
+from sf_core.training.tower import Tower
 from storage.files import folder_bytes
 from storage.media import PictureSpan, media_file, store_picture
 

@@ -109,6 +109,9 @@ def _read(
 ) -> Asked:
     """Raises ApiError also for fields that are not done, and for parts that are no text if the run refuses
     them. `missing`: fields that the body need not have."""
+    if len(data) > MAX_BODY_BYTES:
+        # each value follows one of these, and no picture has any: more values would take gigabytes
+        _check_size(sum(map(data.count, (b",", b"[", b"{"))))
     given, is_mended = parse_object(data)
     body = dialect.read((missing or {}) | given, scope["path"])
     turns, session = find_session(scope, get(body, "model", (str,), ""))

@@ -7,8 +7,8 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.training.megatron.megatron_model import MegatronModel
 from sf_core.training.torch.backend import TorchBackend
-from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks
+from sf_core.training.tower import Tower
 
 
 class MegatronBackend(TorchBackend):

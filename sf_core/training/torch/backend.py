@@ -20,13 +20,13 @@ from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.stored_steps import read_stored_batch, read_stored_settings
 from sf_core.training.teacher_folder import TeacherFolder, find_teacher, version_of
-from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import Rendezvous
 from sf_core.training.torch.teaching import FrozenModels, Name
 from sf_core.training.torch.torch_model import FrozenModel, StandIn, TorchModel
 from sf_core.training.torch.trained_model import HeldModel, TrainedModel
 from sf_core.training.torch.trainer import ModelTrainer
+from sf_core.training.tower import Tower
 from storage.files import join, local_folder, read_bytes
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import ADAPTER_CONFIG, load_adapter

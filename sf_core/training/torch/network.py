@@ -34,7 +34,7 @@ from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import Target, score
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.held_weights import HeldLayer, HeldTensors, fuse_through
-from sf_core.training.torch.pictures import Tower, embed
+from sf_core.training.tower import Tower, embed
 from storage.tensors.weights import load_adapter
 
 _SHORT = 256

@@ -18,9 +18,9 @@ from sf_core.config.run_config import DtypeName
 from sf_core.engines.torch.transformers_model import unmap_params
 from sf_core.training.packing import Microbatch
 from sf_core.training.torch.network import Network, Outputs
-from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks, exchange
 from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss
+from sf_core.training.tower import Tower
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
 from storage.tensors.shards import Slice, Slices
 

@@ -19,9 +19,9 @@ from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch import pictures
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.network import Network
-from sf_core.training.torch.pictures import Tower
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import TrainedModel
+from sf_core.training.tower import Tower
 from storage.media import media_file
 from tests.bench.training.gang import Member, Try
 from tests.bench.training.pictures import (
