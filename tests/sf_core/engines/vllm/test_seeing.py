@@ -155,6 +155,21 @@ class TestSeeing(FolderEngineTests):
             request = self.request("r")
             self.check_logprobs(request, sample(engine, request))
 
+    def test_requests_that_end_on_their_way_leave_a_server_that_has_every_picture(self) -> None:
+        """Its front end would go on naming a picture that the core never got."""
+        rng, requests = random.Random(6), list[GenerationRequest]()
+        with self.serve() as engine:
+            for number in range(60):
+                ids, pictures = place_pictures([5, self.policies.draw(rng), 6], self.policies.sight)
+                request = GenerationRequest(f"{number}", ids, 0, 4, (), self.sampling(0), pictures=pictures)
+                engine.submit(request)
+                for _ in range(rng.randrange(4)):
+                    engine.step()
+                engine.abort([request.request_id])
+                requests.append(request)
+            chunks = sample(engine, *(replace(one, request_id=f"{one.request_id} again") for one in requests))
+            assert all(len(ids_of(chunks, f"{one.request_id} again")) == 4 for one in requests)
+
     def test_placeholders_without_their_pictures_are_refused(self) -> None:
         with self.serve() as engine:
             for wrong in (
