@@ -176,9 +176,8 @@ def _recipe_files(environment: Environment) -> list[Path]:
     from sf_core.dataplane import chat
     from sf_core.dataplane.sessions import pictures as names
     from sf_core.models import builtin, cache_size, context, decoder, language, projections, token_bytes
-    from sf_core.training import demonstrations, packing, warmstart
+    from sf_core.training import demonstrations, packing, tower, warmstart
     from sf_core.training.torch import network
-    from sf_core.training.torch import pictures as tower
 
     modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
     parts: list[Any] = [*modules, context, language, names, token_bytes, tool_loop, tower]
