@@ -42,6 +42,7 @@ COMMANDS = {
     # three hours; goes on with the runs of the file
     "curricula": "benchmarks.curricula --lines benchmarks/results/curricula.jsonl",
     "group_sessions": "benchmarks.group_sessions",
+    "images": "benchmarks.images",
     "capture": "benchmarks.capture",
     "storage": "benchmarks.storage",
     "gateway": "benchmarks.gateway --only throughput --only long",
