@@ -7,6 +7,8 @@ from pathlib import Path
 
 from sf_core.cli.terminal import hide_progress_bars
 from sf_core.config import RunConfig
+from sf_core.engines.registry import engine_kind
+from sf_core.pictures.sight import read_sight
 from sf_core.reports.view import RunView, open_run
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
 from sf_core.stages.settling.sizes import PolicySizes
@@ -41,6 +43,10 @@ def open_stored(uri: str, version: int | None, engine: str | None = None) -> Pol
     if engine is not None:
         kind = config.engine.model_copy(update={"kind": engine})
         config = config.model_copy(update={"engine": kind})
+    if read_sight(run.start_dir) is not None and not engine_kind(config).shows_pictures:
+        raise ValueError(
+            f"the policy of run {run.run_id} sees, and this engine shows no pictures: --engine vllm"
+        )
     return Policy(config, run.start_dir, weights, f"version {version} of {run.run_id}", run.run_id)
 
 
@@ -51,7 +57,7 @@ def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
         policy = open_stored(config.run_dir, None)
     else:
         policy = _policy_to_start_from(config, scratch)
-    return replace(policy, config=fit_to_this_process(policy.config))
+    return replace(policy, config=fit_to_this_process(policy))
 
 
 def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
@@ -86,9 +92,10 @@ def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
     return start, about
 
 
-def fit_to_this_process(config: RunConfig) -> RunConfig:
-    """The settings with the built-in engine in place of one that starts a server, and with room for the few
-    requests that one agent sends at once."""
-    kind = "torch" if config.engine.kind == "vllm" else config.engine.kind
+def fit_to_this_process(policy: Policy) -> RunConfig:
+    """The settings with the built-in engine in place of one that starts a server, unless the policy sees, and
+    with room for the few requests that one agent sends at once."""
+    config, sees = policy.config, read_sight(policy.start_dir) is not None
+    kind = "torch" if config.engine.kind == "vllm" and not sees else config.engine.kind
     few = {"kind": kind, "max_running": min(config.engine.max_running, 8)}
     return config.model_copy(update={"engine": config.engine.model_copy(update=few)})
