@@ -20,7 +20,7 @@ from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
-from sf_core.types import Chunk, FinishReason, GenerationRequest
+from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan
 from tests.bench.dataplane.planes import ServedPlane, attended, serving
 from tests.patience import wait_until
 from tests.properties import examples
@@ -108,6 +108,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a type; of a struct, any of every field, whatever fields it has."""
     if kind in VALUES:
         return VALUES[kind]
+    if kind == tuple[PictureSpan, ...]:
+        return st.lists(values_of(PictureSpan), max_size=3).map(tuple)
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return st.from_type(kind)
     hints = get_type_hints(kind)
