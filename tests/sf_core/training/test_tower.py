@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
+from sf_core.training import tower as tower_module
 from sf_core.training.packing import pack, read_rows
-from sf_core.training.torch import pictures
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank
@@ -126,7 +126,7 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
         for microbatch in pack(read_rows(seeing_batch(policy, media, rows)), 20):
             network.scores(microbatch)
     assert len(seen) == 3
-    monkeypatch.setattr(pictures, "KEPT_BYTES", 1)
+    monkeypatch.setattr(tower_module, "KEPT_BYTES", 1)
     (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "3"], 2)]])), 20)
     network.scores(microbatch)
     # the others are forgotten
