@@ -71,6 +71,7 @@ FIGURES = {
 SECTIONS = {
     "Engine": ("engines", "engines_100m", "schemas"),
     "Trainer": ("trainer", "recipes", "teachers"),
+    "Pictures": ("images",),
     "What is sampled": ("curricula", "group_sessions"),
     "Gateway": ("gateway", "gateway_turns", "streaming"),
     "Capture": ("capture",),
@@ -215,6 +216,31 @@ ROWS = (
         "{at_once} answers at once that follow a JSON Schema, 10M parameters: the built-in engine; vLLM",
         "{torch[schema_tokens_per_second]:,}; {vllm[schema_tokens_per_second]:,} tokens/s",
         "{torch[free_tokens_per_second]:,}; {vllm[free_tokens_per_second]:,}, without a schema",
+    ),
+    Row(
+        "images",
+        "a turn with a new screen of 1280 by 720 pixels and all earlier ones, up to 20: CPU of the data "
+        "plane, ms; bytes stored for each, kB",
+        "{gateway[pictures][cpu_ms_per_turn]}; {gateway[stored_kb]}",
+        "{gateway[text][cpu_ms_per_turn]}, a line of text for each; {gateway[png_kb]} kB as PNG",
+    ),
+    Row(
+        "images",
+        "prompt tokens of a session of 20 screens that vLLM had in its prefix cache",
+        "{engine[cached_share]:.0%}",
+        "{engine[cached_share_at_most]:.0%}, all that an earlier turn had",
+    ),
+    Row(
+        "images",
+        "16 prompts at once with a picture each, vLLM, a policy of 0.8M parameters: tokens/s",
+        "{engine[tokens_per_second_pictures]:,}",
+        "{engine[tokens_per_second_text]:,}, text of as many tokens",
+    ),
+    Row(
+        "images",
+        "share of the tower in the first training step on pictures, 0.8M parameters",
+        "{trainer[tower_share]:.0%}",
+        "0 % in later steps on the same pictures",
     ),
     Row(
         "quickstart_vs_trl",

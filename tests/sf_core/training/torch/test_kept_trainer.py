@@ -78,6 +78,7 @@ def test_the_trainer_before_is_gone_when_another_is_made(
     run = attempt(directory, 1)
     with backend.trainer_at(run, 2, SingleRank()) as trainer:
         left = weakref.ref(trainer)
+    gc.collect()  # else those of other tests may go meanwhile
     before, when_it_went = num_trainers(), []
     weakref.finalize(trainer, lambda: when_it_went.append(num_trainers()))
     del trainer
