@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from sf_core.dataplane.chat.contents import IMAGE
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
-from sf_core.types import FinishReason
+from sf_core.pictures.spans import restore_placeholders
+from sf_core.types import FinishReason, Ids
 
 LOOK_S = 0.1
 """Seconds between looks at a session."""
@@ -62,7 +65,13 @@ class SessionPrinter:
             self._printer.message(message)
         new = f", {len(prompt.ids)} of them new" if prompt.start else ""
         tokens = f"{prompt.end} tokens{new}"
-        self._printer.say(f"prompt, {tokens}", self._renderer.decode_with_special(prompt.ids.tolist()), "dim")
+        self._printer.say(f"prompt, {tokens}", self._decode(prompt.ids), "dim")
+
+    def _decode(self, ids: Ids) -> str:
+        """The text of a prompt, with one placeholder for each picture."""
+        if (sight := self._renderer.sight) is not None:
+            ids = restore_placeholders(ids[(ids >= 0) | (np.diff(ids, prepend=0) != 0)], sight.token_id)
+        return self._renderer.decode_with_special(ids.tolist())
 
     def _show_turn(self, turn: Turn) -> None:
         self._num_turns += 1
@@ -96,5 +105,11 @@ def in_words(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     called = [f"calls {call.get('name')}({call.get('arguments')})" for call in calls]
-    said = [content] if isinstance(content, str) else [str(part.get("text", part)) for part in content]
+    said = [content] if isinstance(content, str) else list(map(_part_in_words, content))
     return "\n".join(filter(None, [*said, *called]))
+
+
+def _part_in_words(part: dict[str, Any]) -> str:
+    if part.get("type") == IMAGE:
+        return f"[picture, {part.get('width')} by {part.get('height')}]"
+    return str(part.get("text", part))
