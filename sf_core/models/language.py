@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sf_core.pictures.sight import SEEING, read_sight
-from storage.tensors.weights import load_weights
+from storage.files import FileRef, copy_folder
+from storage.tensors.weight_delta import FILE_NAME as DELTA
+from storage.tensors.weights import load_weights, save_weights
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,13 @@ def load_whole(start: str, version: str) -> dict[str, torch.Tensor]:
         return load_weights(version)
     tower = {name: tensor for name, tensor in load_weights(start).items() if name.startswith(TOWER)}
     return tower | load_weights(version)
+
+
+def copy_version(start: str, version: str, folder: str) -> list[FileRef]:
+    """Copy the weights in the folder of a version as `load_whole` has them; returns the copies."""
+    if read_sight(start) is None:
+        return copy_folder(version, folder, exclude=(DELTA,))
+    return save_weights(folder, load_whole(start, version), 0)
 
 
 def language_model(config: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.yaml_file import override_config
+from sf_core.models.language import copy_version
 from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.evaluations.judgements import judge_metrics
 from sf_core.reports.states import await_restarts, check_idle
@@ -22,7 +23,6 @@ from storage.files import FileRef, copy_folder, list_files, remove
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 from storage.tables.metrics import write_metrics
-from storage.tensors.weight_delta import FILE_NAME as DELTA_NAME
 from storage.tensors.weights import ADAPTER_CONFIG, INDEX_NAME, PICKLES, WEIGHT_FILES, has_weights
 
 
@@ -141,9 +141,11 @@ class Measurement:
         exclude = PICKLES if is_adapter else WEIGHT_FILES
         copies = copy_folder(self.run.start_dir, place.start_dir, exclude=exclude)
         try:
-            target = place.start_adapter_dir if is_adapter else place.start_dir
-            copied = copy_folder(weights, target, exclude=[DELTA_NAME])
-            if not has_weights(target):
+            if is_adapter:
+                copied = copy_folder(weights, place.start_adapter_dir)
+            else:
+                copied = copy_version(self.run.start_dir, weights, place.start_dir)
+            if not has_weights(place.start_adapter_dir if is_adapter else place.start_dir):
                 raise FileNotFoundError(weights)
         except (FileNotFoundError, ValueError):
             # a run that goes on has just removed it
@@ -181,7 +183,8 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
         include={"seed", "environment", "rollout", "evaluate", "engine", "emulation"}
     )
     name = f"v{version:05d}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
-    found = {"model": run.version_dir(version), "warmstart": None}
+    # a folder tells by itself whether its policy sees
+    found = {"model": run.version_dir(version), "warmstart": None, "sees": False}
     if config.train.lora is not None:
         found |= {"model": run.start_dir, "adapter": run.version_dir(version)}
     policy = config.policy.model_copy(update=found)

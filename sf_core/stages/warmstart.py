@@ -16,8 +16,7 @@ from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.rollout_config import RolloutConfig
 from sf_core.config.train_config import rate_for
 from sf_core.dataplane.chat.renderer import open_renderer
-from sf_core.models.language import load_whole
-from sf_core.pictures.sight import read_sight
+from sf_core.models.language import copy_version
 from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
 from sf_core.stages.commit import StageResult, commits_once
@@ -32,8 +31,7 @@ from storage.tables.batches import write_batch
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.tables.trajectories import to_table
 from storage.tensors.checkpoints import remove_checkpoint
-from storage.tensors.weight_delta import FILE_NAME as DELTA
-from storage.tensors.weights import WEIGHT_FILES, save_weights
+from storage.tensors.weights import WEIGHT_FILES
 
 MOST_STEPS = 10
 """Most optimiser steps of an iteration; a lost trainer repeats those since the last one."""
@@ -182,7 +180,7 @@ def copy_warmed(uri: str, folder: str) -> list[FileRef]:
     warm = RunDirectory(uri)
     if warm.read_config(RunConfig).train.lora is not None:
         return copy_folder(warm.start_dir, folder)
-    copies = copy_folder(warm.start_dir, folder, exclude=WEIGHT_FILES)
-    if read_sight(warm.start_dir) is None:
-        return [*copies, *copy_folder(find_warmed(uri), folder, exclude=(DELTA,))]
-    return [*copies, *save_weights(folder, load_whole(warm.start_dir, find_warmed(uri)), 0)]
+    return [
+        *copy_folder(warm.start_dir, folder, exclude=WEIGHT_FILES),
+        *copy_version(warm.start_dir, find_warmed(uri), folder),
+    ]

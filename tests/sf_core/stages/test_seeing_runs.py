@@ -11,6 +11,7 @@ import torch
 
 from sf_core.cli.replay import replay
 from sf_core.pictures.sight import read_sight
+from sf_core.stages.evaluate import open_measurement
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.warmstart import copy_warmed
@@ -118,3 +119,15 @@ def test_an_adapter_of_the_language_part_is_merged_into_the_export(tmp_path: Pat
     assert exported.keys() == language.keys()
     changed = {name for name, tensor in language.items() if not torch.equal(exported[name], tensor)}
     assert changed == {name for name in language if "proj.weight" in name}
+
+
+def test_a_version_that_is_measured_apart_is_the_whole_policy(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    measurement = open_measurement(run.uri, 1, [])
+    measurement.begin()
+    assert not measurement.config.policy.sees
+    tower, language = split(measurement.directory.start_dir)
+    assert tower.keys() == split(run.start_dir)[0].keys()
+    published = load_weights(run.weights_dir(1))
+    assert all(torch.equal(language[name], tensor) for name, tensor in published.items())
+    assert read_sight(measurement.directory.start_dir) is not None
