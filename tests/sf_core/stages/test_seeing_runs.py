@@ -26,6 +26,13 @@ from tests.bench.training.pictures import loaded, predict, seeing_batch, seeing_
 ROWS = [[([3, name, 2], 4), ([1, "2", 1], 3)] for name in "0104"]
 
 
+@pytest.fixture(autouse=True)
+def threads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a replay compute with the threads of this process, with which the run was trained: with others sums
+    round differently."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+
+
 def trained(folder: Path, **settings: Any) -> RunDirectory:
     """A run of two steps."""
     run = RunDirectory(str(folder / "run"))
