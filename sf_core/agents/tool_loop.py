@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from sf_core.types import Endpoint
 
 Content = str | list[dict[str, Any]]
-"""Of a message: text, or texts and pictures in parts."""
+"""The content of a message: one text, or a list of parts, each a text or a picture."""
 
 
 class LostToolError(Exception):

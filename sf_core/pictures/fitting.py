@@ -23,7 +23,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; for others, such as EPS, Pillow starts programs."""
 
 _FAST = 1
-"""Level of PNG's compression: higher ones take several times as long for a few per cent."""
+"""Level of PNG's compression. On drawn screens the default takes a third more time and a fifth more
+space, and the highest five times the time."""
 
 
 class Fitted(NamedTuple):

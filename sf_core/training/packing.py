@@ -30,7 +30,7 @@ class Row:
     """One trajectory; the arrays have one element per token."""
 
     token_ids: npt.NDArray[np.int32]
-    """With the names of pictures, numbered in the batch, in place of their placeholders."""
+    """Ids; a placeholder is replaced by the name of its picture, whose number is that in the batch."""
     loss_mask: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]

@@ -95,7 +95,7 @@ def kind_of_media(part: Any) -> str:
 
 
 def read_media(part: Any, where: str, left_out: LeftOut) -> str | Part:
-    """Such a part: the picture if it is shown, else a sentence."""
+    """The picture that a part of Google's shows, or a sentence in its place if the model is not shown it."""
     kind = kind_of_media(part)
     if kind != IMAGE or not left_out.sees:
         return left_out.sentence(kind, where)

@@ -43,7 +43,7 @@ class StreamPiece:
     prompt_ids: list[int]
     """What the tokens go on from; only on the first piece, of a request that asks for it."""
     pictures: list[dict[str, int]]
-    """Offset and length of each picture in `prompt_ids`."""
+    """Where each picture is in `prompt_ids`: its `offset` and `length`."""
 
 
 class VllmClient:

@@ -28,7 +28,7 @@ ends on its way between them leaves the front end naming a picture that the core
 500, and the one after it brings the picture again."""
 
 _MOST_COPIES_BYTES = 2 * 2**30
-"""Of pictures of a remote storage that are kept here."""
+"""Most bytes that copies of a remote storage's pictures take on this host."""
 
 
 class Pictures:
@@ -123,7 +123,7 @@ class _Files:
         self._place = None if self.is_of_run else scratch_folder()
         self.folder = self._place.name if self._place else absolute(media_dir)
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        """Of the copies by hash; that which was asked for last is at the end."""
+        """Bytes of each copy by the picture's hash. The copy that was asked for last is at the end."""
         self._turn = threading.Lock()
 
     def find(self, sha256: str) -> str:

@@ -42,7 +42,7 @@ from tests.bench.dataplane.specs import make_tool
 
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = ("qwen3", "llama3", "chatml")
-"""Those that are shown no pictures."""
+"""Folders of templates that show no pictures."""
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 _SPECIAL = {
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],

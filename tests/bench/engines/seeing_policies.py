@@ -20,12 +20,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
 from sf_core.models.language import TOWER
-from sf_core.models.scoring import score
 from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight, read_sight
 from sf_core.training.policy_folder import read_model_config
 from sf_core.types import PictureSpan, Sampling, WeightsRef
 from storage.media import read_picture, store_picture
 from storage.tensors.weights import FILE_NAME, save_weights
+from tests.bench.engines.scored import score_drawn
 
 
 class SeeingPolicies:
@@ -79,7 +79,7 @@ class SeeingPolicies:
         start: int,
         sampling: Sampling,
     ) -> npt.NDArray[np.float32]:
-        """Those of ids[start:] by the model in the folder, under the distribution that is drawn from."""
+        """Log-probs of ids[start:] by the model in the folder, under the distribution that is drawn from."""
         model = _loaded(folder)
         processor = Qwen2VLImageProcessorPil.from_pretrained(self.start_dir)
         shown = [Image.open(io.BytesIO(read_picture(self.media_dir, picture.sha256))) for picture in pictures]
@@ -89,16 +89,7 @@ class SeeingPolicies:
         with torch.inference_mode():
             logits = model(input_ids=whole, **seen, **kinds).logits[0, start - 1 : -1]
             logits[:, self.sight.token_id] += PLACEHOLDER_BIAS
-        each = np.full(len(ids) - start, 1)
-        scores, _ = score(
-            logits,
-            None,
-            torch.tensor(ids[start:]),
-            (each * sampling.temperature).astype(np.float32),
-            (each * sampling.top_p).astype(np.float32),
-            each * sampling.top_k,
-        )
-        return scores.numpy()
+        return score_drawn(logits, ids[start:], sampling)
 
     def _change(self, version: int) -> dict[str, torch.Tensor]:
         """The tensors of a version, tower and all."""

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from sf_core.engines.model_testing import ModelEngineTests
 from sf_core.engines.protocol import WeightsRefusedError
 from sf_core.engines.testing import awake, catch, drain, ids_of
-from sf_core.models.scoring import score
 from sf_core.types import Sampling, WeightsRef
 from storage.tensors.weights import FILE_NAME
+from tests.bench.engines.scored import score_drawn
 
 
 @lru_cache(maxsize=8)
@@ -50,16 +50,7 @@ class FolderEngineTests(ModelEngineTests):
     ) -> npt.NDArray[np.float32]:
         with torch.inference_mode():
             logits = loaded(self.folder(version))(torch.tensor([[*ids]])).logits[0, start - 1 : -1]
-        each = np.full(len(ids) - start, 1)
-        scores, _ = score(
-            logits,
-            None,
-            torch.tensor(ids[start:]),
-            (each * sampling.temperature).astype(np.float32),
-            (each * sampling.top_p).astype(np.float32),
-            each * sampling.top_k,
-        )
-        return scores.numpy()
+        return score_drawn(logits, ids[start:], sampling)
 
     def test_weights_of_other_names_or_shapes_are_refused_and_the_old_ones_serve_on(self) -> None:
         expected = self.sample_alone()
