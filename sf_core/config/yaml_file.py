@@ -266,4 +266,10 @@ def _fields(model: type[BaseModel], indent: str) -> Iterator[str]:
 
 def _comment(text: str, indent: str = "") -> list[str]:
     start = f"# {indent}"
-    return textwrap.wrap(" ".join(text.split()), PAGE_WIDTH, initial_indent=start, subsequent_indent=start)
+    return textwrap.wrap(
+        " ".join(text.split()),
+        PAGE_WIDTH,
+        initial_indent=start,
+        subsequent_indent=start,
+        break_on_hyphens=False,
+    )
