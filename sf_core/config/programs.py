@@ -23,7 +23,7 @@ def _can_be_shown(path: str) -> str:
     if not pure.is_absolute() or ".." in pure.parts or pure == PurePosixPath("/"):
         raise ValueError(f"expected the absolute path of a file or folder, got {quote(path)}")
     if any(pure == ours or pure in ours.parents for ours in _OURS) or pure.is_relative_to(WORK):
-        raise ValueError(f"{quote(path)} is a place of the sandbox's own; name another folder")
+        raise ValueError(f"{quote(path)} is used by the sandbox itself; name another folder")
     return path
 
 
@@ -68,7 +68,9 @@ def _is_inside(answer: str) -> str:
 
 def _is_variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{quote(name)} is no name of a variable: use letters, digits and '_'")
+        raise ValueError(
+            f"{quote(name)} is not a valid name of an environment variable: use letters, digits and '_'"
+        )
     return name
 
 

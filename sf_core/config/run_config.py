@@ -323,7 +323,9 @@ class RunConfig(Settings):
             f"({train.pipeline_parallel})"
         )
         if train.ranks_per_policy > 1 and train.backend != "megatron":
-            raise ValueError(f"{cut} needs train.backend megatron; other backends do not cut a policy so")
+            raise ValueError(
+                f"{cut} needs train.backend megatron; other backends do not split a policy this way"
+            )
         for name, number in {"workers": train.workers, "min_workers": train.min_workers or 0}.items():
             if number % train.ranks_per_policy:
                 raise ValueError(f"train.{name} ({number}) must be a multiple of {cut}")

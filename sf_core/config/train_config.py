@@ -98,16 +98,16 @@ class TeacherConfig(Teacher):
         named = [name for name in ("model", "url", "weights") if getattr(self, name) is not None]
         if len(named) != 1:
             given = " and ".join(named) or "none of them"
-            raise ValueError(f"one of model, url and weights names the teacher; given: {given}")
+            raise ValueError(f"give exactly one of model, url and weights as the teacher; given: {given}")
         if self.url is not None and self.is_loss:
             raise ValueError(
-                "a server at url tells the log-probs of sampled tokens alone: set divergence: sampled, or "
-                "name the teacher as model"
+                "a server at url returns log-probs of sampled tokens only: set divergence: sampled, or "
+                "give the teacher as model"
             )
         if (self.url is None) != (self.tokenizer is None):
             raise ValueError(
-                "url and tokenizer go together: tokenizer is the folder with the tokenizer of the teacher at "
-                "url, whose vocabulary is compared with the policy's"
+                "give url and tokenizer together: tokenizer is the folder with the tokenizer of the "
+                "teacher at url; its vocabulary is compared with the policy's"
             )
         return self
 
