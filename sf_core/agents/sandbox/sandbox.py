@@ -70,6 +70,8 @@ async def open_sandbox(
 
 
 class Sandbox:
+    """An open sandbox, which `open_sandbox` gives: runs commands, writes and reads files."""
+
     def __init__(self, process: SandboxProcess, limits: SandboxLimits, endpoint: Endpoint | None) -> None:
         self._process, self._limits = process, limits
         self.endpoint = endpoint

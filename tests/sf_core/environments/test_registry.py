@@ -29,6 +29,7 @@ from sf_core.environments.splits import Split
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.settings import Settings
 from sf_core.stages.settling.start_folder import check_start
+from sf_core.surroundings import NAMES
 from sf_core.types import Endpoint, Task
 from tests.bench.refusals import check_sentence
 
@@ -225,7 +226,7 @@ for name in ("programs", "repair"):
 
 
 def test_an_example_is_refused_where_only_the_package_is_installed(tmp_path: Path) -> None:
-    for package in ("sf_core", "storage", "tasks", "flows"):
+    for package in NAMES:
         without = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, tmp_path / "installed" / package, ignore=without)
     (tmp_path / "run.yaml").write_text("environment: {name: repair}")
