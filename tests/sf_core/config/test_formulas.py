@@ -87,9 +87,11 @@ def test_every_recipe_is_valid_and_has_a_page(path: Path) -> None:
     make_plan([Worker(name, frozenset(w.tags)) for name, w in local_workers(both, 0).items()], both)
     assert both != load_config("quickstart")
     assert 10 <= len(path.read_text().splitlines()) <= 25
-    page = ROOT / "docs" / "recipes" / f"{path.stem}.md"
-    for heading in ("**When.**", "**Metrics.**", "**Known failures.**", "https://arxiv.org/abs/"):
-        assert heading in page.read_text()
+    page = (ROOT / "docs" / "recipes" / f"{path.stem}.md").read_text()
+    assert re.search(rf"^sf train .*\b{path.stem}\b", page.split("```bash")[1], re.M)
+    for part in ("**When.**", "**Differs from the quickstart.**", "**Metrics.**", "**Known failures.**"):
+        assert part in page
+    assert "https://arxiv.org/abs/" in page
 
 
 @pytest.mark.parametrize("name", ["greso", "bots", "progress", "april"])
