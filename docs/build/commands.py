@@ -12,7 +12,8 @@ from sf_core.cli.main import app
 
 _TOP = """# Commands
 
-Every command of `sf`, with its arguments and options. `sf --help` and `sf COMMAND --help` print the same in a terminal.
+Every command of `sf`, with its arguments and options. `sf --help` and `sf COMMAND --help` print the same
+in a terminal.
 """
 _OTHER = "Commands"
 """Title of the commands that name no group."""
@@ -48,7 +49,7 @@ def _show(command: Any) -> Iterator[str]:
 def _parameters(command: Any, context: Any) -> Iterator[str]:
     for parameter in command.params:
         record = parameter.get_help_record(context)
-        if record is None or parameter.name == "help":
+        if record is None or parameter.hidden or parameter.name == "help":
             continue
         name, text = record
         # the default and the range come last, in brackets

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from starlette.routing import Route
+
 from docs.build.commands import escape
 from docs.build.schemas import Schema, say_type
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.openapi import REFUSALS, make_document
-from sf_core.dataplane.gateway.dialects.registry import DIALECTS, is_for_agents
+from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, is_for_agents
 
 _TOP = """# Routes
 
-The HTTP routes of the data plane, which `sf train`, `sf up` and `sf dataplane` start. `GET /openapi.json` of a running
-data plane has the same as an OpenAPI 3.1 document.
+The HTTP routes of the data plane, which `sf train`, `sf up` and `sf dataplane` start. `GET /openapi.json` of
+a running data plane has the same as an OpenAPI 3.1 document.
 
 ## Keys
 
 A request shows its key as `Authorization: Bearer KEY`, or in the header `x-api-key` or `x-goog-api-key`.
 
 - **The data plane's key** opens every route. A data plane without a key asks for none.
-- **A run's key** opens the agents' routes of this run, and the routes of its sessions and groups. They ask for it even
-  if the data plane has no key.
+- **A run's key** opens the agents' routes of this run, and the routes of its sessions and groups. They
+  ask for it even if the data plane has no key.
 
-An agent names its session in one of three ways: the path begins with `/sessions/SESSION`, the header `x-session-id` has
-it, or the key is `KEY:SESSION`.
+An agent names its session in one of three ways: the path begins with `/sessions/SESSION`, the header
+`x-session-id` has it, or the key is `KEY:SESSION`.
 
 ## Errors
 
@@ -36,8 +38,8 @@ An error has one sentence at `error.message`.
 _AGENTS = """
 ## Agents' routes
 
-Agents call these with the SDK of the provider, whose documentation describes the bodies. Each is also there below
-`/sessions/{session_id}`.
+Agents call these with the SDK of the provider, whose documentation describes the bodies. Each is also there
+below `/sessions/{session_id}`.
 
 | API | routes |
 |---|---|
@@ -46,14 +48,24 @@ Agents call these with the SDK of the provider, whose documentation describes th
 
 def routes_page() -> str:
     """Markdown of the page."""
-    document = make_document(make_app().routes)
+    app = make_app()
+    document = make_document(app.routes)
     routes = [(path, method, route) for path, of in document["paths"].items() for method, route in of.items()]
     lines = [f"| {status} | {escape(text)} |" for status, text in REFUSALS.items()]
     lines.append(_AGENTS.rstrip("\n"))
-    for dialect in DIALECTS:
-        paths = [*dialect.paths, *(dialect.count.paths if dialect.count else ())]
-        shown = "<br>".join(f"`POST {path.replace(':path', '')}`" for path in paths)
-        lines.append(f"| {type(dialect).__name__} | {shown} |")
+    apis = {
+        type(dialect).__name__: [*dialect.paths, *(dialect.count.paths if dialect.count else ())]
+        for dialect in DIALECTS
+    }
+    by_dialect = {path for paths in apis.values() for path in paths}
+    answering = [
+        route.path for route in app.routes if isinstance(route, Route) and route.path.startswith(APIS)
+    ]
+    apis["Models"] = [path for path in answering if path not in by_dialect]
+    for api, paths in apis.items():
+        method = "GET" if api == "Models" else "POST"
+        shown = "<br>".join(f"`{method} {path.replace(':path', '')}`" for path in paths)
+        lines.append(f"| {api} | {shown} |")
     groups = {
         "Sessions and groups": [route for route in routes if is_for_agents(route[0])],
         "Runs": [route for route in routes if route[0].startswith("/runs") and not is_for_agents(route[0])],

@@ -18,16 +18,16 @@ from sf_core.settings import Reference
 
 _TOP = """# Settings
 
-Every setting of a run, with its type, default and range. A configuration is a YAML file with the settings that differ
-from the default. `--set train.learning_rate=1e-4` overrides one setting on the command line.
+Every setting of a run, with its type, default and range. A configuration is a YAML file with the settings
+that differ from the default. `--set train.learning_rate=1e-4` overrides one setting on the command line.
 
 - `sf settings` prints all of them as YAML that you can copy.
 - `sf settings train.loss` prints one part.
-- `sf settings --schema` prints the JSON Schema, with which an editor completes and checks your file.
+- `sf settings --schema` prints the JSON Schema. An editor completes and checks your file with it.
 
-**Empty** is YAML's `null`: the setting is left out, and its description says what happens then. `NAME` is a name that
-you choose, and `[]` an entry of a list. A section with several kinds takes the settings of the kind that `kind` names;
-the kind's name alone has its defaults: `train: {loss: gspo}`.
+**Empty** is YAML's `null`: the setting is left out, and its description says what happens then. `NAME`
+stands for a name that you choose, and `[]` for an entry of a list. Some sections have several kinds: `kind`
+names one of them, and the section then has the settings of this kind.
 """
 _CODE = re.compile(r"(`[^`]+`)")
 
@@ -91,7 +91,7 @@ def _show(part: _Part, known: set[str]) -> Iterator[str]:
         yield _prose(part.about, part, known) + "\n"
     for name, field in part.model.model_fields.items():
         models = _models(field.annotation)[1]
-        if name == "kind" and part.kind or len(models) == 1 and field.description is None:
+        if (name == "kind" and part.kind) or (len(models) == 1 and field.description is None):
             continue
         anchor = f"{part.anchor}.{name}".lstrip(".")
         # a section that is also a setting has its anchor where its settings are
