@@ -6,7 +6,7 @@ STAMP := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm run up down test test-system nightly mutations chaos check audit clean
+.PHONY: help setup vllm run up down docs test test-system nightly mutations chaos check audit clean
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,10 @@ check: setup ## ruff, mypy, the import contracts, and the budgets of lines and o
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.imports
 	$(BIN)/python -m tests.budgets
+
+# opens from its folder; fails with a link that leads nowhere (docs/build)
+docs: setup ## the documentation as a site: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # for one file, or a debugger: .venv/bin/pytest FILE
 test: setup ## check, and pass the fast tests

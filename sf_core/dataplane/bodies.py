@@ -86,7 +86,7 @@ class RunSpec(Body):
     @classmethod
     def _holds_no_colon(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None and ":" in key.get_secret_value():
-            raise ValueError("a key must not contain a colon: what follows one names a session")
+            raise ValueError("a key must not contain a colon, because the text after a colon names a session")
         return key
 
     @property

@@ -1,0 +1,1 @@
+def commands_page() -> str: return '# commands\n'

@@ -1,0 +1,1 @@
+def routes_page() -> str: return '# routes\n'

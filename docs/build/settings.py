@@ -1,0 +1,1 @@
+def settings_page() -> str: return '# settings\n'
