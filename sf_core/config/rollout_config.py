@@ -117,7 +117,7 @@ class RolloutConfig(Settings):
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
     """Groups per batch; each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Groups of each batch that agents outside declare (docs/a-product-that-learns.md); the others are of
+    """Groups of each batch that agents outside declare (docs/guides/agents/product.md); the others are of
     `environment`. With as many as `groups_per_batch` no worker needs to carry `agent`."""
     success: Success | None = None
     """When a session counts as right, for `gate` and `curriculum`. Empty: with a reward of at least 1. When
