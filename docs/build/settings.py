@@ -99,8 +99,8 @@ def _show(part: _Part, known: set[str]) -> Iterator[str]:
         yield f"\n{'#' * max(4, part.level + 1)} `{part.path}{'.' if part.path else ''}{name}`{mark}\n"
         told = say_type(name, schema["properties"][name])
         if _is_code(field):
-            told = told.replace("Text", "`package.module:name`")
-        yield f"{told}. {_default(field)}\n{{ .setting }}\n"
+            told = told.replace("text", "`package.module:name`", 1)
+        yield f"{told[0].upper()}{told[1:]}. {_default(field)}\n{{ .setting }}\n"
         if field.description:
             words = [str(word) for word in words_of(schema["properties"][name])]
             yield _prose(field.description, part, known, words) + "\n"
@@ -113,8 +113,10 @@ def _show(part: _Part, known: set[str]) -> Iterator[str]:
 
 def _is_code(field: FieldInfo) -> bool:
     """Whether a setting names code, as package.module:name."""
-    _, *checks = get_args(Reference)
-    return Reference in get_args(field.annotation) or any(check in field.metadata for check in checks)
+    [_, check, *_] = get_args(Reference)
+    forms = (field, field.annotation, *get_args(field.annotation))
+    marks = (getattr(form, "metadata", getattr(form, "__metadata__", ())) for form in forms)
+    return any(check in found for found in marks)
 
 
 def _default(field: FieldInfo) -> str:
@@ -126,6 +128,8 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, BaseModel):
         shown = getattr(value, "kind", None)
         return f"Default: `{shown}`." if isinstance(shown, str) else "Default: as below."
+    if isinstance(value, float):
+        return f"Default: `{value:g}`."
     plain = _plain(value)
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
     return f"Default: `{text}`."
