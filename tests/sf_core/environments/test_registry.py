@@ -162,7 +162,7 @@ def test_the_configuration_of_an_earlier_run_means_what_it_meant() -> None:
         (setting(name="nowhere:Sums"), "environment.name: nowhere:Sums: cannot import nowhere"),
         (
             setting(name="json:JSONDecoder"),
-            "environment.name: json:JSONDecoder is no class that inherits sf_core.environments.environment.",
+            "environment.name: json:JSONDecoder is not a class that inherits sf_core.environments.",
         ),
         (named(Unfinished), "Unfinished lacks agent, reward"),
         (
@@ -185,7 +185,7 @@ def test_what_cannot_be_used_is_named(config: EnvironmentConfig, sentence: str) 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
 def test_settings_are_what_json_can_keep(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.settings: expected values that JSON has"):
+    with pytest.raises(ConfigError, match=r"environment\.settings: the values must be valid JSON"):
         validate_config({"environment": {"settings": {"size": value}}})
 
 
