@@ -133,11 +133,7 @@ class Run:
         `messages` (the conversation as JSON), `tools` (as JSON) and `output` (text that a command printed).
         They belong to the first branch of the session.
 
-        Args:
-            columns: The columns to read, in this order; None reads all but the four.
-
-        Raises:
-            ValueError: A column does not exist. The sentence names similar columns.
+        `columns` names the columns to read, in this order. Raises ValueError if there is no such column.
         """
         wanted = [name for name in SESSIONS.names if name not in TEXTS] if columns is None else list(columns)
         if unknown := [name for name in wanted if name not in SESSIONS.names]:
@@ -194,19 +190,14 @@ class Run:
         All rows of a branch together hold each of its tokens once. The text comes from the tokenizer of the
         run. A run without a tokenizer shows ids.
 
-        Args:
-            session_id: The id, as in the column `session_id` of `sessions`.
+        `session_id` is an id from the column of that name in `sessions`. Raises ValueError with similar ids
+        if there is no such session.
 
-        Raises:
-            ValueError: There is no such session. The sentence names similar ids.
-
-        Example:
-            ```python
-            turns = run.session("quickstart.g0.0.a0").to_pandas()
-            print(turns[["role", "text"]])
-            lists = ["tokens", "token_ids", "logprobs", "policy_versions", "loss_mask"]
-            tokens = turns.explode(lists)  # one row per token
-            ```
+        ```python
+        turns = run.session("quickstart.g0.0.a0").to_pandas()
+        print(turns[["role", "text"]])
+        tokens = turns.explode(["tokens", "token_ids", "logprobs", "policy_versions", "loss_mask"])
+        ```
         """
         _, branches = RunView(self._run).find_session(session_id)
         return turns_of(branches, open_decoder(self._run, any(row.images for row in branches)))
@@ -250,22 +241,15 @@ class Run:
 def open_run(uri: str) -> Run:
     """Open a run to read its tables, for example in a notebook. The run may still be training.
 
-    Args:
-        uri: The run directory: a folder such as `runs/quickstart`, or a URL such as
-            `s3://bucket/runs/quickstart`. A bare name is looked up in `runs/` too.
+    `uri` is the run directory: a folder such as `runs/quickstart`, or a URL such as
+    `s3://bucket/runs/quickstart`. A name without a folder is also searched in `runs/`. Raises ValueError with
+    the names of similar runs if there is no run.
 
-    Returns:
-        The run. See `Run` for its tables.
-
-    Raises:
-        ValueError: There is no run. The sentence names similar runs of the same folder.
-
-    Example:
-        ```python
-        run = open_run("runs/quickstart")
-        curve = run.iterations().to_pandas()
-        curve.plot(x="iteration", y=["reward", "held_out"])
-        ```
+    ```python
+    run = open_run("runs/quickstart")
+    curve = run.iterations().to_pandas()
+    curve.plot(x="iteration", y=["reward", "held_out"])
+    ```
     """
     is_in_runs = "/" not in uri and not RunDirectory(uri).exists() and RunDirectory(f"runs/{uri}").exists()
     return Run(f"runs/{uri}" if is_in_runs else uri)
