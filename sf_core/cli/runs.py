@@ -131,18 +131,38 @@ def gc(
 @commands.command()
 @report_bad_input()
 def report(
-    run: RunDir,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN",
+            help="Run directory or its URL, or the name of a run in ./runs. Several runs are compared.",
+            show_default=False,
+            callback=lambda runs: [*map(find_run, runs)],
+            autocompletion=complete_run,
+        ),
+    ],
     output: Annotated[
-        str | None, typer.Option("--output", "-o", help="File; RUN/report.html if not given.")
+        str | None,
+        typer.Option(
+            *("--output", "-o"),
+            metavar="FILE",
+            help="File to write. By default RUN/report.html, or comparison.html for several runs.",
+            show_default=False,
+        ),
     ] = None,
     max_mb: Annotated[
-        float, typer.Option(help="Largest size; sessions that do not fit are left out.")
+        float, typer.Option(help="Largest size of the page in MB. Sessions that do not fit are left out.")
     ] = 16.0,
 ) -> None:
-    """Write a run as one HTML page that opens offline: curves, devices, groups, every session's tokens."""
+    """Write a run as one HTML page that opens offline: curves, devices, groups, the tokens of every session.
+
+    With several runs the page compares them: their curves, their results and the settings that differ.
+    """
+    from sf_core.reports.comparison.page import write_comparison_page
     from sf_core.reports.html.page import write_report
 
-    tell(write_report(run, output, max_mb))
+    _check_folder(output)
+    tell(write_report(*runs, output, max_mb) if len(runs) == 1 else write_comparison_page(runs, output))
 
 
 @commands.command()
@@ -160,6 +180,7 @@ def export(
     """Write the trajectories of a run in the format of another training tool."""
     from sf_core.reports.export.export import export
 
+    _check_folder(out)
     exported = export(run, to, out, opened=opened)
     lines = [
         f"{out}: {exported.rows} conversations for {to}; {exported.left_out.total()} left out "
@@ -195,6 +216,13 @@ def replay(
     for name, (now, then) in result.metrics.items():
         console.print(f"  {name}: {now:.6g}, was {then:.6g}")
     raise typer.Exit(1)
+
+
+def _check_folder(file: str | None) -> None:
+    """End the command if a file is to be written into a local folder that does not exist."""
+    folder = os.path.dirname(file or "")
+    if folder and "://" not in folder and not os.path.isdir(folder):
+        fail(f"{folder} does not exist: create this folder first, or name another file than {file}")
 
 
 def _reward(value: float | None) -> str:
