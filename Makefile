@@ -110,7 +110,7 @@ ROUNDS ?= 1
 chaos: setup ## a stack that is killed, stopped, starved of disk and cut off; SEED=n ROUNDS=n
 	$(BIN)/python -m tests.chaos --seed $(SEED) --rounds $(ROUNDS)
 
-# what is installed against the advisories of PyPI (docs/threat-model.md); first, whether it has any: of this there are
+# what is installed against the advisories of PyPI (docs/concepts/threat-model.md); first, whether it has any: of this there are
 ADVISED := https://pypi.org/pypi/jinja2/2.11.2/json
 audit: setup ## installed packages against the advisories of PyPI
 	@$(BIN)/python -c 'import httpx; assert httpx.get("$(ADVISED)", timeout=20).json()["vulnerabilities"]' 2> /dev/null || \
