@@ -1,17 +1,25 @@
-"""Hooks of MkDocs: they add the pages that are made from code, the navigation of folders, and pages of the files
+"""Hooks of MkDocs: they add the pages that are made from code, the navigation of folders, and pages of files
 outside docs to which documents link. A link to nothing is a warning, with which `make docs` fails."""
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from docs.build.commands import commands_page
-from docs.build.repository import PAGES, ROOT, change_links, find_links, page_of, relative, resolve, show_file
+from docs.build.repository import (
+    ROOT,
+    change_links,
+    find_links,
+    page_of,
+    readme_of,
+    relative,
+    resolve,
+    show_file,
+)
 from docs.build.routes import routes_page
 from docs.build.settings import settings_page
 
@@ -33,7 +41,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Names the pages of folders in the navigation."""
     for folder in ("recipes", "decisions"):
         pages = sorted(file.name for file in (ROOT / "docs" / folder).glob("*.md"))
-        _fill(config.nav, f"{folder}/README.md", [f"{folder}/{name}" for name in pages if name != "README.md"])
+        _fill(
+            config.nav, f"{folder}/README.md", [f"{folder}/{name}" for name in pages if name != "README.md"]
+        )
     return config
 
 
@@ -58,7 +68,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in files.documentation_pages():
         links += _outside(file.content_string, f"docs/{file.src_uri}")
     while links:
-        path = links.pop()
+        path = readme_of(links.pop())
         if page_of(path) in _shown:
             continue
         _shown[page_of(path)] = path
@@ -67,15 +77,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         except UnicodeDecodeError:
             log.warning("%s is no text: a document that shows it keeps it in docs", path)
             continue
-        files.append(
-            File.generated(config, page_of(path), content=text, inclusion=InclusionLevel.NOT_IN_NAV)
-        )
+        files.append(File.generated(config, page_of(path), content=text, inclusion=InclusionLevel.NOT_IN_NAV))
         links += _outside(text, f"{path}/." if (ROOT / path).is_dir() else path)
     return files
 
 
 def _outside(markdown: str, source: str) -> list[str]:
-    """Files outside docs to which a document links; those that are missing are named where they are changed."""
+    """Files outside docs to which a document links; links to nothing are named where they are changed."""
     found = (place[0] for target in find_links(markdown) if (place := resolve(target, source)))
     return [path for path in found if not _is_in_docs(path) and (ROOT / path).exists()]
 
@@ -87,9 +95,15 @@ def _is_in_docs(path: str) -> bool:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Leads links to files outside docs to their pages, and links of these back into docs."""
     here = page.file.src_uri
-    source = _shown.get(here, f"docs/{here}")
+    if here.startswith("decisions/"):
+        page.meta.setdefault("search", {"boost": 0.5})
     if here == "decisions/README.md":
         markdown += _list_decisions()
+    return lead_links(markdown, here, _shown.get(here, f"docs/{here}"))
+
+
+def lead_links(markdown: str, here: str, source: str) -> str:
+    """The document `source` of the repository, with links for the page `here` of the site."""
 
     def change(target: str) -> str:
         place = resolve(target, f"{source}/." if (ROOT / source).is_dir() else source)
@@ -97,10 +111,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return target
         path, anchor = place
         if _is_in_docs(path):
-            inside = path.removeprefix("docs").removeprefix("/")
-            if (ROOT / path).is_dir():
-                inside = posix(inside, "index.md" if not inside else "README.md")
-            if here in _shown and inside in MADE:
+            path = readme_of(path)
+            inside = path.removeprefix("docs").removeprefix("/") or "index.md"
+            if inside in MADE and not source.startswith("docs/"):
                 log.warning("%s links to %s, which only the site has", source, path)
             return relative(inside, here) + anchor
         if path.startswith("..") or not (ROOT / path).exists():
@@ -109,10 +122,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return relative(page_of(path), here) + anchor
 
     return change_links(markdown, change)
-
-
-def posix(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
 
 
 def _list_decisions() -> str:

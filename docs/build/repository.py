@@ -1,5 +1,5 @@
-"""Links of documents: found in Markdown, resolved in the repository, and pages of the site that show the files
-outside docs that they lead to."""
+"""Links of documents: found in Markdown, resolved in the repository; and the pages that show files outside
+docs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ PAGES = "repository"
 """Folder of the site with the pages of files outside docs."""
 FRONT = "---\nsearch:\n  exclude: true\n---\n"
 
-_CODE = re.compile(r"^(?P<fence> *(?:```+|~~~+)).*?(?:^(?P=fence)[`~]* *$|\Z)|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.M | re.S)
-_LINK = re.compile(r"\]\((?P<inline>[^()\s]*(?:\([^()\s]*\)[^()\s]*)*)(?:\s+\"[^\"]*\")?\)|^ {0,3}\[[^\]]+\]: +(?P<named>\S+)", re.M)
+_CODE = re.compile(
+    r"^(?P<fence> *(?:```+|~~~+)).*?(?:^(?P=fence)[`~]* *$|\Z)|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)",
+    re.M | re.S,
+)
+_LINK = re.compile(
+    r"\]\((?P<inline>[^()\s]*(?:\([^()\s]*\)[^()\s]*)*)(?:\s+\"[^\"]*\")?\)"
+    r"|^ {0,3}\[[^\]]+\]: +(?P<named>\S+)",
+    re.M,
+)
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 
 
@@ -49,10 +56,17 @@ def resolve(target: str, source: str) -> tuple[str, str] | None:
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), unquote(path))), sign + anchor
 
 
+def readme_of(path: str) -> str:
+    """The README of a folder that has one, else the path itself."""
+    readme = posixpath.normpath(f"{path}/README.md")
+    return readme if (ROOT / readme).is_file() else path
+
+
 def page_of(path: str) -> str:
     """Source of the page that shows this file or folder of the repository, relative to docs."""
+    path = readme_of(path)
     if (ROOT / path).is_dir():
-        return f"{PAGES}/{path}/index.md".replace("/./", "/")
+        return f"{PAGES}/{path}/index.md"
     return f"{PAGES}/{path}" if path.endswith(".md") else f"{PAGES}/{path}.md"
 
 
