@@ -1,4 +1,4 @@
-"""The product of docs/a-product-that-learns.md, and callers that ask it and rate what it answers."""
+"""The product of docs/guides/agents/product.md, and callers that ask it and rate what it answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.desk_package import QUESTIONS, stars
 from tests.e2e.quickstart import ROOT
 from tests.patience import patience, wait_until
 
-PAGE = (ROOT / "docs" / "a-product-that-learns.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "agents" / "product.md").read_text()
 
 
 class Desk:

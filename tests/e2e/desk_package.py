@@ -1,4 +1,4 @@
-"""Held-out questions of the desk in docs/a-product-that-learns.md, and what its callers think of a draft."""
+"""Held-out questions of the desk in docs/guides/agents/product.md, and what its callers think of a draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of docs/a-product-that-learns.md, before, during and after a run that learns from it."""
+"""The product of docs/guides/agents/product.md, before, during and after a run that learns from it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_a_product_teaches_the_policy_whatever_is_killed(cluster: Cluster, desk:
         environment={part: f"tests.e2e.desk_package:{part}" for part in ("tasks", "agent", "reward")},
         # what nobody could rate, because somebody was killed, says nothing of the policy
         rollout=documented()
-        | {"max_tokens": 8, "session_timeout_s": 15.0, "reward_patience_s": 15.0}
+        | {"groups_per_batch": 4, "outside_groups": 4, "max_tokens": 8}
+        | {"session_timeout_s": 15.0, "reward_patience_s": 15.0}
         | {"on_failure": {"timeout": "retry_then_exclude"}},
         engine={"kind": "torch", "context_length": 64},
         train={"iterations": ITERATIONS, "learning_rate": 0.04},

@@ -19,7 +19,7 @@ from sf_core.environments.repositories.environment import Repositories
 from tests.bench.repositories import LISTS, TEST_LISTS
 from tests.bench.sandboxes import need_sandbox
 
-PAGE = Path(__file__).parents[3] / "docs" / "repositories.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "agents" / "repositories.md"
 
 
 def blocks(language: str) -> list[str]:

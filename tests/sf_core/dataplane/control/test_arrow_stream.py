@@ -1,4 +1,4 @@
-"""A batch as an Arrow stream over real HTTP, and the code of docs/your-trainer.md."""
+"""A batch as an Arrow stream over real HTTP, and the code of docs/guides/training/your-trainer.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.bench.dataplane.planes import ServedPlane
 from tests.bench.runs import conversation
 from tests.patience import join
 
-PAGE = (Path(__file__).parents[4] / "docs" / "your-trainer.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "guides" / "training" / "your-trainer.md").read_text()
 PATH = "/runs/run/batches/{}/stream"
 
 
@@ -125,7 +125,7 @@ def test_the_trainer_of_the_page_makes_a_loss_ready_batch(answering_plane: Serve
     fill_batch(answering_plane)
     page: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(snippet, "docs/your-trainer.md", "exec"), page)
+        exec(compile(snippet, "docs/guides/training/your-trainer.md", "exec"), page)
     batch = page["loss_ready"](page["read_batch"](answering_plane.url + PATH.format(0) + "?wait_s=5"))
     rows = to_rows(read_trajectories(sealed_file(answering_plane)))
     for i, row in enumerate(rows):
