@@ -6,7 +6,7 @@ STAMP := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm run up down test test-system nightly mutations chaos check audit clean
+.PHONY: help setup vllm run up down docs test test-system nightly mutations chaos check audit clean
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,10 @@ check: setup ## ruff, mypy, the import contracts, and the budgets of lines and o
 	$(BIN)/python -m tests.imports
 	$(BIN)/python -m tests.budgets
 
+# opens from its folder; fails with a link that leads nowhere (docs/build)
+docs: setup ## the documentation as a site: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # for one file, or a debugger: .venv/bin/pytest FILE
 test: setup ## check, and pass the fast tests
 	@$(BIN)/python -m tests.tiers fast
@@ -106,7 +110,7 @@ ROUNDS ?= 1
 chaos: setup ## a stack that is killed, stopped, starved of disk and cut off; SEED=n ROUNDS=n
 	$(BIN)/python -m tests.chaos --seed $(SEED) --rounds $(ROUNDS)
 
-# what is installed against the advisories of PyPI (docs/threat-model.md); first, whether it has any: of this there are
+# what is installed against the advisories of PyPI (docs/concepts/threat-model.md); first, whether it has any: of this there are
 ADVISED := https://pypi.org/pypi/jinja2/2.11.2/json
 audit: setup ## installed packages against the advisories of PyPI
 	@$(BIN)/python -c 'import httpx; assert httpx.get("$(ADVISED)", timeout=20).json()["vulnerabilities"]' 2> /dev/null || \

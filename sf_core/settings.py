@@ -92,7 +92,7 @@ def is_word(value: str) -> str:
     'h20'
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
-        raise ValueError(f"{value!r} is no tag or name: use letters, digits, '.', '_' and '-'")
+        raise ValueError(f"{value!r} is not a valid tag or name: use letters, digits, '.', '_' and '-'")
     return value
 
 

@@ -172,7 +172,7 @@ def gpu_memory(number: int) -> int | None:
         return None
 
 
-NAMES = ("flows", "tasks", "storage", "sf_core")
+NAMES = ("seamlessflow", "flows", "tasks", "storage", "sf_core")
 """Our top-level packages. Their names are common, and the first match on the path is imported."""
 
 
@@ -204,7 +204,8 @@ def check_names(path: Iterable[str]) -> None:
             continue
         # a folder without __init__.py, such as one with data, has no origin
         found = Path(spec.origin or next(iter(spec.submodule_search_locations or [name]))).resolve()
-        if not found.is_relative_to(ROOT):
+        # not ROOT alone: from the folder above a clone named seamlessflow, its name is found and no package
+        if not found.is_relative_to(ROOT / name):
             raise ImportError(
                 f"{found} has the name of a package of SeamlessFlow, {name} ({ROOT / name}), and would be "
                 "imported in its place: rename it, or call the command in another folder and keep this one "

@@ -58,7 +58,7 @@ def open_fs(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
     except ImportError as error:
         raise StorageError(f"{uri}: this storage needs a package that is not installed: {error}") from None
     except ValueError as error:
-        raise StorageError(f"{uri}: no storage that fsspec knows: {error}") from None
+        raise StorageError(f"{uri}: fsspec does not know this kind of storage: {error}") from None
     return fs, path
 
 

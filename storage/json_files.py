@@ -36,4 +36,4 @@ def json_lines(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:
             try:
                 yield f"{uri}, line {number}", json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{uri}, line {number}: no JSON: {error}") from None
+                raise ValueError(f"{uri}, line {number}: not valid JSON: {error}") from None

@@ -62,8 +62,7 @@ def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, st
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         raise ValueError(
-            f"{uri}: manifest cannot be read ({first_fault(error)}); remove the file to have the stage done "
-            "again"
+            f"{uri}: manifest cannot be read ({first_fault(error)}); remove the file to repeat the stage"
         ) from None
     for name, expected in (("run_id", run_id), ("iteration", iteration), ("stage", stage)):
         if (found := getattr(manifest, name)) != expected:

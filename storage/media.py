@@ -41,7 +41,7 @@ def read_picture(folder: str, sha256: str) -> bytes:
     try:
         png = read_bytes(file)
     except FileNotFoundError:
-        raise ValueError(f"{file} is missing, and a trajectory shows it") from None
+        raise ValueError(f"{file} is missing, but a trajectory contains this picture") from None
     if hashlib.sha256(png).hexdigest() != sha256:
-        raise ValueError(f"{file} has other bytes than those that its name is the sha256 of")
+        raise ValueError(f"{file} does not have the sha256 that its name says")
     return png

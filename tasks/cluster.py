@@ -208,8 +208,8 @@ def crash_without_scheduler() -> Iterator[None]:
         if not error.reason.startswith("scheduler-"):
             raise
         raise SchedulerLostError(
-            "the Dask scheduler died, and all tasks with it; started again, the run goes on with what is not "
-            "committed"
+            "the Dask scheduler ended, and all tasks with it; start the run again to continue from its "
+            "last committed stage"
         ) from None
 
 

@@ -8,12 +8,8 @@ from random import Random
 from pydantic import Field
 
 from examples.programs.operations import KINDS, NAME, Chain, Value, draw_chain, draw_values
-from sf_core.agents.sandbox import why_no_sandbox
-from sf_core.agents.tool_loop import run_tool_loop
-from sf_core.environments.environment import Environment
-from sf_core.environments.functions.judge import HiddenTests, RewardFor
-from sf_core.environments.splits import Split, split_of
-from sf_core.types import Endpoint, Task
+from seamlessflow import Endpoint, Environment, Split, Task, run_tool_loop, split_of, why_no_sandbox
+from seamlessflow.programs import HiddenTests, RewardFor
 
 FENCED = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 

@@ -13,12 +13,22 @@ from typing import Any
 
 from pydantic import Field
 
-from sf_core.agents.sandbox import Sandbox, SandboxError, open_sandbox, why_no_sandbox
-from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
-from sf_core.environments.environment import Demonstration, Environment
-from sf_core.environments.functions.judge import LIMITS, HiddenTests, RewardFor, returns_of
-from sf_core.environments.splits import Split, split_of
-from sf_core.types import Endpoint, Task
+from seamlessflow import (
+    Demonstration,
+    Endpoint,
+    Environment,
+    LostToolError,
+    Sandbox,
+    SandboxError,
+    Split,
+    Task,
+    Tool,
+    open_sandbox,
+    run_tool_loop,
+    split_of,
+    why_no_sandbox,
+)
+from seamlessflow.programs import LIMITS, HiddenTests, RewardFor, returns_of
 
 NAME = "f"
 OPERATORS = "+-*"

@@ -22,12 +22,15 @@ from typing import Any
 
 from examples.repositories.faults import faults_in, without_functions
 from examples.repositories.libraries import LIBRARIES, Library
-from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
-from sf_core.config.programs import SandboxLimits
-from sf_core.environments.repositories.check import AT_ONCE, fault_of
-from sf_core.environments.repositories.environment import Repositories
-from sf_core.environments.repositories.scoring import CaseOutcome, run_tests
-from sf_core.environments.repositories.workspace import hide_originals
+from seamlessflow import SandboxError, SandboxLimits, open_sandbox, why_no_sandbox
+from seamlessflow.repositories import (
+    AT_ONCE,
+    CaseOutcome,
+    Repositories,
+    fault_of,
+    hide_originals,
+    run_tests,
+)
 
 MAX_FAILING = 8
 """Most tests that a fault may fail: more of them tell little of where it is."""

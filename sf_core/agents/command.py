@@ -81,9 +81,7 @@ class CommandAgent:
         self._command, self._grace_s = command, grace_s
         program = shutil.which(command.command[0], path=command.variables.get("PATH"))
         if program is None:
-            raise ValueError(
-                f"there is no program {quote(command.command[0])} on this host that can be executed"
-            )
+            raise ValueError(f"this host has no program {quote(command.command[0])} that can be executed")
         if command.sandbox is not None and (reason := why_no_sandbox(command.sandbox.image)):
             raise ValueError(f"sandbox: {reason}")
         self._words = [os.path.abspath(program), *command.command[1:]]
@@ -158,9 +156,9 @@ class CommandAgent:
                 case "time":
                     raise TimeoutError
                 case "output":
-                    raise NoAnswerError(f"it wrote more than its output_mb of {limits.output_mb}")
+                    raise NoAnswerError(f"it wrote more than the limit output_mb ({limits.output_mb})")
                 case "memory":
-                    raise NoAnswerError(f"it needed more than its memory_mb of {limits.memory_mb}")
+                    raise NoAnswerError(f"it used more than the limit memory_mb ({limits.memory_mb})")
             return self._answer_in(box.folder, given, ended.status)
 
     def _answer_in(self, folder: int, given: dict[str, bytes], status: int) -> Any:
@@ -278,7 +276,7 @@ def _files(prepared: Mapping[str, str | bytes] | None) -> dict[str, bytes]:
     given: dict[str, bytes] = {}
     for name, content in (prepared or {}).items():
         if not is_name_below(name):
-            raise ValueError(f"{expected}: {quote(name)} is no name of a file there")
+            raise ValueError(f"{expected}: {quote(name)} is not a file name in that folder")
         given[name] = content.encode() if isinstance(content, str) else bytes(content)
     return given
 

@@ -102,7 +102,7 @@ def text_of(answer: bytes, what: str) -> str:
     try:
         return answer.decode()
     except UnicodeDecodeError as error:
-        raise NoAnswerError(f"{what} is no UTF-8: {error.reason} at byte {error.start}") from None
+        raise NoAnswerError(f"{what} is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def answer_in(folder: int, name: str) -> str:

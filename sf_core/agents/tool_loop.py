@@ -28,8 +28,12 @@ class LostToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
+    """A function that the model may call, in the form of OpenAI's API."""
+
     name: str
+    """The name by which the model calls the function."""
     description: str
+    """Tells the model what the function does and when to call it."""
     parameters: dict[str, Any]
     """JSON schema of the arguments."""
     function: Callable[..., Content | Awaitable[Content]]

@@ -1,9 +1,9 @@
 """Settings of a run: how they are read and refused. Their effects belong to the code that uses them."""
 
+from sf_core.config.devices import EmulationConfig as EmulationConfig
 from sf_core.config.rollout_config import EnvironmentConfig as EnvironmentConfig
 from sf_core.config.rollout_config import RolloutConfig as RolloutConfig
 from sf_core.config.run_config import DataplaneConfig as DataplaneConfig
-from sf_core.config.run_config import EmulationConfig as EmulationConfig
 from sf_core.config.run_config import PolicyConfig as PolicyConfig
 from sf_core.config.run_config import RunConfig as RunConfig
 from sf_core.config.run_config import RunnersConfig as RunnersConfig

@@ -1,4 +1,5 @@
-"""Whether a device suits training or decoding, by the roofline model (Williams et al., CACM 52(4), 2009):
+"""Devices: the settings of an emulated one, and whether a device suits training or decoding, by the roofline
+model (Williams et al., CACM 52(4), 2009):
 
     attainable FLOP/s = min(peak FLOP/s, intensity [FLOP/byte] x memory bandwidth [bytes/s])
 
@@ -12,6 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from pydantic import Field
+
+from sf_core.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +98,44 @@ def step_of(priority: float) -> int:
     (4, 4, 6)
     """
     return round(4 * math.log2(priority))
+
+
+class EmulationConfig(Settings):
+    """The emulated device and policy. Default: an H100 (SXM, bfloat16, from its data sheet) and the shape of
+    Qwen3-8B."""
+
+    peak_flops: float = Field(989e12, gt=0)
+    """Peak FLOP/s of the device in the dtype it computes in."""
+    memory_bandwidth: float = Field(3.35e12, gt=0)
+    """Memory bandwidth of the device, in bytes/s."""
+    utilisation: float = Field(0.4, gt=0, le=1)
+    """Fraction of `peak_flops` that prefill, decoding and training reach."""
+    parameters: float = Field(8.2e9, gt=0)
+    """Number of parameters of the policy."""
+    bytes_per_parameter: float = Field(2.0, gt=0)
+    """Bytes per parameter of the weights in device memory."""
+    kv_bytes_per_token: float = Field(147456.0, ge=0)
+    """Bytes of KV cache per token: 2 x layers x KV heads x head width x bytes per element."""
+    kv_tokens: int = Field(180_000, ge=0)
+    """Capacity of the KV cache, in tokens. A turn reuses the entries that an earlier turn left. 0: no
+    reuse."""
+    stored_bytes_per_parameter: float = Field(2.0, gt=0)
+    """Bytes per parameter that a trainer writes per version: 2 in bfloat16, 4 in float32."""
+    delta_bytes_per_parameter: float = Field(0.03, gt=0)
+    """Bytes per parameter that an engine's host reads per version: about 0.03 for a delta in bfloat16, 4 in
+    float32, which has no deltas."""
+    write_bandwidth: float = Field(0.45e9, gt=0)
+    """Speed at which a trainer copies, hashes and writes weights and checkpoints, in bytes/s."""
+    verify_bandwidth: float = Field(2e9, gt=0)
+    """Speed at which an engine's host checks its copy of the weights and passes it to the engine, in
+    bytes/s."""
+    load_bandwidth: float = Field(0.7e9, gt=0)
+    """Speed at which an engine's host reads stored weights, in bytes/s."""
+    to_rollout_s: float | None = Field(None, ge=0)
+    """Emulated time until a device can sample, in seconds. Empty: the time to load the weights that its host
+    has."""
+    to_train_s: float = Field(0.0, ge=0)
+    """Emulated time until a device that has sampled can train, in seconds. The trainer stays loaded."""
+    time_dilation: float = Field(1.0, gt=0)
+    """Emulated seconds per real second; every duration is divided by it. Below 1 the run is slower than the
+    real devices, so that one data plane can carry the tokens/s of many devices."""

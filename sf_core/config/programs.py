@@ -23,33 +23,34 @@ def _can_be_shown(path: str) -> str:
     if not pure.is_absolute() or ".." in pure.parts or pure == PurePosixPath("/"):
         raise ValueError(f"expected the absolute path of a file or folder, got {quote(path)}")
     if any(pure == ours or pure in ours.parents for ours in _OURS) or pure.is_relative_to(WORK):
-        raise ValueError(f"{quote(path)} is a place of the sandbox's own; name another folder")
+        raise ValueError(f"{quote(path)} is used by the sandbox itself; name another folder")
     return path
 
 
 class SandboxLimits(Settings):
-    """What programs in a sandbox may use. They see a read-only system, and of the host nothing else."""
+    """Limits of programs in a sandbox. They see a read-only system, and nothing else of the host."""
 
     memory_mb: int = Field(2048, ge=64)
-    """Memory of all processes together, with the files that they write."""
+    """Maximum memory of all processes together, in MB. Files that they write count."""
     disk_mb: int = Field(512, ge=1)
-    """Size of the work folder, and of /tmp. Files are in memory and count there too."""
+    """Maximum size of the work folder and of /tmp, in MB each. Files are kept in memory and also count toward
+    `memory_mb`."""
     processes: int = Field(128, ge=1)
-    """Processes and threads at once."""
+    """Maximum number of processes and threads at once."""
     open_files: int = Field(1024, ge=16)
-    """Open files of each process."""
+    """Maximum number of open files per process."""
     cpu_s: int = Field(3600, ge=1)
-    """Seconds on a CPU of each process."""
+    """Maximum CPU time per process, in seconds."""
     output_mb: int = Field(64, ge=1)
-    """What a command may write on standard output and standard error; beyond it, it is ended."""
+    """Maximum size of what a command writes on standard output and standard error, in MB. A command that
+    writes more is ended."""
     image: str | None = Field(None, pattern=r"^[^-\s]\S*$")
-    """An OCI image whose system is seen in place of the host's: podman makes the sandbox then. It needs a
-    python3, of version 3.9 or later."""
+    """OCI image whose system replaces the host's in the sandbox, which podman then makes. The image needs
+    python3, version 3.9 or later. Empty: the host's system."""
     paths: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
-    """Files and folders of the host that are seen inside too, read-only, beside the system and the worker's
-    Python."""
+    """Additional files and folders of the host that programs can read in the sandbox."""
     hidden: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
-    """Folders that would be seen inside, and are empty there. With an image nothing is hidden."""
+    """Folders of the host that appear empty in the sandbox. Has no effect with an image."""
 
 
 def _are_words(command: Any) -> Any:
@@ -67,31 +68,33 @@ def _is_inside(answer: str) -> str:
 
 def _is_variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{quote(name)} is no name of a variable: use letters, digits and '_'")
+        raise ValueError(
+            f"{quote(name)} is not a valid name of an environment variable: use letters, digits and '_'"
+        )
     return name
 
 
 class Command(Settings):
-    """A program as agent: a process for each session, in a folder of its own. It reads the task on standard
-    input or in task.json, and finds the endpoint in the variables that the SDKs of OpenAI, Anthropic and
-    Google read."""
+    """A program as agent. Each session runs one process in a folder of its own. The program reads the task on
+    standard input or in task.json. Environment variables name the endpoint; the SDKs of OpenAI, Anthropic and
+    Google read them."""
 
     command: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1), BeforeValidator(_are_words)
     ]
-    """The program and its arguments, word by word; no shell reads them. The program is looked up on the PATH
-    of the agent worker; with a slash, from the folder in which the worker runs."""
+    """The program and its arguments, as a list of words; no shell reads them. The program is looked up on the
+    PATH of the agent worker. A name with a slash is relative to the folder in which the worker runs."""
     answer: Annotated[str, AfterValidator(_is_inside)] = Field("output", pattern=r"^(output|folder|file:.+)$")
-    """What the reward function gets. output: what it prints. file:NAME: the text of this file in its folder.
-    folder: the files that it leaves in its folder, as a mapping of names to texts."""
+    """The answer that the reward function receives. output: the text that the program prints. file:NAME: the
+    text of this file in its folder. folder: the files in its folder, as a mapping of names to texts."""
     timeout_s: float = Field(3600.0, gt=0)
-    """Longest time that it runs, pauses counted; beyond it `rollout.on_failure.timeout` applies, as it does
-    beyond `rollout.session_timeout_s`."""
+    """Timeout of the program, in seconds, pauses included. After it, or after `rollout.session_timeout_s`,
+    `rollout.on_failure.timeout` applies."""
     variables: dict[Annotated[str, AfterValidator(_is_variable)], str] = Field({})
-    """Further environment variables. They are stored with the run, so they are no place for keys."""
+    """Additional environment variables. They are stored with the run, so do not put keys here."""
     sandbox: SandboxLimits | None = None
-    """Limits of the sandbox that it runs in; {} has the usual ones. Without a sandbox the command is trusted:
-    it runs with the rights of the worker."""
+    """Limits of the sandbox in which the program runs; {} uses the default limits. Empty: no sandbox; the
+    program has all rights of the worker."""
 
 
 def _form(value: Any) -> str:

@@ -27,7 +27,7 @@ def _is_json(value: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"expected values that JSON has: {error}") from None
+        raise ValueError(f"the values must be valid JSON: {error}") from None
     return value
 
 
@@ -38,70 +38,71 @@ class JudgeConfig(Settings):
     """A model that reward functions ask. `url` or `model` says where it is."""
 
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
-    """Address of a server with the OpenAI API, such as http://HOST:8000/v1. Its key is read from the
-    environment variable SF_JUDGE_KEY_NAME, where NAME is the judge's in capitals; no key without it."""
+    """Address of a server with the OpenAI API, for example http://HOST:8000/v1. The environment variable
+    SF_JUDGE_KEY_NAME holds its key, where NAME is the judge's name in capitals. If that variable is not set,
+    no key is sent."""
     name: str | None = Field(None, min_length=1)
-    """Name of the model at that server. Empty: the first that the server lists."""
+    """Name of the model at that server. Empty: the first model that the server lists."""
     model: FilePath | None = None
-    """Folder of a Hugging Face causal LM with a chat template, or the name of one that `sf model` has made.
-    Each worker that carries `reward` serves it to itself by vLLM, which `make vllm` installs."""
+    """Folder of a Hugging Face causal LM with a chat template, or the name of a model that `sf model` has
+    made. Each worker tagged `reward` starts its own vLLM server for it; `make vllm` installs vLLM."""
     temperature: float = Field(0.0, ge=0, le=2)
-    """Sampling temperature of its replies. At 0 an equal question is asked once per worker."""
+    """Sampling temperature of the judge's replies. At 0 each worker asks equal questions only once."""
     max_tokens: int = Field(256, ge=1)
-    """Maximum number of tokens of a reply."""
+    """Maximum number of tokens in a reply."""
     timeout_s: float = Field(60.0, gt=0)
-    """Longest time, in seconds, that one call may take; beyond it the call is repeated."""
+    """Timeout of one call, in seconds; then the call is retried."""
     concurrency: int = Field(16, ge=1, le=1024)
-    """Calls that each worker that scores makes at once."""
+    """Number of calls that one worker makes at once while it scores sessions."""
     max_tokens_per_iteration: int | None = Field(None, ge=1)
-    """Maximum number of tokens, of questions and replies, that all calls together may take between two
-    batches. A run that takes more ends with a sentence that says so. Empty: no bound."""
+    """Maximum number of tokens, questions and replies together, that all calls use between two batches. A run
+    that uses more fails and says so. Empty: no limit."""
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> JudgeConfig:
         if (self.url is None) == (self.model is None):
             given = "neither" if self.url is None else "both"
-            raise ValueError(f"give one of url and model, which say where the judge is; given: {given}")
+            raise ValueError(f"give either url or model, which say where the judge is; given: {given}")
         if self.name is not None and self.url is None:
-            raise ValueError("name is that of a model at url; a judge given as model needs none")
+            raise ValueError("name selects a model at url; a judge given by model needs no name")
         if self.max_tokens_per_iteration is not None and self.max_tokens_per_iteration < self.max_tokens:
             raise ValueError(
-                f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is below one reply of "
-                f"max_tokens ({self.max_tokens}): raise it, or leave it out"
+                f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is less than max_tokens of "
+                f"one reply ({self.max_tokens}): raise it, or leave it out"
             )
         return self
 
 
 class EnvironmentConfig(Settings):
-    """The tasks, the agent that works on them, and the reward function that scores its answers: those of an
-    environment, or functions of your own in their place."""
+    """The tasks, the agent that works on them, and the reward function that scores the agent's answers. All
+    three come from a named environment unless functions of your own override them."""
 
     name: str = "quickstart"
-    """A shipped environment by its name (docs/your-agent.md), or one of your own: a class, as
-    package.module:Class. The warm start of the built-in policy shows its demonstrations."""
+    """Name of a built-in environment, or a class of your own, as package.module:Class. The warm start of the
+    built-in policy uses the environment's demonstrations."""
     settings: Annotated[dict[str, Any], AfterValidator(_is_json), AfterValidator(expand_settings)] = Field({})
-    """Settings of that environment. A text that begins with `~/` or `${VAR}/` is a path, in which `~` and
-    variables are replaced."""
+    """Settings of that environment. A text that begins with `~/` or `${VAR}/` is a path; `~` and the variable
+    are replaced."""
     tasks: Reference | None = None
-    """Function (split, index) -> Task, split "train" or "holdout". Same arguments must give the same task.
-    Empty: the environment's."""
+    """Function (split, index) -> Task, where split is "train" or "holdout". Equal arguments must give equal
+    tasks. Empty: the environment's function."""
     agent: AnyAgent = None
-    """The agent: a function (task, endpoint) -> answer, sync or async, or a command that is run for each
-    session. It sees an ordinary LLM endpoint. Empty: the environment's."""
+    """The agent: a function (task, endpoint) -> answer, sync or async, or a command that runs once per
+    session. The agent calls an ordinary LLM endpoint. Empty: the environment's agent."""
     reward: Reference | None = None
-    """Function (task, answer) -> a number, or a mapping of named parts whose sum is the reward. Empty: the
-    environment's."""
+    """Function (task, answer) -> a number, or a mapping of named parts; the reward is the sum of the parts.
+    Empty: the environment's function."""
     group_reward: Reference | None = None
-    """Function (task, answers) -> a reward for each answer of a training group, in their order, or None to
-    drop the group. It is called once, when the last session of the group has answered. Empty: each answer is
-    scored by itself. Held-out answers are always scored by `reward`."""
+    """Function (task, answers) -> one reward per answer of a training group, in the order of the answers, or
+    None to discard the group. It is called once, after the last session of the group has answered. Held-out
+    answers are always scored by `reward`. Empty: `reward` scores each answer alone."""
     judges: dict[JudgeName, JudgeConfig] = Field({})
-    """Models by names of your own, which `reward` and `group_reward` may ask: they get all of them as an
-    argument if they have a parameter `judges`."""
+    """Models that `reward` and `group_reward` may ask, by names of your choice. A function with a parameter
+    `judges` receives all of them."""
     prepare: Reference | None = None
-    """Function task -> async context manager, entered before the session runs (`rollout.prepare_ahead`) and
-    left after its agent. What it gives is the agent's third argument. Empty: the environment's, if the agent
-    is."""
+    """Function task -> async context manager. A worker enters it before the session (`rollout.prepare_ahead`)
+    and leaves it after the agent has ended. The agent receives its value as the third argument. Empty: the
+    environment's function, if the agent is the environment's too."""
 
     @property
     def served_judges(self) -> dict[str, str]:
@@ -117,84 +118,93 @@ class RolloutConfig(Settings):
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
     """Groups per batch; each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Groups of each batch that agents outside declare (docs/guides/agents/product.md); the others are of
-    `environment`. With as many as `groups_per_batch` no worker needs to carry `agent`."""
+    """Number of groups per batch that agents outside the cluster declare; the environment gives the others.
+    If it equals `groups_per_batch`, no worker needs the tag `agent`. 0: all groups come from the
+    environment."""
     success: Success | None = None
-    """When a session counts as right, for `gate` and `curriculum`. Empty: with a reward of at least 1. When
-    it is empty, the gate `varied` compares rewards instead."""
+    """When a session counts as right, for `gate` and `curriculum`. Empty: when its reward is at least 1. The
+    gate `varied` then compares rewards instead."""
     gate: AnyGate = All()
-    """Which complete groups count. Others are dropped and replaced."""
+    """Which complete groups enter the batch. Other groups are discarded and replaced."""
     curriculum: Curriculum | None = None
-    """Which tasks are sampled, by what came of them. Empty: each task once, in order."""
+    """How tasks are chosen from their earlier results. Empty: each task is sampled once, in order."""
     spare_sessions: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Sessions of a group that are begun beyond those that it needs. The first to finish count, and the rest
-    are ended. Short sessions are the first to finish, so long answers count less often. 0: none."""
+    """Number of sessions per group that start in addition to the needed ones. The first sessions to finish
+    count; the rest are stopped. Short sessions finish first, so long answers count less often. 0: no
+    additional sessions."""
     least_sessions: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Fewest sessions with which a group counts if others of it failed at their last attempt. Empty: all that
-    it needs."""
+    """Minimum number of sessions with which a group counts when other sessions of the group have failed at
+    their last attempt. Empty: the whole group."""
     overlap: bool | None = None
-    """Sample for the next batch while this one is trained on. Off: strictly on-policy. Empty: the default of
-    the pipeline; on without a pipeline."""
+    """Sample the next batch while the trainer works on the current one. false: strictly on-policy. Empty: the
+    default of `pipeline`; true without a pipeline."""
     max_lag: int = Field(1, ge=0)
-    """Maximum number of policy versions between the weights being updated and those that sampled a token."""
+    """Maximum lag of a token, in policy versions: the version being updated minus the version that sampled
+    the token."""
     on_max_lag: Literal["wait", "drop"] = "wait"
-    """Rule for unfinished sessions that would exceed `max_lag` in a later batch. wait: the batch waits for
-    them. drop: their groups are dropped and counted."""
+    """Rule for unfinished sessions that would exceed `max_lag` in a later batch. wait: the current batch
+    waits for them. drop: their groups are discarded and counted."""
     temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature of the run's sessions, held-out ones included; overrides the agent's request."""
+    """Sampling temperature of all sessions of the run, held-out sessions included. It overrides the agent's
+    request."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling; overrides the agent's request."""
+    """Nucleus sampling: total probability of the tokens to choose from. It overrides the agent's request. 1:
+    all tokens."""
     top_k: int = Field(0, ge=0)
-    """Top-k sampling, 0 for no limit; overrides the agent's request."""
+    """Number of most likely tokens to choose from. It overrides the agent's request. 0: no limit."""
     max_tokens: int | None = Field(None, ge=1)
     """Maximum number of tokens sampled per turn. Empty: 64 for the built-in policy. With `policy.model` 256,
-    or half of `engine.context_length` if that is named and gives less."""
+    or half of `engine.context_length` if that setting is given and its half is less than 256."""
     ignored_fields: tuple[UndoneField, ...] = ()
-    """Unsupported request fields, such as `presence_penalty`, that are ignored although they would change an
-    answer; for clients that always send them. Requests with other unsupported fields are refused."""
+    """Unsupported request fields that are ignored, for example `presence_penalty`. Use this for clients that
+    always send such a field. Requests with other unsupported fields are refused."""
     unseen_parts: Literal["replace", "refuse"] = "replace"
-    """What happens to parts of tool results that the policy is not shown, such as images, unless it sees
-    pictures. replace: a sentence stands in their place, such as `[image left out]`, and they are counted.
-    refuse: the request is refused. A user's message with such a part is always refused."""
+    """Rule for parts of tool results that the policy cannot see, for example images for a policy that reads
+    only text. replace: a short text such as `[image left out]` replaces the part, and the replacement is
+    counted. refuse: the request is refused. A user's message with such a part is always refused."""
     max_picture_tokens: int | None = Field(None, ge=1)
-    """Maximum number of tokens of a picture, for a policy that sees; larger pictures are made smaller. Empty:
-    what the model's processor allows."""
+    """Maximum number of tokens per picture, for a policy that sees pictures. Larger pictures are scaled down.
+    Empty: the limit of the model's processor."""
     normalised: tuple[Normalisation, ...] = ("billing_header",)
     """Text removed from prompts because it changes on every turn and would break prefix matching.
     billing_header: the line `x-anthropic-billing-header: ...` in the system prompt of Claude Code."""
     concurrency: int = Field(128, ge=1, le=MAX_TOGETHER)
     """Number of sessions that one agent worker runs at once."""
     prepare_ahead: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Sessions that each agent worker prepares in advance, by `environment.prepare`, beside those it runs.
-    0: a session is prepared when it starts, and preparation counts toward its timeout."""
+    """Number of sessions that each agent worker prepares in advance, by `environment.prepare`, in addition to
+    the sessions that it runs. 0: a session is prepared when it starts, and preparation counts toward its
+    timeout."""
     score_concurrency: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Number of sessions that one worker scores at once, beside those that it runs. Empty: a session keeps
-    its place while it is scored."""
+    """Number of sessions that one worker scores at once, in addition to the sessions that it runs. Empty: a
+    session that is being scored counts toward `concurrency`."""
     prepare_timeout_s: float = Field(600.0, gt=0)
-    """Longest time to prepare a session; beyond it the session fails with prepare_error."""
+    """Timeout of preparing a session, in seconds; then the session fails with prepare_error."""
     session_timeout_s: float = Field(120.0, gt=0)
-    """Longest time that the agent of a session runs, pauses not counted; beyond it `on_failure.timeout`
-    applies."""
+    """Timeout of a session's agent, in seconds without pauses; then `on_failure.timeout` applies."""
     score_timeout_s: float = Field(600.0, gt=0)
-    """Longest time to score a session; beyond it `on_failure.reward_error` applies. An answer that a judge
-    could not judge until then is scored again by another worker, `session_attempts` times in all."""
+    """Timeout of scoring a session, in seconds; then `on_failure.reward_error` applies. If the reason is a
+    judge that cannot judge, another worker scores the answer again, with up to `session_attempts` attempts in
+    all."""
     reward_patience_s: float = Field(600.0, gt=0)
-    """Longest time between the answer of an agent outside and its reward, pauses not counted; beyond it
-    `on_failure.reward_error` applies."""
+    """Longest wait for the reward of an answer that an agent outside the cluster gave, in seconds without
+    pauses; then `on_failure.reward_error` applies."""
     request_patience_s: float = Field(600.0, gt=0)
-    """Longest wait of a request for an engine, pauses counted; then it is refused (503). Must exceed a train
-    step if no worker rolls out meanwhile."""
+    """Longest wait of a request for an engine, in seconds, pauses included; then the request is refused
+    (503). Must exceed the time of a train step if no worker rolls out during the step."""
     session_attempts: int = Field(3, ge=1)
-    """Maximum number of attempts at a session that is retried on failure, the first included."""
+    """Maximum number of attempts at a session, the first included. Further attempts follow failures that are
+    retried."""
     on_failure: FailureRules = FailureRules()
     failed_reward: float = Field(0.0, ge=-1e9, le=1e9)
-    """Reward of a failed session that is neither retried nor excluded; held-out ones are never excluded."""
+    """Reward of a failed session that is neither retried nor excluded. Held-out sessions are never
+    excluded."""
     batch_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for a batch or an evaluation; then the run fails and says what it waited for."""
+    """Longest wait for a batch or an evaluation, in seconds; then the run fails and says what it waited
+    for."""
     absence_timeout_s: float = Field(900.0, gt=0)
-    """Longest wait for a batch or an evaluation while no engine, or no agent worker, is connected; then the
-    run fails and says which is missing. A loading engine counts as connected. Must exceed the time to replace
-    a host; has no effect unless it is below `batch_timeout_s`."""
+    """Longest wait for a batch or an evaluation, in seconds, while no engine or no agent worker is connected;
+    then the run fails and says which of them is missing. An engine that is still loading counts as connected.
+    Must exceed the time to replace a host. Has no effect unless it is below `batch_timeout_s`."""
 
     @property
     def turn_tokens(self) -> int:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sf_core.config.addresses import FilePath, check_server_url, refuse_user
 from sf_core.config.contradictions import Sections, find_contradictions
-from sf_core.config.devices import find_device
+from sf_core.config.devices import EmulationConfig, find_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
 from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, RolloutConfig
 from sf_core.config.train_config import TrainConfig
@@ -35,43 +35,43 @@ class WarmstartConfig(Settings):
     """Supervised start: before the first iteration the policy learns to imitate demonstrations."""
 
     steps: int | None = Field(None, ge=0)
-    """Number of optimiser steps; 0 leaves the policy as it is. Empty: 150 for the built-in policy, 0 for
-    `model`."""
+    """Number of optimiser steps; 0 trains nothing. Empty: 150 for the built-in policy, 0 for `model`."""
     batch_size: int = Field(64, ge=1)
     """Demonstrations per step."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate. That of the built-in policy decays to a tenth on a cosine schedule. Empty: 3e-3 for the
+    """Learning rate. For the built-in policy it decays to a tenth on a cosine schedule. Empty: 3e-3 for the
     built-in policy, five times `train.learning_rate` for `model`."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
     """Label smoothing of the built-in policy: about this fraction of tokens is sampled off the demonstration
     at temperature 1, which leaves reinforcement learning something to improve. Empty: 0.18."""
     demonstrations: FilePath | None = None
-    """Path or URL of a JSONL file, on every worker: {"messages": [...], "tools": [...]} in each line, as chat
-    templates take them. Empty: those of the environment."""
+    """Path or URL of a JSONL file that every worker can read. Each line is {"messages": [...], "tools":
+    [...]}, as chat templates expect. Empty: the environment's demonstrations."""
 
 
 class PolicyConfig(Settings):
     """The model under training."""
 
     model: FilePath | None = None
-    """Folder of a Hugging Face causal LM to start from, or the name of one that `sf model` has made. Empty: a
-    small built-in Qwen3 policy is created."""
+    """Folder of a Hugging Face causal LM to start from, or the name of a model that `sf model` has made.
+    Empty: a small Qwen3 policy is created."""
     adapter: FilePath | None = None
-    """Folder of an adapter of this model in PEFT's form, to start from, with `train.lora`. Empty: an adapter
-    that changes nothing yet."""
+    """Folder of a PEFT adapter of this model to start from, with `train.lora`. Empty: a new adapter that does
+    not change the model yet."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
     """Hidden size of the built-in policy."""
     num_layers: int = Field(4, ge=1, le=64)
     """Number of layers of the built-in policy."""
     sees: bool = False
-    """Whether the built-in policy is shown pictures, as a small Qwen2.5-VL; a `model` tells by its files."""
+    """Let the built-in policy see pictures; it is then a small Qwen2.5-VL. A `model` sees pictures if its
+    files say so."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
-    """Supervised start, on demonstrations. Empty: none."""
+    """Supervised start on demonstrations. null: no supervised start."""
     dtype: DtypeName | None = None
-    """Element type in which the policy is computed, published and exported. The trainer's own weights are
-    float32. auto: bfloat16 if the worker that makes version 0 computes in it at full speed (a GPU, or a CPU
-    with avx512_bf16 or amx_bf16 in /proc/cpuinfo), else float32. Empty: auto for `model`, float32 for the
-    built-in policy."""
+    """Number format in which the policy is computed, published and exported. The trainer always keeps its own
+    weights in float32. auto: bfloat16 if the worker that makes version 0 computes bfloat16 at full speed (a
+    GPU, or a CPU with avx512_bf16 or amx_bf16 in /proc/cpuinfo), otherwise float32. Empty: auto for `model`,
+    float32 for the built-in policy."""
 
     @property
     def dtype_name(self) -> DtypeName:
@@ -88,14 +88,14 @@ class PolicyConfig(Settings):
 
 
 class EvaluateConfig(Settings):
-    """Evaluation on held-out tasks; its sessions are never trained on."""
+    """Evaluation on held-out tasks. Its sessions are never trained on."""
 
     every: int = Field(10, ge=1)
-    """Iterations between evaluations; the first and the last policy are always evaluated."""
+    """Number of iterations between evaluations. The first and the last policy are always evaluated."""
     num_tasks: int = Field(128, ge=1, le=MAX_TOGETHER)
     """Number of held-out tasks."""
     answers: int = Field(1, ge=1, le=64)
-    """Sessions per held-out task. The mean counts all of them."""
+    """Number of sessions per held-out task. The mean reward counts all of them."""
 
     @model_validator(mode="after")
     def _are_not_too_many(self) -> EvaluateConfig:
@@ -107,18 +107,18 @@ class EvaluateConfig(Settings):
 
 
 class VllmConfig(Settings):
-    """vLLM's server, with `engine.kind: vllm`."""
+    """The vLLM server that `engine.kind: vllm` uses."""
 
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
-    """Address of a running vLLM server, for one rollout worker on the host that reads the run's folder as the
-    server does. It needs --enable-scale-out, --logprobs-mode processed_logprobs and, in its environment,
-    VLLM_SERVER_DEV_MODE=1; its key is read from the environment variable SF_VLLM_KEY. Empty: each rollout
-    worker starts one."""
+    """Address of a running vLLM server for one rollout worker. The server and the worker must read the run's
+    folder at the same path. Start the server with --enable-scale-out, --logprobs-mode processed_logprobs and
+    the environment variable VLLM_SERVER_DEV_MODE=1. The environment variable SF_VLLM_KEY holds its key.
+    Empty: each rollout worker starts a server."""
     arguments: tuple[Annotated[str, Field(pattern=r"^--[\w.-]+(=.*)?$")], ...] = ()
-    """Further arguments of the servers that are started, such as --gpu-memory-utilization=0.6."""
+    """Additional arguments of the servers that workers start, for example --gpu-memory-utilization=0.6."""
     sleep_level: int = Field(2, ge=1, le=2)
-    """What a server on a GPU does with its weights between leases. 1: keeps them in the host's memory. 2:
-    drops them, and reads them again. On the CPU a server keeps all of its memory."""
+    """Where a server on a GPU keeps its weights between leases. 1: in the host's memory. 2: nowhere; the
+    server reads the weights again. On the CPU a server keeps all of its memory."""
 
     @property
     def follows_grammars(self) -> bool:
@@ -130,65 +130,30 @@ class EngineConfig(Settings):
     """The inference engine of a rollout worker."""
 
     kind: EngineName = "torch"
-    """torch: the built-in engine. vllm: a vLLM server, which `make vllm` installs. scripted: canned answers
-    without a model, for tests and benchmarks. emulated: engines, and trainers unless `train.backend` says
-    otherwise, sleep as long as the device of `emulation` would compute."""
+    """torch: the built-in engine. vllm: a vLLM server, which `make vllm` installs. scripted: fixed answers
+    without a model, for tests and benchmarks. emulated: engines sleep for the time that the device of
+    `emulation` would compute; trainers do so too, unless `train.backend` is set."""
     max_running: int = Field(128, ge=1)
-    """Maximum number of requests in one decoding batch."""
+    """Maximum number of requests that one engine decodes at once."""
     context_length: int | None = Field(None, ge=16)
     """Maximum number of tokens of one sequence, prompt included. Empty: 512 for the built-in policy. With
-    `policy.model` the length of the longest of the first 64 training prompts (`Task.prompt`) plus four times
-    `rollout.max_tokens`, and no more than the longest sequence that the model is for. If agents are commands
-    or outside, a prompt of 3,072 tokens is assumed."""
+    `policy.model` the longest of the first 64 training prompts (`Task.prompt`) plus four times
+    `rollout.max_tokens`, up to the model's own limit. If agents are commands or run outside the cluster, a
+    prompt of 3,072 tokens is assumed."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What happens to the KV cache of running requests when weights change."""
+    """Rule for the KV cache of running requests when weights change. recompute: computed again with the new
+    weights. keep: kept as it is."""
     vllm: VllmConfig = VllmConfig()
     script: Reference | None = None
-    """Function of the scripted engine: (prompt_ids, seed) -> token ids of the answer, in the vocabulary of
-    `policy.model` or the built-in policy (RUN/start/tokenizer.json). The turn ends after the last id, or at
-    an end-of-turn token. The start of a forced tool call ends prompt_ids and is not part of the answer."""
+    """Function of the scripted engine: (prompt_ids, seed) -> token ids of the answer. The ids belong to the
+    vocabulary of `policy.model` or of the built-in policy (RUN/start/tokenizer.json). The turn ends after the
+    last id, or at an end-of-turn token. With a forced tool call, prompt_ids end with the start of the call,
+    which is not part of the answer."""
 
     @property
     def context(self) -> int:
         """`context_length`, that of the built-in policy if none is given."""
         return self.context_length or 512
-
-
-class EmulationConfig(Settings):
-    """The emulated device and policy; by default an H100 (SXM, bfloat16; data sheet) and Qwen3-8B's shape."""
-
-    peak_flops: float = Field(989e12, gt=0)
-    """Peak FLOP/s of the device in the dtype it computes in."""
-    memory_bandwidth: float = Field(3.35e12, gt=0)
-    """Memory bandwidth of the device, in bytes/s."""
-    utilisation: float = Field(0.4, gt=0, le=1)
-    """Fraction of `peak_flops` that prefill, decoding and training reach."""
-    parameters: float = Field(8.2e9, gt=0)
-    """Number of parameters of the policy."""
-    bytes_per_parameter: float = Field(2.0, gt=0)
-    """Bytes per parameter of the weights in device memory."""
-    kv_bytes_per_token: float = Field(147456.0, ge=0)
-    """Bytes of KV cache per token: 2 x layers x KV heads x head width x bytes per element."""
-    kv_tokens: int = Field(180_000, ge=0)
-    """Capacity of the KV cache in tokens; a turn reuses what an earlier one left in it. 0: no reuse."""
-    stored_bytes_per_parameter: float = Field(2.0, gt=0)
-    """Bytes per parameter that a trainer writes for each version: 2 in bfloat16, 4 in float32."""
-    delta_bytes_per_parameter: float = Field(0.03, gt=0)
-    """Bytes per parameter that an engine's host reads for each version: about 0.03 for a delta in bfloat16, 4
-    in float32, which has no deltas."""
-    write_bandwidth: float = Field(0.45e9, gt=0)
-    """Bytes/s at which a trainer copies, hashes and writes weights and checkpoints."""
-    verify_bandwidth: float = Field(2e9, gt=0)
-    """Speed at which an engine's host checks its copy of the weights and hands them over, in bytes/s."""
-    load_bandwidth: float = Field(0.7e9, gt=0)
-    """Bytes/s at which an engine's host reads stored weights."""
-    to_rollout_s: float | None = Field(None, ge=0)
-    """Emulated seconds until a device is an engine. Empty: the time to load the weights that its host has."""
-    to_train_s: float = Field(0.0, ge=0)
-    """Emulated seconds until a device that served as an engine can train; its trainer stays loaded."""
-    time_dilation: float = Field(1.0, gt=0)
-    """Emulated seconds per real second: every duration is divided by it. Below 1 the run is slower than the
-    real devices, so that one data plane can carry the tokens/s of a fleet."""
 
 
 Word = Annotated[str, AfterValidator(is_word)]
@@ -204,25 +169,27 @@ class WorkerConfig(Settings):
     tags: tuple[Word, ...] = Field(min_length=1)
     """Capability tags: rollout, train, agent, reward, cpu, and any words of your own."""
     device: str | None = Field(None, pattern=r"^(cpu|cuda:\d+)$")
-    """Device that the worker computes on: cpu or cuda:N. A worker on cpu sees no GPU. Empty: a worker
-    that carries rollout or train gets a GPU of its own while torch finds a free one, trainers first; every
-    other worker gets the CPU. The environment variable SF_DEVICE=cpu gives all of these the CPU."""
+    """Device that the worker computes on: cpu or cuda:N. A worker on cpu sees no GPU. Empty: each worker
+    tagged rollout or train gets its own GPU while torch finds a free one, trainers first; every other worker
+    gets the CPU. The environment variable SF_DEVICE=cpu gives the CPU to all workers without this setting."""
     device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
-    """Kind of that device, for example h100; decides which of several able workers train. Empty: unknown."""
+    """Kind of that device, for example h100. It decides which of several possible workers train. Empty:
+    unknown."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of the numerical libraries in this worker; by default one per core, at most 8. Workers may
-    share cores: idle threads sleep."""
+    """CPU threads of the numerical libraries in this worker. Workers may share cores, because idle threads
+    sleep. Empty: one thread per core, up to 8."""
 
 
 class RunnersConfig(Settings):
-    """Bounds on the number of workers with a tag that a run uses at once; between them it follows demand."""
+    """Bounds on the number of workers with a tag that a run uses at once. Between the bounds the number
+    follows demand."""
 
     min: int = Field(1, ge=1)
-    """Minimum number of workers, kept even while there is nothing to do."""
+    """Minimum number of workers. The run keeps them even while there is nothing to do."""
     max: int = Field(ge=1)
-    """Maximum number of workers, of those that carry the tag."""
+    """Maximum number of workers that carry the tag."""
     idle_s: float = Field(30.0, gt=0)
-    """Time after which a worker that was not needed is released."""
+    """Time without work after which a worker is released, in seconds."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> RunnersConfig:
@@ -244,44 +211,44 @@ class ClusterConfig(Settings):
             "c0": WorkerConfig(tags=("cpu",)),
         }
     )
-    """Local workers by name; not used with `scheduler`. On a machine with one GPU the default has no r0,
-    unless `pipeline` needs it: t0 samples and trains in turn."""
+    """Local workers by name; not used with `scheduler`. On a machine with one GPU the default leaves out r0,
+    unless `pipeline` needs it; t0 then samples and trains in turn."""
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
-    """Preferred tags where several workers could train: with {"train": ["h800"], "rollout": ["h20"]}, workers
-    tagged h800 are chosen first and workers tagged h20 last."""
+    """Order of choice where several workers could train or roll out. With {"train": ["h800"], "rollout":
+    ["h20"]}, workers tagged h800 train first and workers tagged h20 train last."""
     elastic: dict[Literal["agent", "reward"], RunnersConfig] = Field({})
-    """Bounds between which the number of agent or reward workers follows the queue: {"agent": {"min": 1,
-    "max": 4}}. For a tag without bounds, every worker that carries it works throughout the run."""
+    """Bounds on the number of agent or reward workers, which follows the queue: {"agent": {"min": 1, "max":
+    4}}. For a tag without bounds, every worker that carries the tag works throughout the run."""
     max_switches_per_minute: int = Field(120, ge=0)
-    """Maximum number of switches of a trainer between training and rollout within any minute; beyond it the
+    """Maximum number of times per minute that a trainer switches between training and rollout. Above it the
     trainer is not lent and waits for its batch. Not applied if no other worker rolls out."""
     yield_timeout_s: float = Field(30.0, gt=0)
-    """Longest time from revoking a lease to the start of training on its worker; then the worker process is
-    killed and restarted. Must exceed one engine step; the time to read or write a checkpoint, as measured
-    when the run started, comes on top."""
+    """Longest time from revoking a lease until training starts on its worker, in seconds; then the worker
+    process is killed and restarted. Must exceed one engine step. The time to read or write a checkpoint,
+    measured when the run starts, is added."""
     stage_timeout_s: float = Field(7200.0, gt=0)
-    """Timeout for one stage, including the time it waits for a worker; the run then fails. Must exceed
-    `rollout.batch_timeout_s` and a train step."""
+    """Timeout of one stage, in seconds, including the time that it waits for a worker; then the run fails.
+    Must exceed `rollout.batch_timeout_s` and the time of a train step."""
 
 
 class DataplaneConfig(Settings):
-    """The data plane, which is the process between agents and engines."""
+    """The data plane, the process between agents and engines."""
 
     url: PublicAddress | None = None
-    """Address of a running `sf dataplane`. Empty: one is started on loopback. Its key is read from the
-    environment variable SF_DATAPLANE_KEY. An address with a password must be given in SF_DATAPLANE_URL."""
+    """Address of a running `sf dataplane`. The environment variable SF_DATAPLANE_KEY holds its key. Give an
+    address with a password in SF_DATAPLANE_URL instead. Empty: a data plane is started on loopback."""
 
 
 class StorageConfig(Settings):
-    """Where run directories are stored."""
+    """Storage of run directories."""
 
     root: FilePath = "runs"
-    """Folder or fsspec URL; a run's directory is root/run_id."""
+    """Folder or fsspec URL. A run's directory is root/run_id."""
 
 
 class TrackConfig(Settings):
-    """Experiment trackers that receive the metrics besides the TensorBoard files. Servers and keys are read
-    from the environment variables that each tracker documents."""
+    """Experiment trackers that receive the metrics, in addition to the TensorBoard files. Each tracker's own
+    environment variables name its server and key."""
 
     mlflow: str | None = Field(None, min_length=1)
     """Name of the MLflow experiment, on the server MLFLOW_TRACKING_URI. Empty: MLflow is not used."""
@@ -293,15 +260,17 @@ class RunConfig(Settings):
     """One training run."""
 
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    """Name of the run and of its directory. Empty: a new name is generated. An existing run resumes where it
-    stopped, with its stored settings except those that are given here and differ from the default."""
+    """Name of the run and of its directory. The name of an existing run continues that run with its stored
+    settings; settings given here that differ from the default override them. Empty: a new name is
+    generated."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Random seed of the policy's initial weights, the order of tasks and all sampling."""
     pipeline: PipelineName | None = None
     """How rollout and training share the devices. colocated: every device does both in turn. disaggregated:
-    trainers only train, rollout waits meanwhile. async: trainers only train, rollout continues meanwhile.
-    multiplexed: trainers also roll out, between train steps, and other workers always do. Empty: the tags of
-    the workers and `rollout.overlap` decide; with `train.lora` and vLLM trainers only train."""
+    trainers only train, and rollout waits while they do. async: trainers only train, and rollout continues
+    while they do. multiplexed: trainers also roll out between train steps, and the other workers always roll
+    out. Empty: the tags of the workers and `rollout.overlap` decide; with `train.lora` and vLLM trainers only
+    train."""
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -354,7 +323,9 @@ class RunConfig(Settings):
             f"({train.pipeline_parallel})"
         )
         if train.ranks_per_policy > 1 and train.backend != "megatron":
-            raise ValueError(f"{cut} needs train.backend megatron; other backends do not cut a policy so")
+            raise ValueError(
+                f"{cut} needs train.backend megatron; other backends do not split a policy this way"
+            )
         for name, number in {"workers": train.workers, "min_workers": train.min_workers or 0}.items():
             if number % train.ranks_per_policy:
                 raise ValueError(f"train.{name} ({number}) must be a multiple of {cut}")

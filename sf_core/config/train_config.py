@@ -60,36 +60,37 @@ LARGEST_RANK = 512
 
 
 class LoraConfig(Settings):
-    """A low-rank adapter (Hu et al. 2021), which is trained while the policy's own weights stay."""
+    """A low-rank adapter (Hu et al. 2021). The adapter is trained; the policy's own weights do not change."""
 
     rank: int | None = Field(None, ge=1, le=LARGEST_RANK)
-    """Rank of the two factors of each layer. Empty: that of `policy.adapter`, or 32."""
+    """Rank of the two factors of each layer. Empty: the rank of `policy.adapter`, or 32."""
     alpha: float | None = Field(None, gt=0)
-    """What the factors add is multiplied by alpha / rank. Empty: that of `policy.adapter`, or twice the
-    rank."""
+    """Scale of the adapter: the product of the factors is multiplied by alpha / rank. Empty: the alpha of
+    `policy.adapter`, or twice the rank."""
     targets: tuple[str, ...] | None = Field(None, min_length=1)
-    """Last parts of the names of the linear layers that get factors, such as q_proj. Empty: those of
-    `policy.adapter`, or all linear layers of the blocks."""
+    """Linear layers that get factors, by the last part of their names, for example q_proj. Empty: the layers
+    of `policy.adapter`, or all linear layers of the blocks."""
 
 
 class TeacherConfig(Teacher):
-    """Another model that teaches beside the rewards, or alone with `train.advantage: none`. One of `model`,
-    `url` and `weights` names it. Every token of the policy's vocabulary must have the same id at the
-    teacher."""
+    """Another model whose log-probs train the policy, in addition to the rewards, or alone with
+    `train.advantage: none`. Give one of `model`, `url` and `weights`. Every token of the policy's vocabulary
+    must have the same id in the teacher's vocabulary."""
 
     model: FilePath | None = None
-    """Folder of a Hugging Face causal LM, the name of one that `sf model` has made, or RUN@VERSION: a version
-    of the run in the folder RUN. Every training worker needs the folder. It must not change during the run.
-    The workers hold the model together."""
+    """Folder of a Hugging Face causal LM, the name of a model that `sf model` has made, or RUN@VERSION: a
+    version of the run in the folder RUN. Every training worker needs the folder, which must not change during
+    the run. The workers hold the model together."""
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
     """Address of a vLLM server, with `divergence: sampled`. The filter stage asks it for the log-probs of the
-    tokens that train. Its key is read from the environment variable SF_TEACHER_KEY."""
+    trained tokens. The environment variable SF_TEACHER_KEY holds its key."""
     weights: Literal["start"] | None = None
-    """start: version 0 of the policy. It holds later versions back. With `train.lora` it takes no memory."""
+    """start: the teacher is version 0 of the policy, which keeps later versions close to it. With
+    `train.lora` it takes no memory."""
     tokenizer: FilePath | None = None
     """Folder with the tokenizer of the teacher at `url`."""
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time, in seconds, for which the filter stage asks the server at `url` again while it does not
+    """Longest time, in seconds, for which the filter stage retries while the server at `url` does not
     answer."""
 
     @model_validator(mode="after")
@@ -97,92 +98,93 @@ class TeacherConfig(Teacher):
         named = [name for name in ("model", "url", "weights") if getattr(self, name) is not None]
         if len(named) != 1:
             given = " and ".join(named) or "none of them"
-            raise ValueError(f"one of model, url and weights names the teacher; given: {given}")
+            raise ValueError(f"give exactly one of model, url and weights as the teacher; given: {given}")
         if self.url is not None and self.is_loss:
             raise ValueError(
-                "a server at url tells the log-probs of sampled tokens alone: set divergence: sampled, or "
-                "name the teacher as model"
+                "a server at url returns log-probs of sampled tokens only: set divergence: sampled, or "
+                "give the teacher as model"
             )
         if (self.url is None) != (self.tokenizer is None):
             raise ValueError(
-                "url and tokenizer go together: tokenizer is the folder with the tokenizer of the teacher at "
-                "url, whose vocabulary is compared with the policy's"
+                "give url and tokenizer together: tokenizer is the folder with the tokenizer of the "
+                "teacher at url; its vocabulary is compared with the policy's"
             )
         return self
 
 
 class TrainConfig(Settings):
-    """The optimiser, and how a batch teaches: GRPO (Shao et al. 2024) with DAPO's token mean and bounds,
-    unless something else is named."""
+    """The optimiser and the loss. Default: GRPO (Shao et al. 2024) with the token mean and the clip bounds of
+    DAPO."""
 
     iterations: int = Field(40, ge=1)
     """Number of RL iterations of the run."""
     backend: TrainerName | None = None
     """Code that trains. torch: PyTorch. megatron: Megatron-core, for a policy of model_type llama, qwen2 or
-    qwen3; the extra [megatron] of seamlessflow installs it. emulated: trainers sleep as long as the device
-    of `emulation` would compute, and make no weights, so `engine.kind` must not be torch. Empty: emulated
-    with engines of kind emulated, torch with all others."""
+    qwen3; install the extra [megatron] of seamlessflow. emulated: trainers sleep for the time that the device
+    of `emulation` would compute, and make no weights; `engine.kind` must not be torch. Empty: emulated with
+    emulated engines, otherwise torch."""
     workers: int = Field(1, ge=1)
-    """Number of workers that train together, one rank each."""
+    """Number of workers that train together. Each is one rank."""
     min_workers: int | None = Field(None, ge=1)
-    """Fewest training workers to continue with after one is lost. Empty: all of `workers`."""
+    """Minimum number of training workers to continue with after one is lost. Empty: all of `workers`."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of workers among which the megatron backend splits each layer of the policy."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Number of stages, each of as many workers, among which the megatron backend deals out the layers."""
+    """Number of pipeline stages into which the megatron backend divides the layers."""
     gang_timeout_s: float = Field(180.0, gt=0)
-    """Longest that a rank waits for another one, to start or at an exchange of gradients; then the train step
-    fails, names the missing ranks, and is retried. Also the time after which a lost trainer is replaced by
-    another worker. The time to read or write a checkpoint, as measured when the run started, comes on
-    top."""
+    """Longest time that a rank waits for another rank, at the start or at an exchange of gradients, in
+    seconds; then the train step fails, names the missing ranks, and is retried. A lost trainer is replaced by
+    another worker after the same time. The time to read or write a checkpoint, measured when the run starts,
+    is added."""
     learning_rate: float | None = Field(None, gt=0)
-    """Constant learning rate of AdamW, after `warmup_steps`. Empty: with `policy.model`
-    2e-5 x sqrt(135 million / N) for N parameters, between 1e-6 and 3e-4. For the built-in policy 3e-4, and
-    less above 1.5 million parameters. With `lora` ten times that."""
+    """Learning rate of AdamW, constant after `warmup_steps`. Empty: with `policy.model` 2e-5 x sqrt(135
+    million / N) for N parameters, between 1e-6 and 3e-4. For the built-in policy 3e-4, and less above 1.5
+    million parameters. With `lora` ten times these values."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimiser steps over which the learning rate rises from 0."""
+    """Number of optimiser steps over which the learning rate rises from 0."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """AdamW's decay rates of the first and the second moment."""
+    """Decay rates of AdamW's first and second moment."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's weight decay."""
+    """Weight decay of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Maximum gradient norm; larger gradients are scaled down to it. 1e9 leaves them as they are."""
+    """Maximum gradient norm; larger gradients are scaled down to it. 1e9: no scaling."""
     select: AnySelection | None = None
-    """Which sessions of a batch train; advantages are made of these alone. Empty: all of them."""
+    """Which sessions of a batch are trained on. Advantages are computed from these sessions alone. Empty: all
+    sessions."""
     advantage: AnyAdvantage = Grpo()
-    """Advantage of every token, from the rewards."""
+    """Formula for the advantage of every token, from the rewards."""
     weights: tuple[AnyWeight, ...] = ()
-    """What leaves tokens out, or shapes their advantage; one after the other."""
+    """Formulas that leave tokens out or scale their advantages; applied in this order."""
     loss: LossConfig = LossConfig()
     teacher: TeacherConfig | None = None
-    """Another model that teaches. Empty: none."""
+    """Another model whose log-probs train the policy. Empty: none."""
     lora: LoraConfig | None = None
-    """Adapter that is trained in place of the policy's own weights. Empty: all weights are trained."""
+    """Adapter that is trained instead of the policy's own weights. Empty: all weights are trained."""
     critic: Critic | None = None
-    """Network that learns what reward to expect, for `advantage: gae`. Empty: none."""
+    """Network that learns to predict the reward, for `advantage: gae`. Empty: none."""
     max_engine_difference: float = Field(0.1, gt=0)
-    """Bound, in nats, on the mean difference between the log-probs that engines report and those that the
-    trainer computes with the same weights; a step above it fails. Raise it if `engine.kv_on_update` is keep
-    and the difference is that of kept KV."""
+    """Maximum mean difference, in nats, between the log-probs from the engines and those that the trainer
+    computes with the same weights. A train step above it fails. Raise it if `engine.kv_on_update: keep`
+    causes the difference."""
     minibatches: int = Field(1, ge=1)
-    """Optimiser steps per batch; groups are never split."""
+    """Number of optimiser steps per batch. Groups are never split."""
     tokens_per_microbatch: int = Field(8192, ge=64)
     """Maximum number of tokens, padding included, in one forward and backward pass."""
     recompute: bool = False
-    """Compute each block of the network again in the backward pass instead of keeping what was within it: a
-    third more work, and memory that hardly grows with the number of layers."""
+    """Recompute each block of the network in the backward pass instead of keeping its activations. This costs
+    a third more computation; memory then hardly grows with the number of layers."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Number of iterations between checkpoints. A lost trainer replays the iterations since the newest one
-    from stored batches. Empty: 1 for the built-in policy. With `policy.model` 1 below 83 million parameters
-    that are trained, where a checkpoint takes less than 1 GB, else 10."""
+    """Number of iterations between checkpoints. After the loss of a trainer, the iterations since the newest
+    checkpoint are repeated from stored batches. Empty: 1 for the built-in policy. With `policy.model` 1 below
+    83 million trained parameters, where a checkpoint takes less than 1 GB, otherwise 10."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Number of newest checkpoints that stay; older ones are removed when another one is complete."""
+    """Number of newest checkpoints to keep. Older checkpoints are removed when a new one is complete."""
     keep_weights: int | None = Field(None, ge=1)
-    """Number of newest published versions whose weights stay in storage. These stay too: every tenth version,
-    those that are evaluated, that `loss.kl` refers to, or that an engine has or loads, and one that is being
-    published. Empty: all of them if a version takes less than 50 MB, else 2."""
+    """Number of newest published versions whose weights are kept. Also kept: every tenth version, and
+    versions that are evaluated, referred to by `loss.kl`, used or loaded by an engine, or being published.
+    Empty: all versions if a version takes less than 50 MB, otherwise 2."""
     keep_every: int | None = Field(None, ge=1)
-    """Checkpoints of every this many iterations stay for good. Empty: none."""
+    """Keep the checkpoint of every Nth iteration for good. Empty: none."""
 
     @property
     def rate(self) -> float:

@@ -163,8 +163,8 @@ class _Constructor(SafeConstructor):
         same = (other for other, _ in node.value if other.value == key_node.value)
         lines = [mark.start_mark.line + 1 for mark in (next(same), key_node)]
         raise _NoYamlError(
-            f"the key {quote(key)} stands in line {lines[0]} and again in line {lines[1]}: "
-            "write what belongs to it once"
+            f"the key {quote(key)} is in line {lines[0]} and again in line {lines[1]}: write its settings "
+            "once"
         )
 
 
@@ -266,4 +266,10 @@ def _fields(model: type[BaseModel], indent: str) -> Iterator[str]:
 
 def _comment(text: str, indent: str = "") -> list[str]:
     start = f"# {indent}"
-    return textwrap.wrap(" ".join(text.split()), PAGE_WIDTH, initial_indent=start, subsequent_indent=start)
+    return textwrap.wrap(
+        " ".join(text.split()),
+        PAGE_WIDTH,
+        initial_indent=start,
+        subsequent_indent=start,
+        break_on_hyphens=False,
+    )

@@ -21,7 +21,7 @@ MAX_INDEX = 2**31 - 1
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -86,7 +86,7 @@ class RunSpec(Body):
     @classmethod
     def _holds_no_colon(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None and ":" in key.get_secret_value():
-            raise ValueError("a key must not contain a colon: what follows one names a session")
+            raise ValueError("a key must not contain a colon, because the text after a colon names a session")
         return key
 
     @property

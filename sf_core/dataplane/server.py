@@ -27,7 +27,7 @@ def serve(
     Raises ValueError for an address that others can reach without a key, and for a journal directory that
     another data plane uses; OSError for a port that is taken."""
     if key is None and not is_loopback(host):
-        raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
+        raise ValueError(f"other machines can reach {host}: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
     server = uvicorn.Server(server_config(make_app(key, options)))
     listening = listen_at(host, port)
     if port_file is not None:

@@ -50,11 +50,11 @@ class Vocabularies:
         key = tuple(stop_ids)
         if key not in self._made:
             if not key:
-                raise ValueError("a grammar was given without a stop token, with which its answer would end")
+                raise ValueError("a grammar needs a stop token that ends its answer, and none was given")
             try:
                 self._made[key] = Vocabulary(self._read().decode(), key)
             except OSError as error:
-                raise ValueError(f"a grammar was given, and the tokenizer cannot be read: {error}") from None
+                raise ValueError(f"a grammar was given, but the tokenizer cannot be read: {error}") from None
         return self._made[key]
 
 

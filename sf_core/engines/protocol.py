@@ -108,6 +108,6 @@ def check_request(
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise ValueError(f"prompt has an id outside the vocabulary of {vocab_size}")
     if request.pictures and not sees:
-        raise ValueError("pictures were given, and this engine shows none")
+        raise ValueError("pictures were given, but this engine does not support pictures")
     if request.max_tokens < 1:
         raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")

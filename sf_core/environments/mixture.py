@@ -80,11 +80,13 @@ def _can_be_joined(config: EnvironmentConfig) -> EnvironmentConfig:
             agent_of(config)
         is_own = None not in (config.tasks, config.agent, config.reward)
         if not is_own and isinstance(environment_of(config), Mixture):
-            raise ValueError("a mixture cannot be a part of another: name its parts in this one")
+            raise ValueError("a mixture cannot contain another mixture: list the inner parts in this one")
         if config.group_reward is not None:
-            raise ValueError("group_reward: a part has none of its own; name one for the run")
+            raise ValueError(
+                "group_reward: a part cannot have its own; set environment.group_reward for the run"
+            )
         if config.judges:
-            raise ValueError("judges: a part has none of its own; name them for the run")
+            raise ValueError("judges: a part cannot have its own; set environment.judges for the run")
     except ValueError as error:
         raise ValueError(_within(error)) from None
     return config
@@ -169,5 +171,5 @@ class Mixture(Environment):
     def _origin(self, task: Task) -> tuple[_Part, Task]:
         """The part that a task is of, and the task as that made it."""
         if not isinstance(task, PartTask):
-            raise ValueError(f"task {task.task_id} is of none of the parts {', '.join(self._parts)}")
+            raise ValueError(f"task {task.task_id} belongs to none of the parts {', '.join(self._parts)}")
         return self._parts[task.environment], task.own

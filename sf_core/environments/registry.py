@@ -172,7 +172,7 @@ def _class_of(name: str) -> type[Environment]:
     found = _load("name", reference)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ValueError(
-            f"environment.name: {reference} is no class that inherits {Environment.__module__}.Environment"
+            f"environment.name: {reference} is not a class that inherits {Environment.__module__}.Environment"
         )
     if missing := ", ".join(sorted(found.__abstractmethods__)):
         raise ValueError(f"environment.name: {reference} lacks {missing}")

@@ -73,7 +73,7 @@ class Splits:
             question = self._make_question(self._num_holdout + index + attempt * STRIDE)
             if question.prompt not in self._holdout_prompts:
                 return question
-        raise ValueError(f"{self.environment} has too few different prompts: nearly all are held out")
+        raise ValueError(f"{self.environment} has too few different prompts: nearly all of them are held out")
 
 
 class HasTasks(Protocol):

@@ -97,9 +97,12 @@ def read_adapter(folder: str) -> Adapter:
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     if (kind := said.get("peft_type")) not in (None, "LORA"):
-        raise ValueError(f"{file} describes an adapter of kind {kind}, and only LoRA is trained")
+        raise ValueError(f"{file} describes an adapter of kind {kind}; only LoRA is supported")
     if said.get("bias", "none") != "none":
-        raise ValueError(f"{file} says that biases are trained (bias: {said['bias']}); only factors are here")
+        raise ValueError(
+            f"{file} says that biases are trained (bias: {said['bias']}); only adapters without biases are "
+            "supported"
+        )
     for key, what in _UNKNOWN.items():
         if said.get(key):
             raise ValueError(
@@ -107,15 +110,16 @@ def read_adapter(folder: str) -> Adapter:
             )
     if (init := said.get("init_lora_weights")) not in _HARMLESS:
         raise ValueError(
-            f"{file} describes factors for weights that were changed when they were made (init_lora_weights: "
-            f"{init}): convert them, by path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+            f"{file} describes factors for weights that changed when the adapter was made "
+            f"(init_lora_weights: {init}): convert them, with path_initial_model_for_weight_conversion of "
+            "PEFT's save_pretrained"
         )
     try:
         rank, alpha, targets = int(said["r"]), float(said["lora_alpha"]), said["target_modules"]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{file} lacks r, lora_alpha or target_modules") from None
     if not isinstance(targets, list):
-        raise ValueError(f"{file} names its layers by the pattern {targets!r}; a list of names is read")
+        raise ValueError(f"{file} names its layers by the pattern {targets!r}; use a list of names instead")
     layers = tuple(sorted({str(target).rpartition(".")[2] for target in targets}))
     return Adapter(rank, alpha, layers, str(said.get("base_model_name_or_path") or ""))
 
@@ -195,7 +199,7 @@ def split_name(name: str) -> tuple[str, str]:
     ('model.layers.0.mlp.up_proj', 'lora_A')
     """
     if (found := _FACTOR.fullmatch(name)) is None:
-        raise ValueError(f"{name} is no factor of a linear layer")
+        raise ValueError(f"{name} is not a factor of a linear layer")
     return found["layer"], found["factor"]
 
 
@@ -214,7 +218,7 @@ def shape_factors(adapter: Adapter, linears: Mapping[str, tuple[int, ...]]) -> d
     if missing:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in linears})) or "none"
         raise ValueError(
-            f"target {min(missing)} is no linear layer of the model's blocks, which have {known}"
+            f"target {min(missing)} is not a linear layer of the model's blocks, which have {known}"
         )
     return shapes
 

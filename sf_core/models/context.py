@@ -14,8 +14,8 @@ def check_context(config: Mapping[str, Any], context_length: int) -> None:
     longest = longest_context(config)
     if longest is not None and context_length > longest:
         raise ValueError(
-            f"engine.context_length is {context_length}, and the model ({config.get('model_type')}) is for "
-            f"at most {longest} tokens: lower it, or give the model a rope scaling that reaches so far"
+            f"engine.context_length is {context_length}, but the model ({config.get('model_type')}) "
+            f"supports at most {longest} tokens: lower it, or configure rope scaling in the model"
         )
 
 

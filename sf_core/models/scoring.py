@@ -82,7 +82,7 @@ def _narrow(target: Target, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor
     outputs, head = target.outputs, target.head
     if (rows := outputs.shape[1] if head is None else head.shape[0]) < vocabulary:
         raise ValueError(
-            f"the teacher has {rows} logits, and needs one for each of the policy's {vocabulary}"
+            f"the teacher has {rows} logits but needs one for each of the policy's {vocabulary} token ids"
         )
     if head is None:
         return outputs[:, :vocabulary], None, target.divergence

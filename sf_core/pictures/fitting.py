@@ -49,7 +49,7 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
             if picture.size != (width, height):
                 picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
-        raise ValueError("it is in no format of pictures that is known, or broken") from None
+        raise ValueError("it is broken, or in an unknown picture format") from None
     except ValueError:
         raise
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others

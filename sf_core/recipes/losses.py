@@ -270,7 +270,7 @@ class LossConfig(Settings):
     def _check(self) -> LossConfig:
         if (self.mean_over == "constant") != (self.session_tokens is not None):
             raise ValueError(
-                "mean_over constant and session_tokens go together: give both, or neither of the two"
+                "mean_over: constant needs session_tokens, and session_tokens needs it: give both or neither"
             )
         return self
 

@@ -66,7 +66,9 @@ class Keep:
 def check_not_linked(run: RunDirectory, where: str) -> None:
     """Raises ValueError if the folder holds only a link to the run, which others may still need."""
     if run.uri != files.absolute(where) and not files.lies_in(run.uri, where):
-        raise ValueError(f"{run.uri}: is a link to a run elsewhere; to clean that up, name it")
+        raise ValueError(
+            f"{run.uri}: is a link to a run in another folder; to clean up that run, give its own path"
+        )
 
 
 def find_spares(run: RunDirectory, keep: Keep) -> list[Spare]:

@@ -191,9 +191,11 @@ class RunView:
         ):
             return folder
         if not (kept := self.list_kept_versions()):
-            raise ValueError(f"{self.run.run_id}: has no policy yet; `sf resume {self.run.uri}` makes it")
+            raise ValueError(
+                f"{self.run.run_id}: has no policy yet; continue the run with `sf resume {self.run.uri}`"
+            )
         raise ValueError(
-            f"{self.run.run_id}: the weights of version {version} are not there; these are: "
+            f"{self.run.run_id}: the weights of version {version} are not stored; stored versions: "
             f"{', '.join(map(str, kept))}"
         )
 

@@ -1,6 +1,6 @@
 """Figures of an iteration computed from its spans: idle time, utilisation, switches and their costs. Pure.
 
-The formulas are also in docs/operations.md.
+The formulas are also in docs/guides/clusters/watching.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, l
 Window = tuple[float, float]
 
 Cause = Literal["start", "evaluation", "loading", "requests", "hand-over"]
-"""Why a device computed nothing; the first that applies counts. The table is in docs/operations.md."""
+"""Why a device computed nothing; the first that applies counts. The table is in
+docs/guides/clusters/watching.md."""
 
 
 class Switch(NamedTuple):

@@ -160,13 +160,13 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         )
     if not held["agent"] and not config.rollout.is_outside:
         raise ValueError(
-            f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
-            f"workers: {_list_offers(workers)}"
+            f"no worker is left for agents: {', '.join(sorted(names))} trains, and agents would keep it "
+            f"busy; workers: {_list_offers(workers)}"
         )
     if not held["reward"] and (name := next(iter(config.environment.served_judges), None)):
         raise ValueError(
-            f"environment.judges.{name}.model is served by a worker that carries reward, and neither agent "
-            f"nor rollout, and there is none; workers: {_list_offers(workers)}"
+            f"environment.judges.{name}.model needs a worker tagged reward, without the tags agent and "
+            f"rollout; workers: {_list_offers(workers)}"
         )
     return Plan(trainers=tuple(worker.name for worker in trainers), lent=lent, **held)
 
@@ -202,7 +202,7 @@ def choose_trainers(
         if busy and not able:
             names = ", ".join(worker.name for worker in busy)
             raise ValueError(
-                f"nobody is left to train: {names} runs agents or scores; workers: {_list_offers(workers)}"
+                f"no worker is left to train: {names} runs agents or scores; workers: {_list_offers(workers)}"
             )
         if config.train.min_workers:
             key, fewest = "train.min_workers", config.train.min_workers

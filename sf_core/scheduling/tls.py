@@ -16,8 +16,8 @@ def require_tls(host: str, role: Role) -> None:
     """Raises ValueError, one sentence, if others can reach the address and certificates are missing."""
     if not is_loopback(host) and (missing := _missing_settings(role)):
         raise ValueError(
-            f"{host} can be reached by others, and Dask runs what it is sent: set Dask's {missing}, "
-            "or bind 127.0.0.1"
+            f"other machines can reach {host}, and Dask executes whatever code it receives: set Dask's "
+            f"{missing}, or bind to 127.0.0.1"
         )
 
 

@@ -105,10 +105,10 @@ def become_worker(
     worker = _on_a_device(worker)
     name = is_word(name or f"{socket.gethostname().partition('.')[0]}-{str(worker.device).replace(':', '')}")
     if probe and worker.device_kind:
-        raise ValueError("--probe measures what --device-kind says; leave one of the two out")
+        raise ValueError("--probe measures the device that --device-kind names: use only one of the two")
     require_tls(host, "worker")
     if not is_loopback(host) and not scheduler.startswith("tls://"):
-        raise ValueError(f"{host} can be reached by others: name a tls:// scheduler, got {scheduler}")
+        raise ValueError(f"other machines can reach {host}: use a tls:// scheduler, got {scheduler}")
     measured = None
     if probe:
         from sf_core.scheduling.probe import measure_device
@@ -147,6 +147,6 @@ def _cuda_device(device: str | None) -> str:
     number, count = int(device.removeprefix("cuda:")), torch.cuda.device_count()
     if number >= count:
         found = f"torch {torch.__version__} finds {count} CUDA devices"
-        raise ValueError(f"device {device} is not there: {found}")
+        raise ValueError(f"device {device} does not exist: {found}")
     visible = visible_cuda_devices()
     return str(number) if visible is None else visible[number]

@@ -86,7 +86,9 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
     measured = run.read_manifest(version, "evaluate")
     if measured is None:
         if not version and run.read_manifest(None, "start") is None:
-            raise ValueError(f"{run.run_id}: has no policy yet to evaluate; `sf resume {run.uri}` makes it")
+            raise ValueError(
+                f"{run.run_id}: has no policy to evaluate yet; continue the run with `sf resume {run.uri}`"
+            )
         # an evaluation that began before may have died; this one continues it
         if not run.newest_attempt().evaluate_only:
             await_restarts([run], tell)
@@ -95,8 +97,8 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
         wanted, num_tasks = settled.evaluate.num_tasks, measured.data["num_tasks"]
         if wanted not in (num_tasks, read_stored_config(run.uri).evaluate.num_tasks):
             raise ValueError(
-                f"{run.run_id}: version {version} was measured already, over {num_tasks} tasks, "
-                f"not {wanted}, and is measured once; leave evaluate.num_tasks out to see the result"
+                f"{run.run_id}: version {version} was already measured on {num_tasks} tasks, not {wanted}; "
+                "leave evaluate.num_tasks out to see the result"
             )
     evaluation = Evaluation(settled, version, measured)
     if measured is not None:
@@ -169,9 +171,7 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
     would change."""
     for override in overrides:
         if re.split(r"[.=]", override, maxsplit=1)[0] not in CHANGEABLE:
-            raise ValueError(
-                f"--set {override}: an evaluation can change {', '.join(CHANGEABLE)}, and nothing else"
-            )
+            raise ValueError(f"--set {override}: an evaluation can only change {', '.join(CHANGEABLE)}")
     run, stored = RunDirectory(uri), read_stored_config(uri)
     # nothing is trained, and what training forbids does not hold
     train = TrainConfig(iterations=1, lora=stored.train.lora)

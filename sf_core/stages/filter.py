@@ -51,13 +51,16 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
     ]
     trains = np.equal(decisions, TRAIN)
     if lost and not trains.any():
-        raise ValueError(f"no session of iteration {iteration} trains: {next(iter(lost.values()))}")
+        raise ValueError(
+            f"no session of iteration {iteration} can be trained on: {next(iter(lost.values()))}"
+        )
     kept = rows.filter(pa.array(trains))
     has_sampled = kept["min_version"].null_count < len(kept)
     if has_sampled and pc.any(pc.list_flatten(kept["loss_mask"])).as_py() is False:
         raise ValueError(
-            f"no token of iteration {iteration} trains: every answer followed a schema. Have the agent ask "
-            "without one, or name the field (response_format, ...) in rollout.ignored_fields"
+            f"no token of iteration {iteration} can be trained on, because every answer followed a schema. "
+            "Let the agent ask without a schema, or add the field (response_format, ...) to "
+            "rollout.ignored_fields"
         )
     advantages = weights = None
     figures = {}

@@ -128,10 +128,10 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
                 extend(i, _turn(renderer, render_next(i + 1), message), by_assistant=True)
     except (ValueError, jinja2.TemplateError) as error:
         raise ValueError(
-            f"a demonstration cannot be shown: the chat template of {renderer.model_dir} {error}"
+            f"a demonstration cannot be used: the chat template of {renderer.model_dir} {error}"
         ) from None
     if not any(part.any() for part in said):
-        raise ValueError("a demonstration cannot be shown: the assistant says nothing in it")
+        raise ValueError("a demonstration cannot be used: the assistant says nothing in it")
     token_ids, mask = np.concatenate(ids), np.concatenate(said)
     if renderer.sight is None:
         return Shown(demonstration, token_ids, mask)
@@ -151,13 +151,13 @@ def _read_messages(
             for i, message in enumerate(given)
         ]
     except ApiError as error:
-        raise ValueError(f"a demonstration cannot be shown: {error}") from None
+        raise ValueError(f"a demonstration cannot be used: {error}") from None
     for where, data, part in found.pictures:
         assert sight is not None
         try:
             fitted = fit_picture(a2b_base64(data), sight)
         except ValueError as error:
-            raise ValueError(f"a demonstration cannot be shown: {where} has a picture: {error}") from None
+            raise ValueError(f"a demonstration cannot be used: {where} has a picture: {error}") from None
         sha256 = hashlib.sha256(fitted.png).hexdigest()
         files[sha256] = fitted.png
         part.update(sha256=sha256, width=fitted.width, height=fitted.height)
@@ -194,5 +194,5 @@ def _read_demonstration(where: str, row: Any) -> Demonstration:
     if not (isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise ValueError(f'{where}: expected {{"messages": [...]}}, each message with a role')
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f"{where}: no message is the assistant's, so nothing is shown")
+        raise ValueError(f"{where}: no message has the role assistant, so there is nothing to learn")
     return Demonstration(messages, row.get("tools"))

@@ -65,14 +65,16 @@ def check_counts(files: GangFiles) -> None:
     """Raises SupersededError if another try has begun or committed, whose files this one might overwrite."""
     if files.is_over() or files.is_committed():
         raise SupersededError(
-            f"{files.label}: another try was begun or has committed, this one writes nothing"
+            f"{files.label}: another attempt has begun or committed, so this attempt writes nothing"
         )
 
 
 def check_goes_on(files: GangFiles) -> None:
     """Raises SupersededError if another try or attempt has begun. This one may have committed."""
     if files.is_over():
-        raise SupersededError(f"{files.label}: another try was begun, this one writes nothing more")
+        raise SupersededError(
+            f"{files.label}: another attempt has begun, so this attempt writes nothing more"
+        )
 
 
 Meet = Callable[[GangFiles, RankAssignment, str, float], AbstractContextManager[T]]
@@ -87,7 +89,7 @@ def join_gang(
     `meet` is that of a TrainerBackend, `host` the address of this worker. Raises SupersededError if this rank
     must not work, GangError if another one is missing or has failed, and what the block raises."""
     if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
-        raise SupersededError(f"{seat.label}: try {seat.epoch} had begun here before, or is over")
+        raise SupersededError(f"{seat.label}: attempt {seat.epoch} had already begun here, or is over")
     with meet(files, seat, host, timeout_s) as ranks:
         yield ranks
 
@@ -108,7 +110,7 @@ def wait_for(
         if now > files_looked_at + FILES_POLL_S:
             files_looked_at = now
             if files.is_over():
-                raise GangError(f"{seat.label}: the flow ended try {seat.epoch}")
+                raise GangError(f"{seat.label}: the flow ended attempt {seat.epoch}")
         if now > deadline:
             raise seat.blame(missing(), f"{what} within {timeout_s:g} s")
         time.sleep(POLL_S)

@@ -184,7 +184,8 @@ def read_rows(batch: pa.Table) -> list[Row]:
         raise ValueError("a trajectory's first token is marked as sampled; expected a prompt before it")
     if any((row.sampling["top_p"][row.loss_mask] == 0).any() for row in rows):
         raise ValueError(
-            "a trajectory trains a token that is in no sampled turn; expected `turns` to say how it was drawn"
+            "a trajectory trains a token that is in no sampled turn; expected `turns` to say how the "
+            "token was sampled"
         )
     if not all(np.isfinite(row.logprobs[row.loss_mask]).all() for row in rows):
         raise ValueError("a trajectory trains a token without a log-prob")

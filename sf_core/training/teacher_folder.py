@@ -76,7 +76,7 @@ def find_teacher(model: str) -> TeacherFolder:
         check_weights_folder(folder, SETTING)
         return TeacherFolder(folder)
     if not (run := RunDirectory(found[1])).exists():
-        raise ValueError(f"{SETTING}: {model} is no version of a run: {run.uri} has no config.json")
+        raise ValueError(f"{SETTING}: {model} is not a version of a run: {run.uri} has no config.json")
     try:
         RunView(run).weights_of(int(found[2]))
     except ValueError as error:
@@ -129,7 +129,8 @@ def read_tokenizer(folder: str, setting: str) -> Tokenizer:
     """The tokenizer of a folder. Raises ValueError, which names the setting, if it cannot be read."""
     if not exists(file := join(folder, "tokenizer.json")):
         raise ValueError(
-            f"{setting}: {folder} has no tokenizer.json, which teacher and policy are compared by"
+            f"{setting}: {folder} has no tokenizer.json, which is needed to compare it with the policy's "
+            "vocabulary"
         )
     try:
         return Tokenizer.from_str(read_bytes(file).decode())

@@ -164,7 +164,7 @@ def _places(uri: str, header: Header) -> dict[str, Slice]:
             for name, entry in header.entries.items()
         }
     except (ValidationError, KeyError):
-        raise ValueError(f"{uri}: no shard: it does not say where its slices lie") from None
+        raise ValueError(f"{uri}: not a shard: it does not say where its slices are") from None
     end = 0
     for name, entry in header.entries.items():
         place = places[name]

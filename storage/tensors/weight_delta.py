@@ -132,8 +132,8 @@ class Delta:
         about = self._about
         if (before, after) != (about.base_digest, about.digest):
             raise ValueError(
-                f"{self._uri}: leads from version {about.base} to {about.version}, but not from the weights "
-                "that are here to those that are stored"
+                f"{self._uri}: leads from version {about.base} to {about.version}, but the weights here "
+                f"are not those of version {about.base}, or the result is not as stored"
             )
         for name in self._parts.header.entries:
             if name not in tensors.header.entries:

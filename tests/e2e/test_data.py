@@ -113,10 +113,12 @@ def test_versions_are_compared_on_other_tasks_and_in_other_ways(
 
     done = sf(tmp_path, "evaluate", run, "--against", "40")
     said = done.stdout + done.stderr
-    assert done.returncode == 2 and "the weights of version 40 are not there; these are: 0, 1, 2" in said
+    assert (
+        done.returncode == 2 and "the weights of version 40 are not stored; stored versions: 0, 1, 2" in said
+    )
     done = sf(tmp_path, "evaluate", run, "--set", "train.iterations=3")
     said = done.stdout + done.stderr
     assert (
         done.returncode == 2
-        and "an evaluation can change environment, evaluate, rollout, engine, cluster" in said
+        and "an evaluation can only change environment, evaluate, rollout, engine, cluster" in said
     )

@@ -28,9 +28,9 @@ from typing import Any, Literal, NoReturn
 import pytest
 from hypothesis import Phase, settings
 
-COPIED = ("configs", "flows", "sf_core", "storage", "tasks", "tests", "pyproject.toml")
+COPIED = ("configs", "flows", "seamlessflow", "sf_core", "storage", "tasks", "tests", "pyproject.toml")
 
-OWN = ("flows", "sf_core", "storage", "tasks", "tests")
+OWN = ("flows", "seamlessflow", "sf_core", "storage", "tasks", "tests")
 """Packages that a fork must find in its copy."""
 
 BROKEN = 9

@@ -83,6 +83,12 @@ def test_where_ours_are_first_a_file_of_the_same_name_hides_nothing(tmp_path: Pa
     check_names([str(tmp_path / "data"), str(ROOT)])
 
 
+def test_a_folder_above_a_clone_that_has_our_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "seamlessflow").mkdir()
+    with pytest.raises(ImportError, match=r"/seamlessflow has the name of a package of SeamlessFlow"):
+        check_names([str(tmp_path)])
+
+
 def test_what_is_elsewhere_is_still_asked_through_the_proxy(proxy: SilentProxy) -> None:
     os.environ["no_proxy"] = "example.org, 127.0.0.1"
     reach_directly("http://plane.internal:8700/x", None)

@@ -26,10 +26,8 @@ def test_missing_or_changed_picture_is_refused(tmp_path: Path) -> None:
     folder = str(tmp_path)
     name = store_picture(folder, b"png")
     Path(media_file(folder, name)).write_bytes(b"another")
-    with pytest.raises(
-        ValueError, match=f"{name}.png has other bytes than those that its name is the sha256 of"
-    ):
+    with pytest.raises(ValueError, match=f"{name}.png does not have the sha256 that its name says"):
         read_picture(folder, name)
     Path(media_file(folder, name)).unlink()
-    with pytest.raises(ValueError, match=f"{name}.png is missing, and a trajectory shows it"):
+    with pytest.raises(ValueError, match=f"{name}.png is missing, but a trajectory contains this picture"):
         read_picture(folder, name)

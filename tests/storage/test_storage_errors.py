@@ -87,7 +87,7 @@ def test_a_folder_one_may_not_write_is_named(tmp_path: Path) -> None:
 def test_a_storage_that_cannot_be_opened_says_why() -> None:
     with pytest.raises(StorageError, match="this storage needs a package that is not installed"):
         files.exists("adl://store/x")
-    with pytest.raises(StorageError, match=r"foo://store/x: no storage that fsspec knows"):
+    with pytest.raises(StorageError, match=r"foo://store/x: fsspec does not know this kind of storage"):
         files.exists("foo://store/x")
 
 

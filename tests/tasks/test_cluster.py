@@ -32,7 +32,7 @@ def test_a_task_that_timed_out_itself_says_why() -> None:
 
 
 def test_a_run_whose_scheduler_died_crashes_and_says_so() -> None:
-    with pytest.raises(SchedulerLostError, match="the Dask scheduler died"), crash_without_scheduler():
+    with pytest.raises(SchedulerLostError, match="the Dask scheduler ended"), crash_without_scheduler():
         raise FutureCancelledError("lease-1", "scheduler-connection-lost")
 
 

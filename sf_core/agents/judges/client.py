@@ -134,10 +134,12 @@ class JudgeClient:
             likely = {str(one["token"]): float(one["logprob"]) for one in first.get("top_logprobs") or ()}
             tokens = int((answer.get("usage") or {}).get("total_tokens") or 0)
         except (LookupError, TypeError, ValueError, AttributeError):
-            raise _NotNowError("what it sent is no chat completion") from None
+            raise _NotNowError("its reply is not a chat completion") from None
         if not tokens and self._settings.max_tokens_per_iteration is not None:
             bound = f"environment.judges.{self.name}.max_tokens_per_iteration"
-            raise RefusedError(f"judge {self.name} does not tell `usage`, so that {bound} cannot be held")
+            raise RefusedError(
+                f"the server of judge {self.name} does not report `usage`, so {bound} cannot be enforced"
+            )
         return text, likely, tokens
 
     def _read(self, response: httpx.Response) -> Any:
@@ -152,7 +154,7 @@ class JudgeClient:
         try:
             return orjson.loads(response.content)
         except orjson.JSONDecodeError:
-            raise _NotNowError("what it sent is no JSON") from None
+            raise _NotNowError("its reply is not JSON") from None
 
 
 class _NotNowError(Exception):

@@ -51,7 +51,7 @@ class Record:
         """The result of a call; where it is made on an event loop, what gives it when it is awaited."""
         if self._is_over:
             asking.close()
-            raise NotJudged("the time to score the answer is over")
+            raise NotJudged("the time limit for scoring the answer is over")
         try:
             here = asyncio.get_running_loop()
         except RuntimeError:
@@ -91,7 +91,9 @@ class Judge:
         folded = sorted(map(_fold, words))
         if not all(folded) or any(later.startswith(word) for word, later in pairwise(folded)):
             told = ", ".join(map(quote, words))
-            raise ValueError(f"choose: no token tells {told} apart, of which one begins another or is empty")
+            raise ValueError(
+                f"choose: the first tokens do not distinguish {told}: one word is empty or begins another"
+            )
         return self._record.reach(self._choose(messages, words, item))
 
     def prefer(self, question: str, a: str, b: str, item: str = "") -> Any:
@@ -118,7 +120,7 @@ class Judge:
     ) -> dict[str, float]:
         def understand(reply: Reply) -> dict[str, float]:
             if not reply.likely:
-                raise RefusedError(f"judge {self._client.name} gives no log-probs, which `choose` needs")
+                raise RefusedError(f"judge {self._client.name} returns no log-probs, which `choose` needs")
             return weigh_words(reply.likely, words)
 
         options = {"max_tokens": 1, "logprobs": True, "top_logprobs": MAX_LIKELY}
@@ -175,9 +177,9 @@ def weigh_words(likely: Mapping[str, float], words: Sequence[str]) -> dict[str, 
             shared += math.exp(logprob)
     total = sum(weights.values())
     if shared > total:
-        raise ValueError(f"its likeliest tokens begin several of {', '.join(words)}")
+        raise ValueError(f"its most likely tokens begin several of {', '.join(words)}")
     if not total:
-        raise ValueError(f"none of {', '.join(words)} is among its {len(likely)} likeliest tokens")
+        raise ValueError(f"none of {', '.join(words)} is among its {len(likely)} most likely tokens")
     return {word: weight / total for word, weight in weights.items()}
 
 

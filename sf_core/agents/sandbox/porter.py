@@ -166,7 +166,7 @@ def become_nobody() -> None:
         # who makes a user namespace has all rights in it until he executes another program
         nothing = (ctypes.c_uint32 * 6)()
         if LIBC.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), nothing) != 0:
-            raise OSError(ctypes.get_errno(), "capabilities cannot be given up")
+            raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
     elif is_root:
         raise OSError(ctypes.get_errno(), "user namespaces cannot be made")
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -95,7 +95,7 @@ class SandboxProcess:
         message, files = await self._read_answer(START_S, max_files=3)
         if message != "ready" or len(files) != 3:
             _close(files)
-            raise SandboxError(f"the sandbox began with nonsense: {message!r:.100}")
+            raise SandboxError(f"the first message of the sandbox cannot be understood: {message!r:.100}")
         self.folder, listener, self._first = files
         return socket.socket(fileno=listener)
 
@@ -161,7 +161,7 @@ class SandboxProcess:
             async with asyncio.timeout(timeout_s):
                 await _readable(self._channel.fileno())
         except TimeoutError:
-            raise SandboxError(f"the sandbox gave no answer for {timeout_s:g} s") from None
+            raise SandboxError(f"the sandbox did not answer for {timeout_s:g} s") from None
         try:
             message, files = receive(self._channel, MAX_ANSWER, max_files)
         except OSError:

@@ -70,6 +70,8 @@ async def open_sandbox(
 
 
 class Sandbox:
+    """An open sandbox, which `open_sandbox` gives: runs commands, writes and reads files."""
+
     def __init__(self, process: SandboxProcess, limits: SandboxLimits, endpoint: Endpoint | None) -> None:
         self._process, self._limits = process, limits
         self.endpoint = endpoint
@@ -228,7 +230,7 @@ def _parse_end(told: str) -> tuple[int, EndedBy]:
             return int(status), cast(EndedBy, ended_by)
     except ValueError:
         pass
-    raise SandboxError(f"the sandbox answered nonsense: {told!r:.100}")
+    raise SandboxError(f"the answer of the sandbox cannot be understood: {told!r:.100}")
 
 
 def _files(folder: int) -> dict[str, bytes]:

@@ -88,7 +88,7 @@ def _without_halves(value: Any) -> Any:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no value of JSON")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _read_float(text: str) -> float:

@@ -49,7 +49,7 @@ class Renderer:
         folder = Path(local_folder(model_dir, WEIGHT_FILES))
         if not (folder / "tokenizer.json").exists():
             raise ValueError(
-                f"{model_dir}: no tokenizer.json; save the tokenizer there too, as a fast one: "
+                f"{model_dir}: no tokenizer.json; save a fast tokenizer there: "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             )
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -59,8 +59,8 @@ class Renderer:
         sources = read_templates(folder, config)
         if not sources.get(DEFAULT):
             raise ValueError(
-                f"{model_dir}: the tokenizer has no chat template; put one there as chat_template.jinja, for "
-                "example that of the model's instruct version"
+                f"{model_dir}: the tokenizer has no chat template; add chat_template.jinja there, for "
+                "example from the model's instruct version"
             )
         named = str(config.get("tool_format") or "")
         if named and named not in FORMATS:

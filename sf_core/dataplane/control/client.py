@@ -155,14 +155,14 @@ class DataplaneClient:
                     return
                 wait.reason = answer["waiting_for"]
                 if answer["released"]:
-                    raise RuntimeError(f"{what}: the run was released, and nobody works on it")
+                    raise RuntimeError(f"{what}: the data plane has released the run, so nothing works on it")
                 if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
                     raise RuntimeError(f"{what}: every session fails; {wait.reason}")
                 if answer["engines"] and answer["runners"] != 0:
                     attended = now
                 elif now - attended > absence_timeout_s:
                     raise TimeoutError(
-                        f"{what}: no engine or no agent runner was there for {absence_timeout_s:g} s, "
+                        f"{what}: no engine or no agent runner was connected for {absence_timeout_s:g} s, "
                         f"the most that rollout.absence_timeout_s allows; {wait.reason}"
                     )
                 wait.check()

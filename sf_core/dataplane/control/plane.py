@@ -162,7 +162,7 @@ class DataPlane:
 
     async def publish(self, run: ServedRun, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:
-            raise ApiError(409, f"Version {run.router.weights.version} is published already.")
+            raise ApiError(409, f"Version {run.router.weights.version} is already published.")
         started = time.monotonic()
         versions = await run.publish(weights)
         engines = run.router.engines

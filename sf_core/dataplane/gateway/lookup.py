@@ -61,7 +61,7 @@ class Lookup(Generic[Host]):
         for run in self._runs.values():
             if (session := run.turns.sessions.get(session_id)) is not None:
                 return check_allowed(run, caller), session
-        raise ApiError(404, f"Session {session_id} is unknown or over.", code="session_not_found")
+        raise ApiError(404, f"Session {session_id} is unknown or has ended.", code="session_not_found")
 
     def list_models(self, session_id: str | None, caller: Caller) -> list[str]:
         runs = self._runs.values() if session_id is None else [self.session(session_id, caller)[0]]

@@ -288,7 +288,8 @@ class Journal:
             raise ApiError(
                 409,
                 f"{self.path} was written by another version of SeamlessFlow: {error}. Finish the run with "
-                "that version, or remove the file: the run then goes on from its last committed iteration.",
+                "that version, or remove the file: the run then continues from its last committed "
+                "iteration.",
                 code="journal_unreadable",
             ) from None
 

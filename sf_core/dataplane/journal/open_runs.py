@@ -20,7 +20,9 @@ class OpenRuns:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise ValueError(f"another data plane works in {folder}: give this one its own folder") from None
+            raise ValueError(
+                f"another data plane uses {folder}: give this data plane its own folder"
+            ) from None
         self._file = folder / "open-runs.json"
         self._journals: dict[str, str] = json.loads(self._file.read_text()) if self._file.exists() else {}
 

@@ -68,8 +68,8 @@ class Media:
         except OSError as error:
             raise ApiError(
                 503,
-                f"The data plane cannot write pictures to {self._folder}: {error.strerror or error}. Make "
-                "room there or mend the storage; this request can then be sent again.",
+                f"The data plane cannot write pictures to {self._folder}: {error.strerror or error}. Free "
+                "space there or repair the storage, then send this request again.",
                 code="media_unwritable",
                 retry_after_s=RETRY_AFTER_S,
             ) from None

@@ -60,7 +60,8 @@ class Router:
         if len(self.waiting) >= self.limits.max_waiting:
             raise ApiError(
                 429,
-                f"{len(self.waiting)} requests wait already, because {self.obstacle()}; try again later.",
+                f"{len(self.waiting)} requests are already waiting, because {self.obstacle()}; try again "
+                "later.",
                 code="too_many_waiting",
                 retry_after_s=RETRY_AFTER_S,
             )

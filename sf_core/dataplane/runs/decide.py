@@ -144,7 +144,7 @@ def choose(ledger: Ledger, batch: int) -> Batch:
     if not ready.ready:
         raise ValueError(f"batch {batch} is not ready: it waits for {ready.waiting_for}")
     if batch < ledger.next_batch:
-        raise ValueError(f"batch {batch} was sealed before this data plane knew the run")
+        raise ValueError(f"batch {batch} was sealed before this data plane opened the run")
     chosen = _take_earliest(ledger)
     # with `wait` none is late, or the batch would not be ready
     late = _find_late(ledger, chosen, batch)

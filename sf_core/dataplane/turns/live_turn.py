@@ -262,7 +262,7 @@ class LiveTurn:
                 await generation.progress(reader.num_read)
                 if generation.cancelled is not None:
                     raise ApiError(
-                        410, f"This request was ended: {generation.cancelled}.", code="session_over"
+                        410, f"This request was stopped: {generation.cancelled}.", code="session_over"
                     )
                 pieces = reader.read(generation)
                 if reader.is_at_end:

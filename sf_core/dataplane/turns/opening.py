@@ -133,7 +133,7 @@ def _read_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
         raise WrongField("prompt", f"Token ids must be from 0 to {renderer.vocab_size - 1}.")
     if renderer.sight is not None and renderer.sight.token_id in ids:
         told = f"prompt has the token {renderer.sight.token_id}, which stands for a picture"
-        raise WrongField("prompt", f"{told}; pictures can be shown in messages")
+        raise WrongField("prompt", f"{told}; to show pictures, send messages")
     return ids
 
 

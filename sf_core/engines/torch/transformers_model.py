@@ -108,11 +108,11 @@ class TransformersModel:
             got = self.next_logits(cache, ids[:, 3], starts + 3)
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ValueError(
-                f"{kind}: this architecture cannot run over a KV cache of slots: {error}"
+                f"{kind}: this architecture cannot run with the engine's KV cache: {error}"
             ) from error
         expected = self._model(input_ids=ids).logits[:, -1]
         if not torch.allclose(got.float(), expected.float(), atol=0.05, rtol=0.05):
-            raise ValueError(f"{kind}: this architecture gives wrong results over a KV cache of slots")
+            raise ValueError(f"{kind}: this architecture gives wrong results with the engine's KV cache")
 
 
 def _add(

@@ -41,8 +41,7 @@ def _check_prepares_pictures() -> None:
         return
     if _find_packages(python, "vllm*.dist-info") and not _find_packages(python, "torchvision"):
         raise ValueError(
-            f"{python} has vLLM and no torchvision, with which it prepares pictures for a policy that sees: "
-            "run `make vllm`"
+            f"{python} has vLLM but no torchvision, which vLLM needs to prepare pictures: run `make vllm`"
         )
 
 

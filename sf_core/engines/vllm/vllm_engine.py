@@ -308,7 +308,7 @@ class VllmEngine:
                 for chunk in turn.chunks(piece, version, finish):
                     self.tell(chunk)
             if reason is None or (reason == "abort" and self._flows and name in self._turns):
-                raise EngineLostError("vLLM ended a request that nobody ended")
+                raise EngineLostError("vLLM ended a request that was not cancelled")
         except RequestRefusedError as error:
             log.error("%s", error)
             turn.has_ended = True

@@ -40,7 +40,7 @@ def files_at(place: str, repo: str, commit: str) -> dict[str, bytes]:
         return _from_git(folder, commit)
     archive = _archive(place, repo, commit)
     if archive is None:
-        raise ValueError(f"{place} has no longer {repo} at {commit}")
+        raise ValueError(f"{place} no longer has {repo} at {commit}")
     return _unpack(read_bytes(archive), repo.partition("/")[2])
 
 

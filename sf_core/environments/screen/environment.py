@@ -51,7 +51,8 @@ class ScreenOfButtons(Environment):
         found = next((one for one in drawn if split_of("".join(one[1])) == split), None)
         if found is None:
             raise ValueError(
-                f"its screens are too few: none is left for the split {split}; add places or others"
+                f"the settings allow too few screens: none is left for the split {split}; increase places "
+                "or others"
             )
         colour, rows = found
         screen, instruction = Screen(rows), f"Press all {colour} buttons."

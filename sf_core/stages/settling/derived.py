@@ -167,7 +167,7 @@ def _context(tokens: int, folder: str, prompts: Sequence[str], most: int | None)
         return Derived(wanted, why)
     if tokens >= most:
         raise ValueError(
-            f"rollout.max_tokens ({tokens}) must be less than the {most} tokens that the model is for"
+            f"rollout.max_tokens ({tokens}) must be less than the {most} tokens that the model supports"
         )
     return Derived(most, f"the most that the model is for; {why}")
 

@@ -73,7 +73,7 @@ def check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
         asked = f'{source_of(environment, "tasks")}("{split}", {index})'
         place = own_place(error)
         told = f"{type(error).__name__}: {error}" + (f", {place}" if place else "")
-        raise ValueError(f"{setting}: {asked} raises {' '.join(told.split())}") from error
+        raise ValueError(f"{setting}: {asked} raised {' '.join(told.split())}") from error
     if differs := find_difference(one, other):
         changed = f'{source_of_tasks(environment)} changes between two calls with ("{split}", {index})'
         raise ValueError(

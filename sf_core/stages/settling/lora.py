@@ -63,7 +63,7 @@ def check_lora(config: RunConfig) -> None:
     if train.lora is None:
         if config.policy.adapter is not None:
             raise ValueError(
-                "policy.adapter is where `train.lora` begins: add that, as `lora: {}`, or leave "
+                "policy.adapter is the start of `train.lora`: add `lora: {}` to train, or leave "
                 "policy.adapter out"
             )
         return
@@ -73,20 +73,20 @@ def check_lora(config: RunConfig) -> None:
         )
     if train.critic is not None:
         raise ValueError(
-            "train.lora trains the policy's factors alone, and train.critic is a whole network beside it: "
-            "leave one of the two out"
+            "train.lora trains only the adapter's factors, but train.critic is a whole network: leave one "
+            "of the two out"
         )
     if engine.kind != "vllm":
         return
     if engine.kv_on_update == "keep":
         raise ValueError(
-            "engine.kv_on_update keep does not go with train.lora and engine.kind vllm, which caches KV for "
-            "each version of an adapter anew: leave engine.kv_on_update out"
+            "engine.kv_on_update: keep cannot be combined with train.lora and engine.kind: vllm, which "
+            "keeps a separate KV cache per adapter version: leave engine.kv_on_update out"
         )
     if PIPELINES[config.pipeline].lent:
         raise ValueError(
-            f"pipeline {config.pipeline} lends trainers to engines, and with train.lora engine.kind vllm is "
-            "not lent: take pipeline async, or engine.kind torch"
+            f"pipeline {config.pipeline} lends trainers to rollout, but with train.lora a trainer cannot "
+            "be lent to engine.kind vllm: use pipeline async, or engine.kind torch"
         )
 
 
@@ -139,7 +139,7 @@ def shape_adapter(
 def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]]) -> TrainedAdapter:
     for name in (ADAPTER_CONFIG, ADAPTER_NAME):
         if not exists(join(folder, name)):
-            raise ValueError(f"policy.adapter: {folder} is no folder of an adapter: it has no {name}")
+            raise ValueError(f"policy.adapter: {folder} does not hold an adapter: it has no {name}")
     try:
         adapter = read_adapter(folder)
         header, _ = open_weights(folder)
@@ -148,11 +148,11 @@ def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]])
     if not 1 <= adapter.rank <= LARGEST_RANK:
         raise ValueError(f"policy.adapter: {folder} has rank {adapter.rank}, not 1 to {LARGEST_RANK}")
     if not adapter.alpha:
-        raise ValueError(f"policy.adapter: {folder} has alpha 0, with which its factors change nothing")
+        raise ValueError(f"policy.adapter: {folder} has alpha 0, so its factors change nothing")
     if codes := sorted({entry.dtype for entry in header.entries.values()} - FULL):
         raise ValueError(
-            f"policy.adapter: {folder} has quantised factors ({', '.join(codes)}), and training needs full "
-            "ones"
+            f"policy.adapter: {folder} has quantised factors ({', '.join(codes)}); training needs "
+            "unquantised ones"
         )
     for name in ("rank", "alpha", "targets"):
         given, own = getattr(lora, name), getattr(adapter, name)

@@ -91,17 +91,18 @@ def _check_sight(config: RunConfig, kind: str, folder: str | None) -> None:
     engine, most = config.engine.kind, config.rollout.max_picture_tokens
     if config.policy.sees and config.policy.model is not None:
         raise ValueError(
-            "policy.sees is for the built-in policy, and the folder of policy.model tells itself whether it "
-            "sees: leave policy.sees out"
+            "policy.sees is for the built-in policy only; the files of policy.model say whether it sees: "
+            "leave policy.sees out"
         )
     if kind in SEEING and not engine_kind(config).shows_pictures:
         raise ValueError(
-            f"engine.kind {engine} shows no pictures, and the policy, a {kind}, sees: use engine.kind vllm"
+            f"engine.kind {engine} does not support pictures, but the policy, a {kind}, sees: use "
+            "engine.kind vllm"
         )
     if kind not in SEEING and most is not None:
         raise ValueError(
-            f"rollout.max_picture_tokens ({most}) is for policies that see, and this one, a {kind}, does "
-            "not: leave it out"
+            f"rollout.max_picture_tokens ({most}) is for policies that see pictures; this policy, a "
+            f"{kind}, does not: leave it out"
         )
     if folder is not None and (sight := read_sight(folder)) is not None:
         sight.limit(most)

@@ -185,8 +185,8 @@ def _refuse_early_end(run: RunDirectory, key: str, before: Any, given: Any) -> N
 def _refuse_another_measure(run: RunDirectory, key: str, before: Any, given: Any) -> None:
     if key not in OF_AN_EVALUATION:
         raise ValueError(
-            f"run {run.run_id} was configured with {key} {_text(before)}, not {_text(given)}, "
-            f"and is measured like that; leave {key} out"
+            f"run {run.run_id} was configured with {key} {_text(before)}, not {_text(given)}, and can only "
+            f"be measured so; leave {key} out"
         )
 
 

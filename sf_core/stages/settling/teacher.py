@@ -31,8 +31,8 @@ def check_teacher(config: RunConfig, by_a_worker: bool) -> None:
         context = config.engine.context
     if positions is not None and context is not None and context > positions:
         raise ValueError(
-            f"engine.context_length is {context}, and the teacher of train.teacher is for at most "
-            f"{positions} tokens: lower it, or name a teacher that reads as many"
+            f"engine.context_length is {context}, but the teacher of train.teacher supports at most "
+            f"{positions} tokens: lower it, or use a teacher with a longer context"
         )
 
 
@@ -43,12 +43,13 @@ def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> No
     sees = config.policy.sees if policy is None else read_sight(policy) is not None
     if sees and teacher is not None and teacher.url is not None:
         raise ValueError(
-            "train.teacher.url: the server would be sent ids alone, and the policy is shown pictures: name a "
+            "train.teacher.url: a server receives token ids only, but the policy sees pictures: name a "
             f"folder as {SETTING}"
         )
     if sees and found is not None and read_sight(found.source) is None:
         raise ValueError(
-            f"{SETTING}: {found.source} is not shown pictures, and the policy is: name a teacher that sees"
+            f"{SETTING}: {found.source} does not see pictures, but the policy does: use a teacher that "
+            "sees pictures"
         )
     folder, setting = None if found is None else found.source, SETTING
     if teacher is not None and teacher.tokenizer is not None:

@@ -178,8 +178,8 @@ def _find_teacher(run: TrainedRun, name: str, ranks: Ranks) -> tuple[TeacherFold
             break
         if before is not None:
             raise ValueError(
-                f"train.teacher.model: {name} is not the model that taught iteration {iteration}: the "
-                "setting or its files have changed; go on with what they were"
+                f"train.teacher.model: {name} is not the model that taught iteration {iteration}: restore "
+                "the earlier setting or files to continue"
             )
     return teacher, found
 

@@ -97,7 +97,7 @@ def scores_of(
         elif "teacher_logprobs" in batch.column_names:
             found["teacher"] = numpy_rows(select_training_rows(batch)["teacher_logprobs"])
         else:
-            raise ValueError(f"the batch was stored without what the teacher at {teacher.url} says of it")
+            raise ValueError(f"the batch was stored without the log-probs of the teacher at {teacher.url}")
     for row, values in zip(rows, found.get("teacher", ()), strict=False):
         if not np.isfinite(values).all():
             raise teacher_fault(row)

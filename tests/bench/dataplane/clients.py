@@ -83,7 +83,7 @@ class ChatClient(Client):
         ({"messages": [{"role": "user", "content": 5}]}, "must be a string or a list of parts, got an"),
         ({"stop": [""]}, "stop must be"),
         ({"tools": [{"type": "function"}]}, "tools[0] must be a function with a name"),
-        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": "required"}, "the request has no tools"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": [CALC]},
             "names the unknown tool 'rm'",
@@ -259,7 +259,7 @@ class AnthropicClient(Client):
         ),
         ({"messages": [HI, {"role": "assistant", "content": "so"}]}, "cannot be begun"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "are not supported"),
-        ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tool_choice": {"type": "any"}}, "the request has no tools"),
     ]
 
     addressed: Sequence[Fields] = [
@@ -369,14 +369,14 @@ class GoogleClient(Client):
             {"tools": [{"function_declarations": [{}]}]},
             "tools[0].function_declarations[0] must be a function",
         ),
-        ({"tool_config": {"function_calling_config": {"mode": "ANY"}}}, "there are no tools"),
+        ({"tool_config": {"function_calling_config": {"mode": "ANY"}}}, "the request has no tools"),
         (
             {"tool_config": {"function_calling_config": {"mode": "MAY"}}},
             "mode must be one of AUTO, VALIDATED",
         ),
         (
             {"tool_config": {"function_calling_config": {"allowed_function_names": ["rm"]}}},
-            "function_calling_config allows what is no function of tools: 'rm'",
+            "function_calling_config allows functions that are not in tools: 'rm'",
         ),
     ]
 

@@ -71,8 +71,8 @@ def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed(
     ("prepared", "reason"),
     [
         (["a"], "to texts or bytes, not list"),
-        ({"../a": "x"}, "to texts or bytes: '../a' is no name of a file there"),
-        ({"/a": "x"}, "to texts or bytes: '/a' is no name of a file there"),
+        ({"../a": "x"}, "to texts or bytes: '../a' is not a file name in that folder"),
+        ({"/a": "x"}, "to texts or bytes: '/a' is not a file name in that folder"),
     ],
 )
 def test_what_is_no_files_is_not_prepared_for_a_command(prepared: Any, reason: str) -> None:
@@ -131,7 +131,7 @@ def test_a_program_is_found_on_the_path_or_from_the_folder_of_the_worker(
     assert run("my-agent", "x", variables={"PATH": f"{program.parent}:{os.environ['PATH']}"}).answer
     program.chmod(0o644)
     for name in ("bin/my-agent", "no-such-agent"):
-        with pytest.raises(ValueError, match=f"^there is no program '{name}' on this host that can"):
+        with pytest.raises(ValueError, match=f"^this host has no program '{name}' that can"):
             CommandAgent(Command(command=(name,)))
 
 
@@ -172,8 +172,8 @@ def test_the_answer_is_what_is_new_in_the_folder() -> None:
         ("true", "there is no file a in its folder"),
         ("mkdir a", "there is no file a in its folder"),
         ("mkfifo a", "there is no file a in its folder"),
-        ("ln -s /etc/passwd a", "a leads out of its folder"),
-        ("ln -s ../home/x a", "a leads out of its folder"),
+        ("ln -s /etc/passwd a", "a is a path to a place outside its folder"),
+        ("ln -s ../home/x a", "a is a path to a place outside its folder"),
         ("ln -s a a", "there is no file a in its folder"),
         ("printf 'ab\\377' > a", "a is no UTF-8: invalid start byte at byte 2"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", f"a is over the limit of {MAX_ANSWER} bytes"),

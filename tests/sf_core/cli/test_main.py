@@ -21,7 +21,10 @@ from tests.bench.runs import commit, configure
         ("rollout.group_size=0", "rollout.group_size: input should be greater than or equal to 1, got 0"),
         ("trian.iterations=3", "trian: unknown key; allowed here: run_id, seed, pipeline, policy"),
         ("environment.agent=nowhere:agent", "environment.agent: nowhere:agent: cannot import nowhere"),
-        ("environment.agent={command: [nobody]}", "environment.agent: there is no program 'nobody' on this"),
+        (
+            "environment.agent={command: [nobody]}",
+            "environment.agent: this host has no program 'nobody' that",
+        ),
         ("environment.reward=json:score", "environment.reward: json:score: module json has no score"),
         ("environment.group_reward=json:vote", "environment.group_reward: json:vote: module json has no"),
         ("policy.model=/nowhere", "policy.model: /nowhere does not exist"),
@@ -42,7 +45,7 @@ def test_a_program_need_not_be_here_if_workers_are_elsewhere(monkeypatch: pytest
     monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 0.1)
     plan = ("plan", "configs/emulated.yaml", "--set", "environment.agent={command: [nobody]}")
     _, output = sf(*plan)
-    assert "there is no program 'nobody'" in output
+    assert "this host has no program 'nobody'" in output
     _, output = sf(*plan, "--set", "cluster.scheduler=tcp://127.0.0.1:9")
     assert "no Dask scheduler answers at tcp://127.0.0.1:9" in output
 
@@ -91,7 +94,7 @@ def test_a_data_plane_for_the_network_needs_a_key(monkeypatch: pytest.MonkeyPatc
         ("server", "set PREFECT_SERVER_API_AUTH_STRING to USER:PASSWORD, or serve on 127.0.0.1"),
         (
             "scheduler",
-            "distributed.comm.tls.ca-file and distributed.comm.tls.scheduler.cert, or bind 127.0.0.1",
+            "distributed.comm.tls.ca-file and distributed.comm.tls.scheduler.cert, or bind to 127.0.0.1",
         ),
     ],
 )
@@ -108,7 +111,7 @@ def test_a_worker_with_certificates_is_not_open_to_a_scheduler_without() -> None
         code, output = sf(
             "worker", "--host", "0.0.0.0", "--tags", "cpu", "--scheduler", "tcp://192.0.2.1:8786"
         )
-    assert (code, "name a tls:// scheduler, got tcp://192.0.2.1:8786" in output) == (2, True), output
+    assert (code, "use a tls:// scheduler, got tcp://192.0.2.1:8786" in output) == (2, True), output
 
 
 def test_a_client_without_certificates_is_told_before_it_connects() -> None:

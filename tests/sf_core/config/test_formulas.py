@@ -158,20 +158,20 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         {"top_k": 5}, teacher=AT_URL
     ),
     "top_k and outside_groups, whose agents choose their own": taught({"outside_groups": 1}, teacher=AT_URL),
-    "one of model, url and weights names the teacher; given: none of them": taught(teacher={}),
-    "one of model, url and weights names the teacher; given: model and weights": taught(
+    "give exactly one of model, url and weights as the teacher; given: none of them": taught(teacher={}),
+    "give exactly one of model, url and weights as the teacher; given: model and weights": taught(
         teacher={"model": "teacher", "weights": "start"}
     ),
-    "a server at url tells the log-probs of sampled tokens alone": taught(
+    "a server at url returns log-probs of sampled tokens only": taught(
         teacher={"url": "http://host:8000", "tokenizer": "folder"}
     ),
-    "url and tokenizer go together": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
-    "give one of url and model, which say where the judge is; given: neither": judge(),
-    "give one of url and model, which say where the judge is; given: both": judge(
+    "give url and tokenizer together": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
+    "give either url or model, which say where the judge is; given: neither": judge(),
+    "give either url or model, which say where the judge is; given: both": judge(
         url="http://host:8000/v1", model="folder"
     ),
-    "name is that of a model at url; a judge given as model needs none": judge(model="folder", name="it"),
-    "max_tokens_per_iteration (99) is below one reply of max_tokens (256)": judge(
+    "name selects a model at url; a judge given by model needs no name": judge(model="folder", name="it"),
+    "max_tokens_per_iteration (99) is less than max_tokens of one reply (256)": judge(
         model="folder", max_tokens_per_iteration=99
     ),
     "train.advantage group compares the sessions of a group, and rollout.group_size is 1": {
@@ -275,7 +275,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         )
         for kind in ("gae", "whitened", "role_baseline")
     },
-    "mean_over constant and session_tokens go together": loss(mean_over="constant"),
+    "mean_over: constant needs session_tokens": loss(mean_over="constant"),
     "session_tokens go together": loss(session_tokens=10),
 }
 

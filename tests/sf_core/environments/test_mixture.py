@@ -255,7 +255,7 @@ def test_a_host_must_do_what_every_part_needs() -> None:
     with pytest.raises(ValueError) as refused:
         check_host(command)
     assert str(refused.value) == (
-        "environment.name: mixture: part away: agent: there is no program 'no-such-program' on this host "
+        "environment.name: mixture: part away: agent: this host has no program 'no-such-program' "
         "that can be executed"
     )
 
@@ -263,7 +263,7 @@ def test_a_host_must_do_what_every_part_needs() -> None:
 def test_a_task_of_no_part_is_refused() -> None:
     config = mixing(words=WORDS, rules=RULES).model_copy(update={"tasks": f"{__name__}:my_tasks"})
     assert parts_of(config) == []
-    with pytest.raises(ValueError, match=r"^task train-0 is of none of the parts words, rules$"):
+    with pytest.raises(ValueError, match=r"^task train-0 belongs to none of the parts words, rules$"):
         scored(config, tasks_of(config)("train", 0), "yes")
 
 
@@ -299,11 +299,11 @@ def test_a_task_of_no_part_is_refused() -> None:
         ),
         (
             {"all": {"name": "mixture", "settings": {"parts": {"words": WORDS}}}},
-            "environment.settings.parts.all: a mixture cannot be a part of another: name its parts in this o",
+            "environment.settings.parts.all: a mixture cannot contain another mixture: list the inner parts",
         ),
         (
             {"words": WORDS | {"group_reward": "sf_core.recipes.rewards:any"}},
-            "environment.settings.parts.words: group_reward: a part has none of its own; name one for the r",
+            "environment.settings.parts.words: group_reward: a part cannot have its own; set environment",
         ),
     ],
 )

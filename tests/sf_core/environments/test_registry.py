@@ -29,6 +29,7 @@ from sf_core.environments.splits import Split
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.settings import Settings
 from sf_core.stages.settling.start_folder import check_start
+from sf_core.surroundings import NAMES
 from sf_core.types import Endpoint, Task
 from tests.bench.refusals import check_sentence
 
@@ -161,7 +162,7 @@ def test_the_configuration_of_an_earlier_run_means_what_it_meant() -> None:
         (setting(name="nowhere:Sums"), "environment.name: nowhere:Sums: cannot import nowhere"),
         (
             setting(name="json:JSONDecoder"),
-            "environment.name: json:JSONDecoder is no class that inherits sf_core.environments.environment.",
+            "environment.name: json:JSONDecoder is not a class that inherits sf_core.environments.",
         ),
         (named(Unfinished), "Unfinished lacks agent, reward"),
         (
@@ -184,7 +185,7 @@ def test_what_cannot_be_used_is_named(config: EnvironmentConfig, sentence: str) 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
 def test_settings_are_what_json_can_keep(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.settings: expected values that JSON has"):
+    with pytest.raises(ConfigError, match=r"environment\.settings: the values must be valid JSON"):
         validate_config({"environment": {"settings": {"size": value}}})
 
 
@@ -225,7 +226,7 @@ for name in ("programs", "repair"):
 
 
 def test_an_example_is_refused_where_only_the_package_is_installed(tmp_path: Path) -> None:
-    for package in ("sf_core", "storage", "tasks", "flows"):
+    for package in NAMES:
         without = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, tmp_path / "installed" / package, ignore=without)
     (tmp_path / "run.yaml").write_text("environment: {name: repair}")

@@ -195,10 +195,10 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
         ),
         (
             {"init_lora_weights": "pissa_niter_4"},
-            "describes factors for weights that were changed when they were made (init_lora_weights: "
+            "describes factors for weights that changed when the adapter was made (init_lora_weights: "
             "pissa_niter_4): convert them",
         ),
-        ({"peft_type": "IA3"}, "describes an adapter of kind IA3, and only LoRA is trained"),
+        ({"peft_type": "IA3"}, "describes an adapter of kind IA3; only LoRA is supported"),
         ({"target_modules": ".*_proj"}, "names its layers by the pattern '.*_proj'"),
         ({"r": None}, "lacks r, lora_alpha or target_modules"),
     ],
@@ -227,7 +227,7 @@ def test_a_target_that_no_layer_has_is_named_with_those_there_are(model_folders:
     with pytest.raises(ValueError) as refused:
         shape_factors(Adapter(4, 8.0, ("lm_head", "q_proj")), linears)
     assert str(refused.value) == (
-        "target lm_head is no linear layer of the model's blocks, which have " + ", ".join(ALL)
+        "target lm_head is not a linear layer of the model's blocks, which have " + ", ".join(ALL)
     )
 
 

@@ -149,7 +149,7 @@ def test_a_teacher_without_a_logit_for_each_token_of_the_policy_is_refused() -> 
     hidden, head, token_ids, _ = example(3)
     target = Target(*predicted(3, VOCABULARY - 1), "reverse")
     with pytest.raises(
-        ValueError, match="the teacher has 39 logits, and needs one for each of the policy's 40"
+        ValueError, match="the teacher has 39 logits but needs one for each of the policy's 40"
     ):
         score(hidden, head, token_ids, *drawn([1.0], [1.0], [0], 3), target=target)
 

@@ -82,8 +82,8 @@ def test_picture_is_turned_as_exif_says() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "it is in no format of pictures that is known, or broken"),
-        (b"\x89PNG broken", "it is in no format of pictures that is known, or broken"),
+        (b"", "it is broken, or in an unknown picture format"),
+        (b"\x89PNG broken", "it is broken, or in an unknown picture format"),
         (save(Image.new("RGB", (90, 90)))[:-40], "it cannot be decoded: "),
         (save(Image.new("RGB", (8, 1700))), "its sides are 8 by 1700 pixels, a ratio above 200"),
         (

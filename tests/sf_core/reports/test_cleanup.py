@@ -250,7 +250,7 @@ def test_a_run_that_is_only_linked_is_listed_and_cleaned_where_it_is_named(root:
     (root / "a").symlink_to(run.uri)
     assert "a stopped 3/4" in sf("ls", str(root))[1]
     code, output = sf("gc", str(root), "--yes")
-    assert code == 0 and f"left alone: {root / 'a'}: is a link to a run elsewhere" in output
+    assert code == 0 and f"left alone: {root / 'a'}: is a link to a run in another folder" in output
     assert "removed 4 items" in output and len(names(run)) == 4
     assert "removed 4 items" in sf("gc", str(root / "a"), "--yes")[1]
     assert names(run) == []
@@ -474,7 +474,7 @@ def test_a_folder_without_runs_is_named(tmp_path: Path, command: str) -> None:
     assert code == 2
     assert f"{tmp_path}: no runs here" in output
     code, output = sf(command, "s4://nowhere")
-    assert (code, "no storage that fsspec knows" in output) == (2, True)
+    assert (code, "fsspec does not know this kind of storage" in output) == (2, True)
 
 
 @pytest.mark.parametrize("option", ["--keep-checkpoints", "--keep-weights"])

@@ -41,7 +41,7 @@ def test_agent_and_cpu_on_one_worker_are_refused() -> None:
 
 
 def test_agents_that_would_never_let_training_begin_are_refused() -> None:
-    with pytest.raises(ValueError, match="no worker is left to agents: t0 trains"):
+    with pytest.raises(ValueError, match="no worker is left for agents: t0 trains"):
         make_plan(workers(r0="rollout", t0="train agent", c0="cpu"), RunConfig())
 
 
@@ -64,9 +64,7 @@ def test_a_judge_to_serve_needs_a_worker_that_does_nothing_but_score(tags: str) 
     others = [Worker("x", frozenset(tags.split()))] if tags else []
     with pytest.raises(ValueError) as refused:
         make_plan([*without, *others], SERVED)
-    check_sentence(
-        str(refused.value), "environment.judges.quality.model is served by a worker that carries reward"
-    )
+    check_sentence(str(refused.value), "environment.judges.quality.model needs a worker tagged reward")
     assert make_plan([*without, *workers(s0="reward")], SERVED).reward == ("s0",)
     at_url = {"environment": {"judges": {"quality": {"url": "http://127.0.0.1:1/v1"}}}}
     assert make_plan(without, RunConfig.model_validate(at_url)).reward == ()
@@ -249,7 +247,7 @@ def test_a_run_that_is_on_goes_on_with_the_workers_that_are_there(
 def test_who_runs_agents_trains_only_if_that_is_what_it_did() -> None:
     found = workers(t0="agent train", r0="rollout", **OTHERS)
     assert make_plan(found, RunConfig(), trained=("t0",)).trainers == ("t0",)
-    with pytest.raises(ValueError, match="nobody is left to train: t0 runs agents or scores; "):
+    with pytest.raises(ValueError, match="no worker is left to train: t0 runs agents or scores; "):
         make_plan(found, RunConfig(), trained=("t1",))
 
 

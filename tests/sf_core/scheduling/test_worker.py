@@ -238,17 +238,20 @@ def test_a_name_that_is_connected_is_refused(worker_bench: WorkerBench) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--tags", "a b"], "--tags: 'a b' is no tag or name: use letters, digits, '.', '_' and '-'"),
-        (["--tags", "train,"], "--tags: '' is no tag or name: use letters"),
-        (["--tags", "train", "--name", "a=b"], "'a=b' is no tag or name: use letters"),
+        (
+            ["--tags", "a b"],
+            "--tags: 'a b' is not a valid tag or name: use letters, digits, '.', '_' and '-'",
+        ),
+        (["--tags", "train,"], "--tags: '' is not a valid tag or name: use letters"),
+        (["--tags", "train", "--name", "a=b"], "'a=b' is not a valid tag or name: use letters"),
         (["--tags", "train", "--device", "gpu"], "--device: expected cpu or cuda:N, got 'gpu'"),
         (["--tags", "train", "--device", "cuda:64"], "device cuda:64 is not there: torch "),
         (["--tags", "train", "--device-kind", "k80"], "--device-kind: device kind 'k80' is not known; "),
         (
             ["--tags", "train", "--device-kind", "h20", "--probe"],
-            "--probe measures what --device-kind says; leave one of the two out",
+            "--probe measures the device that --device-kind names: use only one of the two",
         ),
-        (["--tags", "train", "--host", "0.0.0.0"], "0.0.0.0 can be reached by others, and Dask runs"),
+        (["--tags", "train", "--host", "0.0.0.0"], "other machines can reach 0.0.0.0, and Dask executes"),
         (["--tags", "train"], "no Dask scheduler answers at tcp://127.0.0.1:9: "),
     ],
 )

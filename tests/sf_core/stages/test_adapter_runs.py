@@ -294,7 +294,7 @@ def test_the_trained_policy_is_a_model_like_any_other(
 
 def test_an_adapter_that_is_not_there_is_not_tried(tmp_path: Path) -> None:
     config = {"policy": {"adapter": str(tmp_path / "nowhere")}, "train": {"lora": {}}}
-    with pytest.raises(ValueError, match=r"policy\.adapter: .*nowhere is no folder of an adapter"):
+    with pytest.raises(ValueError, match=r"policy\.adapter: .*nowhere does not hold an adapter"):
         policy_to_try(RunConfig.model_validate(config), tmp_path)
 
 
@@ -332,7 +332,7 @@ def test_a_version_that_is_removed_while_it_is_copied_is_not_measured(
         return copy_folder(*args, **more)
 
     monkeypatch.setattr(evaluate, "copy_folder", copy_late)
-    with pytest.raises(ValueError, match="the weights of version 1 are not there; these are: 0"):
+    with pytest.raises(ValueError, match="the weights of version 1 are not stored; stored versions: 0"):
         measurement.begin()
     assert measurement.directory.read_manifest(None, "start") is None
 

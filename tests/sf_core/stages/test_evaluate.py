@@ -57,7 +57,7 @@ def test_a_version_that_was_measured_is_shown_without_starting_anything(halfway_
 def test_a_version_is_not_measured_over_another_number_of_tasks(halfway_run: RunDirectory) -> None:
     commit(halfway_run, 2, "evaluate", data=MEASURED)
     code, output = sf("evaluate", halfway_run.uri, "--set", "evaluate.num_tasks=1000")
-    assert (code, "over 64 tasks, not 1000, and is measured once" in output) == (1, True)
+    assert (code, "on 64 tasks, not 1000; leave evaluate.num_tasks out" in output) == (1, True)
 
 
 def test_a_run_that_is_being_trained_is_refused_and_an_evaluation_that_died_goes_on(
@@ -99,7 +99,9 @@ def test_a_command_has_waited_for_the_flow_that_it_starts(
 def test_a_run_without_a_policy_cannot_be_measured(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
     configure(run)
-    with pytest.raises(ValueError, match="r: has no policy yet to evaluate; `sf resume "):
+    with pytest.raises(
+        ValueError, match="r: has no policy to evaluate yet; continue the run with `sf resume "
+    ):
         evaluation(run)
     commit(run, None, "start")
     assert evaluation(run).version == 0

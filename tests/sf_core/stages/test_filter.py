@@ -197,7 +197,9 @@ def test_a_batch_of_which_nothing_trains_is_refused_with_the_reason(sampled: Sam
         body = {"model": "policy", "messages": [user("a")], "response_format": {"type": "json_object"}}
         sampled.plane.post(path, body)
         sampled.finish(claim, 1.0)
-    with pytest.raises(ValueError, match="no token of iteration 1 trains: every answer followed a schema"):
+    with pytest.raises(
+        ValueError, match="no token of iteration 1 can be trained on, because every answer followed a schema"
+    ):
         sampled.batch()
 
 
@@ -241,9 +243,8 @@ def test_a_session_of_which_a_picture_is_lost_does_not_train_and_is_named(tmp_pa
     assert batch["decision"].to_pylist() == ["train", "lost_picture", "lost_picture", "train", "lost_picture"]
     assert [advantages.any() for advantages in numpy_rows(batch["advantages"])] == [1, 0, 0, 1, 0]
     assert found["lost_pictures"] == {
-        "g0.1": f"{media_file(run.media_dir, broken)} has other bytes than those that its name is the sha256 "
-        "of",
-        "g0.2": f"{media_file(run.media_dir, '0' * 64)} is missing, and a trajectory shows it",
+        "g0.1": f"{media_file(run.media_dir, broken)} does not have the sha256 that its name says",
+        "g0.2": f"{media_file(run.media_dir, '0' * 64)} is missing, but a trajectory contains this picture",
     }
     assert images_of(batch)[:4] == [*((span,) for span in spans), ()]
 
@@ -251,7 +252,9 @@ def test_a_session_of_which_a_picture_is_lost_does_not_train_and_is_named(tmp_pa
 def test_a_batch_of_which_all_pictures_are_lost_is_refused(tmp_path: Path) -> None:
     span = PictureSpan("0" * 64, 0, 1, 28, 28)
     rows = [answered(0, place, place, images=(span,)) for place in range(2)]
-    with pytest.raises(ValueError, match=r"no session of iteration 1 trains: .*0\.png is missing, and a"):
+    with pytest.raises(
+        ValueError, match=r"no session of iteration 1 can be trained on: .*0\.png is missing, but a"
+    ):
         filtered(RunDirectory(str(tmp_path / "run")), rows)
 
 
@@ -319,7 +322,9 @@ def test_what_is_selected_is_decided_before_the_train_step_that_makes_the_advant
 def test_a_batch_of_which_nothing_that_is_selected_trains_is_refused(tmp_path: Path) -> None:
     extremes = [answered(0, place, 2.0 * place, loss_mask=np.zeros(3, np.bool_)) for place in (0, 1)]
     rows = [extremes[0], answered(0, 2, 1.0), extremes[1]]
-    with pytest.raises(ValueError, match="no token of iteration 1 trains: every answer followed a schema"):
+    with pytest.raises(
+        ValueError, match="no token of iteration 1 can be trained on, because every answer followed a schema"
+    ):
         filtered(RunDirectory(str(tmp_path / "run")), rows, select={"kind": "extremes", "keep": 2})
 
 

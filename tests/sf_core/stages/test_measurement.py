@@ -81,13 +81,13 @@ def test_a_section_can_be_given_whole_and_what_training_forbids_does_not_hold(
 @pytest.mark.parametrize(
     ("version", "changes", "message"),
     [
-        (7, [], "r: the weights of version 7 are not there; these are: 0, 1, 2"),
+        (7, [], "r: the weights of version 7 are not stored; stored versions: 0, 1, 2"),
         (
             0,
             ["train.iterations=3"],
             "can change environment, evaluate, rollout, engine, cluster",
         ),
-        (0, ["policy.dtype=bfloat16"], "--set policy.dtype=bfloat16: an evaluation can change"),
+        (0, ["policy.dtype=bfloat16"], "--set policy.dtype=bfloat16: an evaluation can only change"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -157,8 +157,8 @@ def test_settings_with_which_the_engine_could_not_sample_are_refused(
 
 
 WITHOUT = [
-    ("chat_template.jinja", "the tokenizer has no chat template; put one there as chat_template.jinja"),
-    ("tokenizer.json", "no tokenizer.json; save the tokenizer there too"),
+    ("chat_template.jinja", "the tokenizer has no chat template; add chat_template.jinja there"),
+    ("tokenizer.json", "no tokenizer.json; save a fast tokenizer there"),
 ]
 
 
@@ -279,7 +279,7 @@ def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
     config = from_model(run, policy_copy, engine={"context_length": 2048})
     shape = json.loads((policy_copy / "config.json").read_text())
     (policy_copy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1024}))
-    with pytest.raises(ValueError, match=r"is 2048, and the model \(qwen3\) is for at most 1024 tokens"):
+    with pytest.raises(ValueError, match=r"is 2048, but the model \(qwen3\) supports at most 1024 tokens"):
         check_start(config)
     (policy_copy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
     check_start(config)

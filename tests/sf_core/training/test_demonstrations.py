@@ -68,7 +68,7 @@ def test_an_environment_shows_each_of_its_first_tasks_once() -> None:
         ([line("a"), "{"], "line 2: no JSON"),
         (["[]"], 'line 1: expected {"messages": [...]}'),
         (['{"messages": [{"content": "a"}]}'], "line 1: expected"),
-        (['{"messages": [{"role": "user", "content": "a"}]}'], "line 1: no message is the assistant's"),
+        (['{"messages": [{"role": "user", "content": "a"}]}'], "line 1: no message has the role assistant"),
     ],
 )
 def test_a_file_that_cannot_be_shown_is_named_with_its_line(
@@ -149,7 +149,7 @@ def test_a_template_that_cannot_show_a_demonstration_is_named(
     shown = CALL if calls else Demonstration(said + said)
     with pytest.raises(ValueError) as refused:
         encode(with_template(tmp_path, template), shown)
-    check_sentence(str(refused.value), "a demonstration cannot be shown", str(tmp_path), reason)
+    check_sentence(str(refused.value), "a demonstration cannot be used", str(tmp_path), reason)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte_level", "first", "never"])
@@ -216,9 +216,9 @@ def test_a_picture_that_cannot_be_shown_is_named(seeing_renderer: Renderer, tmp_
     far = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     for renderer_, part, reason in (
         (blind, BROKEN, "messages[0].content has a part that is not text"),
-        (seeing_renderer, BROKEN, "messages[0].content[0] has a picture: it is in no format"),
+        (seeing_renderer, BROKEN, "messages[0].content[0] has a picture: it is broken"),
         (seeing_renderer, far, "messages[0].content[0] has a picture whose bytes are not in the request"),
     ):
         with pytest.raises(ValueError) as refused:
             encode(renderer_, asked(part))
-        check_sentence(str(refused.value), "a demonstration cannot be shown", reason)
+        check_sentence(str(refused.value), "a demonstration cannot be used", reason)

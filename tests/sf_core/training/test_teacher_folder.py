@@ -86,9 +86,9 @@ def test_the_digest_is_of_weights_and_configuration_and_of_no_place(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("{run}@1", "taught: the weights of version 1 are not there; these are: 0, 2, 3"),
-        ("{run}@7", "taught: the weights of version 7 are not there"),
-        ("{run}x@3", "taughtx@3 is no version of a run: "),
+        ("{run}@1", "taught: the weights of version 1 are not stored; stored versions: 0, 2, 3"),
+        ("{run}@7", "taught: the weights of version 7 are not stored"),
+        ("{run}x@3", "taughtx@3 is not a version of a run: "),
         ("{run}/weights", "is not a Hugging Face model folder (no config.json)"),
         ("{run}/nothing", "does not exist"),
         ("Qwen/Qwen3-8B", "then named as that folder: train.teacher.model=Qwen3-8B"),
@@ -148,5 +148,5 @@ def test_a_teacher_must_have_a_tokenizer_and_know_every_id(small_policy: str, po
     with pytest.raises(ValueError, match=r"here: .*/tokenizer.json cannot be read: "):
         check_vocabulary(policy, size, str(policy_copy), "here")
     (policy_copy / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"here: .* has no tokenizer.json, which teacher and policy are com"):
+    with pytest.raises(ValueError, match=r"here: .* has no tokenizer.json, which is needed to compare it"):
         check_vocabulary(policy, size, str(policy_copy), "here")

@@ -149,7 +149,7 @@ def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: 
 def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
     (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "0"], 2)]])), 20)
     with pytest.raises(
-        ValueError, match=rf"{microbatch.pictures[0].sha256}\.png is missing, and a trajectory"
+        ValueError, match=rf"{microbatch.pictures[0].sha256}\.png is missing, but a trajectory"
     ):
         Tower(policy, str(tmp_path)).show(microbatch)
     longer = msgspec.structs.replace(microbatch.pictures[0], length=5)
@@ -191,7 +191,9 @@ def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media:
         for member in gang:
             member.sit(one, partial(learn, Seeing("", policy, media=media), batch, 24))
         lost = [member.report() for member in gang]
-        assert all(".png is missing, and a trajectory shows it" in report for report in lost), lost
+        assert all(".png is missing, but a trajectory contains this picture" in report for report in lost), (
+            lost
+        )
     finally:
         for member in gang:
             member.end()

@@ -80,7 +80,9 @@ class Anthropic:
             messages += _parse_message(message, f"messages[{i}]", left_out)
         if given[-1]["role"] == "assistant":
             raise ApiError(
-                400, "The last message must be the user's: an answer cannot be begun for the model"
+                400,
+                "The last message must be the user's: the model cannot continue an answer that the request "
+                "begins",
             )
         return [
             TurnRequest(

@@ -69,7 +69,7 @@ def check_conversation(messages: list[Message], where: str) -> list[Message]:
 
 def check_choice(choice: ToolChoice, tools: list[Tool], where: str = "tool_choice") -> ToolChoice:
     if choice.kind == "required" and not tools:
-        raise WrongField(where, f"{where} asks for a call but there are no tools")
+        raise WrongField(where, f"{where} requires a tool call, but the request has no tools")
     if choice.name is not None and choice.name not in {tool["function"]["name"] for tool in tools}:
         raise WrongField(where, f"{where} names the unknown tool {choice.name!r}")
     return choice
@@ -79,7 +79,7 @@ def pick_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[To
     """The tools of these names. Raises ApiError if one names no tool."""
     known = [tool["function"]["name"] for tool in tools]
     if unknown := [repr(name) for name in names if name not in known]:
-        raise WrongField(where, f"{where} allows what is no function of tools: {', '.join(unknown)}")
+        raise WrongField(where, f"{where} allows functions that are not in tools: {', '.join(unknown)}")
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
@@ -154,8 +154,8 @@ def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[st
         instead = "".join(f", or make it {json.dumps(value)}" for value in UNDONE[name])
         raise WrongField(
             name,
-            f"{name} is not supported and would change the answer: leave it out{instead}, or name it in the "
-            "run's rollout.ignored_fields to have it ignored.",
+            f"{name} is not supported and would change the answer: leave it out{instead}, or add it to the "
+            "run's rollout.ignored_fields.",
         )
     for name in ignored:
         body = _without(body, name)

@@ -36,7 +36,9 @@ class Completions(OpenAI):
         refuse(body, "best_of", "best_of must equal n", num_samples)
         logprobs = get(body, "logprobs", (int,), None)
         if logprobs:
-            raise WrongField("logprobs", "logprobs must be 0; the sampled token's log-prob is given")
+            raise WrongField(
+                "logprobs", "logprobs must be 0, which returns the log-prob of the sampled token"
+            )
         prompts = _parse_prompts(body.get("prompt"))
         if len(prompts) * num_samples > MAX_TURNS:
             raise WrongField("prompt", f"prompts times n must be at most {MAX_TURNS}")

@@ -207,7 +207,11 @@ def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
             if said := _said(parts, left_out):
                 messages.append({"role": "user", "content": canonical(said)})
     if messages and messages[-1]["role"] == "assistant":
-        raise ApiError(400, "The last content must be the user's: an answer cannot be begun for the model")
+        raise ApiError(
+            400,
+            "The last content must be the user's: the model cannot continue an answer that the request "
+            "begins",
+        )
     return check_conversation(messages, "contents")
 
 

@@ -112,7 +112,7 @@ def test_words_are_compared_without_case_and_space_around_them() -> None:
 
 
 def test_words_of_which_most_begin_alike_cannot_be_told_apart() -> None:
-    with pytest.raises(ValueError, match=r"^its likeliest tokens begin several of polite, police$"):
+    with pytest.raises(ValueError, match=r"^its most likely tokens begin several of polite, police$"):
         weigh_words({"pol": -0.1, "polite": -5.0}, ["polite", "police"])
 
 
@@ -123,7 +123,7 @@ def test_words_that_one_token_never_tells_apart_are_refused(server: JudgeServer,
 
     [error], rows = ask(server, choose)
     assert isinstance(error, ValueError) and not rows
-    assert str(error).startswith(f"choose: no token tells {words[0]!r}, {words[1]!r} apart")
+    assert str(error).startswith(f"choose: the first tokens do not distinguish {words[0]!r}, {words[1]!r}: ")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ AWAY = "judge taste at {url} does not answer: "
 @pytest.mark.parametrize(
     ("server", "why"),
     [([503], "told to fail"), ([408], "told to fail"), ([429], "told to fail")]
-    + [(["broken"], "what it sent is no JSON"), (["slow"], "no reply within 0.2 s")],
+    + [(["broken"], "its reply is not JSON"), (["slow"], "no reply within 0.2 s")],
     indirect=["server"],
 )
 def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, why: str) -> None:
@@ -234,8 +234,8 @@ def test_a_judge_whose_tokens_are_not_told_cannot_be_held_to_a_budget(
     [error], _ = ask(server, lambda judges: judges["taste"].ask("?"), max_tokens_per_iteration=1000)
     assert isinstance(error, RefusedError)
     assert str(error) == (
-        "judge taste does not tell `usage`, so that environment.judges.taste.max_tokens_per_iteration cannot "
-        "be held"
+        "the server of judge taste does not report `usage`, so "
+        "environment.judges.taste.max_tokens_per_iteration cannot be enforced"
     )
 
 
@@ -278,7 +278,7 @@ def test_a_judge_without_log_probs_cannot_choose(
         "tests.bench.judge_server.answer", lambda body, _: {"choices": [{"message": {"content": "yes"}}]}
     )
     [error], _ = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
-    assert str(error) == "judge taste gives no log-probs, which `choose` needs"
+    assert str(error) == "judge taste returns no log-probs, which `choose` needs"
 
 
 async def unknown(judges: Mapping[str, Judge]) -> Any:
@@ -295,7 +295,7 @@ def test_a_function_that_was_given_up_asks_nobody(server: JudgeServer) -> None:
     async def late() -> None:
         with Judges({}, {}).record() as (_, record):
             pass
-        with pytest.raises(NotJudged, match=r"^the time to score the answer is over$"):
+        with pytest.raises(NotJudged, match=r"^the time limit for scoring the answer is over$"):
             await Judge(None, record).ask("?")  # type: ignore[arg-type]
 
     asyncio.run(late())

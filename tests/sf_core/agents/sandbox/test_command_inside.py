@@ -69,11 +69,11 @@ def test_its_answer_is_a_file_or_the_folder() -> None:
         ("kill -9 $$", "it was killed by signal 9"),
         ("true", "its exit status is 0, but there is no file a in its folder"),
         ("mkfifo a", "its exit status is 0, but there is no file a in its folder"),
-        ("ln -s /etc/passwd a", "its exit status is 0, but a leads out of its folder"),
-        ("ln -s ../proc/1/environ a", "its exit status is 0, but a leads out of its folder"),
+        ("ln -s /etc/passwd a", "its exit status is 0, but a is a path to a place outside its folder"),
+        ("ln -s ../proc/1/environ a", "its exit status is 0, but a is a path to a place outside its folder"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is over the limit of 1048576 bytes"),
-        ("yes", "it wrote more than its output_mb of 1"),
-        ("head -c 90000000 /dev/zero > a; sleep 1000", "it needed more than its memory_mb of 64"),
+        ("yes", "it wrote more than the limit output_mb (1)"),
+        ("head -c 90000000 /dev/zero > a; sleep 1000", "it used more than the limit memory_mb (64)"),
     ],
 )
 def test_a_failure_is_told_as_outside(script: str, reason: str) -> None:

@@ -181,13 +181,25 @@ BEGIN = "socket.send_fds(channel, [b'ready'], [folder, listener.fileno(), os.pid
 @pytest.mark.parametrize(
     ("begin", "answer", "told"),
     [
-        ("channel.send(b'ready')", "", "the sandbox began with nonsense: 'ready'"),
-        ("socket.send_fds(channel, [b'go'], [folder])", "", "the sandbox began with nonsense: 'go'"),
+        ("channel.send(b'ready')", "", "the first message of the sandbox cannot be understood: 'ready'"),
+        (
+            "socket.send_fds(channel, [b'go'], [folder])",
+            "",
+            "the first message of the sandbox cannot be understood: 'go'",
+        ),
         ("sys.exit('no place')", "", "the sandbox has ended: no place"),
-        (BEGIN, "channel.send(b'ended 0')", "the sandbox answered nonsense: 'ended 0'"),
-        (BEGIN, "channel.send(b'ended x exit')", "the sandbox answered nonsense: 'ended x exit'"),
-        (BEGIN, "channel.send(b'ended 0 well')", "the sandbox answered nonsense: 'ended 0 well'"),
-        (BEGIN, "channel.send(b'x' * 100000)", "the sandbox answered nonsense: 'xxx"),
+        (BEGIN, "channel.send(b'ended 0')", "the answer of the sandbox cannot be understood: 'ended 0'"),
+        (
+            BEGIN,
+            "channel.send(b'ended x exit')",
+            "the answer of the sandbox cannot be understood: 'ended x exit'",
+        ),
+        (
+            BEGIN,
+            "channel.send(b'ended 0 well')",
+            "the answer of the sandbox cannot be understood: 'ended 0 well'",
+        ),
+        (BEGIN, "channel.send(b'x' * 100000)", "the answer of the sandbox cannot be understood: 'xxx"),
         (BEGIN, "socket.send_fds(channel, [b'ended 0 exit'], [folder] * 9)", None),
         (BEGIN, "sys.exit(1)", "the sandbox has ended"),
     ],

@@ -94,7 +94,7 @@ def test_a_version_that_is_not_kept_is_answered_with_those_that_are(published_ru
     for version in (1, 4):
         code, output = sf("serve", f"{published_run.uri}@{version}")
         assert code == 2
-        assert f"taught: the weights of version {version} are not there; these are: 0, 2, 3" in output
+        assert f"taught: the weights of version {version} are not stored; stored versions: 0, 2, 3" in output
 
 
 def test_a_model_folder_is_told_from_a_run(published_run: RunDirectory) -> None:

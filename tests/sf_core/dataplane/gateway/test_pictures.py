@@ -123,7 +123,7 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
     frames[0].save(film, "GIF", save_all=True, append_images=frames[1:])
     for data, sentence in [
         (RED[:60], "it cannot be decoded"),
-        (b"no picture", "it is in no format of pictures that is known, or broken"),
+        (b"no picture", "it is broken, or in an unknown picture format"),
         (film.getvalue(), "it is animated"),
         (png("red", (28 * 212, 28)), "a ratio above 200"),
         (png("red", (9000, 9000), mode="1"), "at most 67108864 are decoded"),

@@ -18,7 +18,7 @@ def test_one_process_at_a_time_works_in_a_journal_directory(tmp_path: Path) -> N
     first = OpenRuns(tmp_path)
     (tmp_path / "run.journal").touch()
     first.add("run", tmp_path / "run.journal")
-    with pytest.raises(ValueError, match="another data plane works in"):
+    with pytest.raises(ValueError, match="another data plane uses"):
         OpenRuns(tmp_path)
     first.close()
     second = OpenRuns(tmp_path)

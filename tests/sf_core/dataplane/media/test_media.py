@@ -128,9 +128,9 @@ def test_letters_of_urls_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ("", "it is in no format of pictures that is known, or broken"),
-        (encoded(png("red", kind="EPS")), "it is in no format of pictures that is known, or broken"),
-        ("AAAA", "it is in no format of pictures that is known, or broken"),
+        ("", "it is broken, or in an unknown picture format"),
+        (encoded(png("red", kind="EPS")), "it is broken, or in an unknown picture format"),
+        ("AAAA", "it is broken, or in an unknown picture format"),
         ("A", "its base64 is broken"),
         (encoded(png("red")[:60]), "it cannot be decoded"),
         (encoded(png("red", (28 * 212, 28))), "its sides are 5936 by 28 pixels, a ratio above 200"),

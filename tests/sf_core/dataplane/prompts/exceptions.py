@@ -1,4 +1,4 @@
-"""Where our prompts differ from those of vLLM or transformers: the table of docs/prompts-and-answers.md, as
+"""Where our prompts differ from those of vLLM or transformers: the table of docs/guides/agents/prompts.md, as
 code.
 
 A row says which requests it is about, and has one of them, which differs from the references that the table
@@ -17,7 +17,7 @@ VLLM, TRANSFORMERS = "vLLM", "transformers"
 SAME = "as here"
 """What the table says where a reference does not differ."""
 
-_PAGE = Path(__file__).parents[4] / "docs" / "prompts-and-answers.md"
+_PAGE = Path(__file__).parents[4] / "docs" / "guides" / "agents" / "prompts.md"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 def read_table() -> dict[str, dict[str, str]]:
     """Rows of the docs' table by their first cells; cells by the head of their column."""
-    section = _PAGE.read_text().split("## What the model sees")[1].split("\n## ")[0]
+    section = _PAGE.read_text().split("## Differences from vLLM and transformers")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
@@ -142,7 +142,7 @@ ROWS = {
     "several parts of text in one message": Row(
         _chat("qwen3", Said("user", ("one", "two"))), transformers=_has_parts
     ),
-    "a call whose arguments are no JSON object": Row(
+    "a call whose arguments are not a JSON object": Row(
         _chat("qwen3", _USER, _WRONG, _FOUND, tools=(_FIND,)), transformers=_has_other_arguments
     ),
     "a tool without a description or parameters": Row(
@@ -157,7 +157,7 @@ ROWS = {
     "a call, where the template writes the whole function as JSON": Row(
         _chat("mistral", _USER, _CALL, _FOUND, tools=(_FIND,)), transformers=_writes_whole_function
     ),
-    "a call that must be made (`tool_choice`)": Row(
+    "a forced call (`tool_choice`)": Row(
         Case("qwen3", "byte_level", "chat", Shape((_USER,), (_FIND,), must_call=True)), _must_call, _must_call
     ),
     "a line `x-anthropic-billing-header: ...`": Row(

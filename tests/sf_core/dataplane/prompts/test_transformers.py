@@ -1,5 +1,5 @@
 """Our prompts are those of transformers, and sessions extend what they recorded with them, except as the
-table of docs/prompts-and-answers.md says."""
+table of docs/guides/agents/prompts.md says."""
 
 from __future__ import annotations
 

@@ -305,7 +305,9 @@ async def test_the_line_of_waiting_requests_is_bounded() -> None:
     for _ in range(2):
         cluster.router.check_room()
         cluster.ask([5], 9)
-    with pytest.raises(ApiError, match="2 requests wait already, because no engine is connected") as refused:
+    with pytest.raises(
+        ApiError, match="2 requests are already waiting, because no engine is connected"
+    ) as refused:
         cluster.router.check_room()
     assert (refused.value.status, refused.value.retry_after_s) == (429, 5)
 

@@ -88,7 +88,7 @@ def test_a_batch_that_nobody_works_on_is_given_up_by_a_setting_that_is_named(
     answering_plane: ServedPlane,
 ) -> None:
     absent = (
-        r"batch 0: no engine or no agent runner was there for 0\.02 s, the most that "
+        r"batch 0: no engine or no agent runner was connected for 0\.02 s, the most that "
         r"rollout\.absence_timeout_s allows; 2 of 2 groups; .*no agent runner is connected"
     )
     with pytest.raises(TimeoutError, match=absent):
@@ -280,7 +280,9 @@ def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(answering
         ]
         answering_plane.post("/runs/run/release")
         for wait in waits:
-            with pytest.raises(RuntimeError, match="the run was released, and nobody works on it"):
+            with pytest.raises(
+                RuntimeError, match="the data plane has released the run, so nothing works on it"
+            ):
                 wait.result(timeout=patience())
 
 

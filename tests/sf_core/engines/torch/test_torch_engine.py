@@ -314,7 +314,7 @@ def test_tokens_sampled_before_new_weights_are_reported_with_the_version_that_sa
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_sequences_longer_than_the_model_is_for_are_refused(model_folders: ModelFolders, kind: str) -> None:
-    with pytest.raises(ValueError, match=r"is 129, and the model \(.*\) is for at most 128 tokens"):
+    with pytest.raises(ValueError, match=r"is 129, but the model \(.*\) supports at most 128 tokens"):
         engine_of(model_folders(kind), context_length=129)
 
 

@@ -66,7 +66,7 @@ def test_a_function_that_may_ask_judges_can_do_without() -> None:
 def test_judges_that_nobody_asks_are_refused() -> None:
     check_sentence(
         refusal(judged(AT_URL, reward=asks_nobody)),
-        "environment.judges: no function asks them",
+        "environment.judges: no function uses them",
         "give environment.reward or environment.group_reward a parameter `judges`",
     )
 
@@ -151,4 +151,4 @@ cluster:
     assert f"judge manners {small_policy}, 0 million parameters, served by vLLM on s0; 4 calls" in said
     file.write_text(judges.replace("s0: {tags: [reward]}", "s0: {tags: [cpu]}"))
     code, said = sf("plan", str(file))
-    assert code == 2 and "environment.judges.manners.model is served by a worker that carries reward" in said
+    assert code == 2 and "environment.judges.manners.model needs a worker tagged reward" in said

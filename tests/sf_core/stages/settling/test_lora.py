@@ -54,7 +54,7 @@ def refused(config: dict[str, Any], *names: str) -> None:
     [
         (
             {"policy": {"adapter": "/x"}},
-            "policy.adapter is where `train.lora` begins: add that, as `lora: {}`, or leave policy.adapter",
+            "policy.adapter is the start of `train.lora`: add `lora: {}` to train, or leave policy.adapter",
         ),
         (
             {"train": {"lora": {}, "backend": "megatron"}},
@@ -63,30 +63,30 @@ def refused(config: dict[str, Any], *names: str) -> None:
         (LORA | {"engine": {"kind": "emulated"}}, "torch trains an adapter, not emulated; leave one of the"),
         (
             {"train": {"lora": {}, "critic": {}, "advantage": {"kind": "gae"}}},
-            "train.lora trains the policy's factors alone, and train.critic is a whole network beside it",
+            "train.lora trains only the adapter's factors, but train.critic is a whole network",
         ),
         (
             LORA | {"engine": VLLM | {"kv_on_update": "keep"}},
-            "engine.kv_on_update keep does not go with train.lora and engine.kind vllm",
+            "engine.kv_on_update: keep cannot be combined with train.lora and engine.kind: vllm",
         ),
         (
             LORA | {"engine": VLLM, "pipeline": "colocated"},
-            "pipeline colocated lends trainers to engines, and with train.lora engine.kind vllm is not lent: "
-            "take pipeline async, or engine.kind torch",
+            "pipeline colocated lends trainers to rollout, but with train.lora a trainer cannot be "
+            "lent to engine.kind vllm: use pipeline async, or engine.kind torch",
         ),
         (
             LORA | {"engine": VLLM, "pipeline": "multiplexed"},
-            "pipeline multiplexed lends trainers to engines",
+            "pipeline multiplexed lends trainers to rollout",
         ),
         (
             {"train": {"lora": {"targets": ["q_proj", "lm_head"]}}},
-            "train.lora: target lm_head is no linear layer of the model's blocks, which have down_proj, "
+            "train.lora: target lm_head is not a linear layer of the model's blocks, which have down_proj, "
             "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
         ({"train": {"lora": {"targets": ["embed_tokens"]}}}, "train.lora: target embed_tokens is no linear"),
         (
             {"train": {"lora": {"targets": ["query"]}}},
-            "train.lora: target query is no linear layer of the mo",
+            "train.lora: target query is not a linear layer of the mo",
         ),
     ],
 )
@@ -144,11 +144,11 @@ FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no configuration": (
         without("adapter_config.json"),
-        "is no folder of an adapter: it has no adapter_config",
+        "does not hold an adapter: it has no adapter_config",
     ),
     "no factors": (
         without("adapter_model.safetensors"),
-        "is no folder of an adapter: it has no adapter_model.s",
+        "does not hold an adapter: it has no adapter_model.s",
     ),
     "no JSON": (spoiled("adapter_config.json"), "cannot be read: "),
     "cut off": (
@@ -161,18 +161,18 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "bias": (say(bias="lora_only"), "says that biases are trained (bias: lora_only)"),
     "dropout": (say(lora_dropout=0.1), "(lora_dropout)"),
     "an alpha for each": (say(alpha_pattern={"q_proj": 3}), "(alpha_pattern)"),
-    "another kind": (say(peft_type="IA3"), "describes an adapter of kind IA3, and only LoRA is trained"),
-    "head": (say(target_modules=["lm_head", "q_proj"]), "target lm_head is no linear layer"),
+    "another kind": (say(peft_type="IA3"), "describes an adapter of kind IA3; only LoRA is supported"),
+    "head": (say(target_modules=["lm_head", "q_proj"]), "target lm_head is not a linear layer"),
     "rank 0": (say(r=0), "has rank 0, not 1 to 512"),
     "rank 513": (say(r=513), "has rank 513, not 1 to 512"),
-    "alpha 0": (say(lora_alpha=0), "has alpha 0, with which its factors change nothing"),
+    "alpha 0": (say(lora_alpha=0), "has alpha 0, so its factors change nothing"),
     "another rank": (
         say(r=3),
         f"was made for another model than policy.model: '{FIRST}' has shape [2, 32]; expected [3, 32]",
     ),
     "codes": (
         with_factors(lambda factors: {name: t.to(torch.int8) for name, t in factors.items()}),
-        "has quantised factors (I8), and training needs full ones",
+        "has quantised factors (I8); training needs unquantised ones",
     ),
     "fewer layers": (
         with_factors(lambda factors: {name: t for name, t in factors.items() if name != FACTOR}),
@@ -227,7 +227,7 @@ def test_settings_must_be_those_of_the_adapter(
 def test_an_adapter_that_only_a_worker_has_is_left_to_it(tmp_path: Path, small_policy: str) -> None:
     policy = {"model": small_policy, "adapter": str(tmp_path / "nowhere")}
     check_start(RunConfig.model_validate(LORA | {"policy": policy}), by_a_worker=True)
-    refused(LORA | {"policy": policy}, f"policy.adapter: {tmp_path / 'nowhere'} is no folder of an adapter")
+    refused(LORA | {"policy": policy}, f"policy.adapter: {tmp_path / 'nowhere'} does not hold an adapter")
 
 
 @pytest.mark.parametrize("rank", [0, 513])
@@ -243,7 +243,7 @@ def test_impossible_ranks_are_refused_before_anything_starts(tmp_path: Path, com
 def test_the_commands_refuse_before_anything_starts(tmp_path: Path, command: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{targets: [lm_head]}}}}\n")
-    check_refused(tmp_path, [command, str(file)], f"{file}: train.lora: target lm_head is no linear layer")
+    check_refused(tmp_path, [command, str(file)], f"{file}: train.lora: target lm_head is not a linear layer")
 
 
 def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def configured(**sections: Any) -> RunConfig:
         *(
             (
                 {"policy": SEES, "engine": {"kind": kind}},
-                f"engine.kind {kind} shows no pictures, and the policy, a qwen2_5_vl, sees: use engine.kind "
-                "vllm",
+                f"engine.kind {kind} does not support pictures, but the policy, a qwen2_5_vl, sees: "
+                "use engine.kind vllm",
             )
             for kind in ("torch", "emulated")
         ),
@@ -52,7 +52,7 @@ def configured(**sections: Any) -> RunConfig:
         ),
         (
             {"rollout": {"max_picture_tokens": 64}},
-            "rollout.max_picture_tokens (64) is for policies that see, and this one, a qwen3, does not",
+            "rollout.max_picture_tokens (64) is for policies that see pictures; this policy, a qwen3,",
         ),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_teacher_that_is_shown_nothing_is_refused_for_a_policy_that_sees(
     train = {"teacher": {"model": small_policy}}
     with pytest.raises(ValueError) as refused:
         check_start(configured(policy={"model": str(folder)}, train=train))
-    check_sentence(str(refused.value), "train.teacher.model: ", small_policy, "is not shown pictures")
+    check_sentence(str(refused.value), "train.teacher.model: ", small_policy, "does not see pictures")
 
 
 def test_a_folder_tells_itself_whether_its_policy_sees(folder: Path, small_policy: str) -> None:

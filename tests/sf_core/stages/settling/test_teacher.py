@@ -63,8 +63,8 @@ def test_a_policy_that_sees_is_taught_by_one_that_sees(tmp_path: Path, small_pol
         # only a worker may have vLLM
         check_tokens(configured({"model": sees}, policy, engine=engine), policy.get("model"), False)
         for teacher, said in (
-            ({"model": small_policy}, f"train.teacher.model: {small_policy} is not shown pictures, and"),
-            (AT_URL | {"tokenizer": sees}, "train.teacher.url: the server would be sent ids alone"),
+            ({"model": small_policy}, f"train.teacher.model: {small_policy} does not see pictures, but"),
+            (AT_URL | {"tokenizer": sees}, "train.teacher.url: a server receives token ids only"),
         ):
             with pytest.raises(ValueError) as raised:
                 check_tokens(configured(teacher, policy, engine=engine), policy.get("model"), False)
@@ -104,8 +104,8 @@ def test_a_teacher_of_fewer_positions_is_refused_and_bounds_what_is_derived(
     rewrite(policy_copy, max_position_embeddings=300)
     teacher = {"model": str(policy_copy)}
     longer = configured(teacher, {"model": small_policy}, engine={"context_length": 301})
-    refused(longer, "engine.context_length is 301", "for at most 300 tokens")
-    refused(configured(teacher), "engine.context_length is 512", "for at most 300 tokens")
+    refused(longer, "engine.context_length is 301", "supports at most 300 tokens")
+    refused(configured(teacher), "engine.context_length is 512", "supports at most 300 tokens")
     check_start(configured(teacher, engine={"context_length": 300}))
     open_context = configured(teacher, {"model": small_policy}, rollout={"max_tokens": 100})
     derived = derive(open_context, count_parameters(small_policy), small_policy)["engine.context_length"]

@@ -281,7 +281,9 @@ def test_what_a_teacher_at_a_url_said_is_stored_with_the_batch(folders: dict[str
             for one in (batch.append_column("teacher_logprobs", batch["logprobs"]), batch)
         )
         assert found == wanted_metrics
-    with pytest.raises(ValueError, match="stored without what the teacher at http://teacher:8000 says of it"):
+    with pytest.raises(
+        ValueError, match="stored without the log-probs of the teacher at http://teacher:8000"
+    ):
         other.step(batch)
 
 

@@ -181,13 +181,13 @@ def test_of_allowed_tools_the_model_is_shown_no_others(
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}},
             400,
-            "tool_choice allows what is no function of tools: 'x'",
+            "tool_choice allows functions that are not in tools: 'x'",
         ),
         ({"tools": [{"type": ["web_search"]}]}, 400, "tools[0]: only functions are supported"),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": ["x"]}, 1]}},
             400,
-            "tool_choice allows what is no function of tools: ['x'], None",
+            "tool_choice allows functions that are not in tools: ['x'], None",
         ),
         ({"previous_response_id": "resp_x"}, 404, "unknown in this session"),
         ({"background": True}, 400, "background is not supported"),

@@ -1,0 +1,114 @@
+"""The page of the routes of the data plane, made from its OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from starlette.routing import Route
+
+from docs.build.commands import escape
+from docs.build.schemas import Schema, say_type
+from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.control.openapi import REFUSALS, make_document
+from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, is_for_agents
+
+_TOP = """# Routes
+
+The HTTP routes of the data plane, which `sf train`, `sf up` and `sf dataplane` start. `GET /openapi.json` of
+a running data plane has the same as an OpenAPI 3.1 document.
+
+## Keys
+
+A request shows its key as `Authorization: Bearer KEY`, or in the header `x-api-key` or `x-goog-api-key`.
+
+- **The data plane's key** opens every route. A data plane without a key asks for none.
+- **A run's key** opens the agents' routes of this run, and the routes of its sessions and groups. They
+  ask for it even if the data plane has no key.
+
+An agent names its session in one of three ways: the path begins with `/sessions/SESSION`, the header
+`x-session-id` has it, or the key is `KEY:SESSION`.
+
+## Errors
+
+An error has one sentence at `error.message`.
+
+| status | meaning |
+|---|---|
+"""
+_AGENTS = """
+## Agents' routes
+
+Agents call these with the SDK of the provider, whose documentation describes the bodies. Each is also there
+below `/sessions/{session_id}`.
+
+| API | routes |
+|---|---|
+"""
+
+
+def routes_page() -> str:
+    """Markdown of the page."""
+    app = make_app()
+    document = make_document(app.routes)
+    routes = [(path, method, route) for path, of in document["paths"].items() for method, route in of.items()]
+    lines = [f"| {status} | {escape(text)} |" for status, text in REFUSALS.items()]
+    lines.append(_AGENTS.rstrip("\n"))
+    apis = {
+        type(dialect).__name__: [*dialect.paths, *(dialect.count.paths if dialect.count else ())]
+        for dialect in DIALECTS
+    }
+    by_dialect = {path for paths in apis.values() for path in paths}
+    answering = [
+        route.path for route in app.routes if isinstance(route, Route) and route.path.startswith(APIS)
+    ]
+    apis["Models"] = [path for path in answering if path not in by_dialect]
+    for api, paths in apis.items():
+        method = "GET" if api == "Models" else "POST"
+        shown = "<br>".join(f"`{method} {path.replace(':path', '')}`" for path in paths)
+        lines.append(f"| {api} | {shown} |")
+    groups = {
+        "Sessions and groups": [route for route in routes if is_for_agents(route[0])],
+        "Runs": [route for route in routes if route[0].startswith("/runs") and not is_for_agents(route[0])],
+    }
+    listed = [route for group in groups.values() for route in group]
+    groups["The data plane"] = [route for route in routes if route not in listed]
+    for title, group in groups.items():
+        lines.append(f"\n## {title}\n")
+        for path, method, route in group:
+            lines += _show(path, method.upper(), route, document["components"]["schemas"])
+    return _TOP + "\n".join(lines) + "\n"
+
+
+def _show(path: str, method: str, route: Schema, schemas: Schema) -> Iterator[str]:
+    yield f"\n### `{method} {path}`\n"
+    yield escape(route["summary"]) + "\n"
+    yield f"Key: {'that of a run or of ' if is_for_agents(path) else 'that of '}the data plane.\n"
+    if route["parameters"]:
+        yield "Parameters:\n"
+        for parameter in route["parameters"]:
+            told = say_type(parameter["name"], parameter["schema"]).lower()
+            yield f"- `{parameter['name']}` *({parameter['in']}, {told})*"
+        yield ""
+    if "requestBody" in route:
+        [content] = route["requestBody"]["content"].values()
+        schema = schemas[content["schema"]["$ref"].rpartition("/")[2]]
+        about = escape(" ".join(schema.get("description", "").split()))
+        yield f"Body, as JSON{': ' + about if about else ':'}\n"
+        yield from _fields(schema, schemas, "")
+        yield ""
+    [answer] = route["responses"]["200"]["content"]
+    errors = ", ".join(status for status in route["responses"] if status != "200")
+    yield f"Answers `{answer}`. Errors: {errors}.\n"
+
+
+def _fields(schema: Schema, schemas: Schema, indent: str) -> Iterator[str]:
+    for name, field in schema.get("properties", {}).items():
+        told = say_type(name, field).lower().replace("section", "object")
+        need = "required" if name in schema.get("required", ()) else "optional"
+        text = escape(" ".join(field.get("description", "").split()))
+        inner = field.get("items", field).get("$ref", "").rpartition("/")[2]
+        if inner == "RunRollout":
+            text = "The settings [`rollout`](settings.md#rollout)."
+        yield f"{indent}- `{name}` *({told}, {need})*{': ' + text if text else ''}"
+        if inner and inner != "RunRollout":
+            yield from _fields(schemas[inner], schemas, indent + "    ")

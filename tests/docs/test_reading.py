@@ -1,0 +1,36 @@
+"""The site in a browser, opened from its folder without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from playwright.sync_api import Browser, expect
+
+
+def test_a_setting_is_found_and_opened(browser: Browser, site: Path) -> None:
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((site / "index.html").as_uri())
+    page.locator(".md-search__input").click()
+    page.keyboard.type("learning_rate")
+    found = page.locator('.md-search-result__link[href$="settings.html?h=learning+rate#train.learning_rate"]')
+    found.first.click()
+    expect(page.locator("h4[id='train.learning_rate']")).to_be_in_viewport()
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    page.close()
+
+
+def test_pages_fit_a_narrow_screen(browser: Browser, site: Path) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    for name in (
+        "index",
+        "start/quickstart",
+        "reference/settings",
+        "reference/routes",
+        "comparison",
+        "benchmarks",
+    ):
+        page.goto((site / f"{name}.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+    page.close()
