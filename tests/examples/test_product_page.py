@@ -29,6 +29,6 @@ def test_the_callers_of_the_page_prefer_short_answers_that_name_the_thing() -> N
     seen, held_out = ({page["tasks"](split, i).prompt for i in range(8)} for split in ("train", "holdout"))
     assert len(seen) == len(held_out) == 8 and not seen & held_out
     task, stars = page["tasks"]("holdout", 0), page["stars"]
-    drafts = ["It falls.", "Snow " * 60, "Snow is frozen water and " + "so on " * 5, "Snow is frozen rain."]
+    drafts = ["It falls.", "Snow " * 60, "Snow is frozen water and " + "so on " * 7, "Snow is frozen rain."]
     assert [stars(task.prompt, draft) for draft in drafts] == [0, 1, 4, 5]
     assert page["reward"](task, drafts[-1]) == 1
