@@ -1,6 +1,6 @@
 """Values that packages exchange: frozen data without behaviour.
 
-Words follow docs/architecture.md: session, turn, branch, trajectory, group, lease, lag.
+Words follow docs/concepts/glossary.md: session, turn, branch, trajectory, group, lease, lag.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def _form(name: str, schema: Schema) -> str:
         inner = say_type(name, items).lower()
         text = "list of sections" if inner.startswith("section") else f"list, each {inner}"
     elif schema.get("type") == "object":
-        inner = schema.get("additionalProperties")
-        inner = say_type(name, inner).lower() if isinstance(inner, dict) else ""
+        values = schema.get("additionalProperties")
+        inner = say_type(name, values).lower() if isinstance(values, dict) else ""
         text = "mapping of names to sections" if inner.startswith("section") else "mapping"
     else:
         text = _TYPES.get(schema.get("type", ""), "any value")

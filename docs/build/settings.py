@@ -113,7 +113,8 @@ def _show(part: _Part, known: set[str]) -> Iterator[str]:
 
 def _is_code(field: FieldInfo) -> bool:
     """Whether a setting names code, as package.module:name."""
-    return Reference in get_args(field.annotation) or bool({*Reference.__metadata__} & {*field.metadata})
+    _, *checks = get_args(Reference)
+    return Reference in get_args(field.annotation) or any(check in field.metadata for check in checks)
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,4 +1,4 @@
-"""The agents of docs/your-agent.md and README, run unchanged."""
+"""The agents of docs/guides/agents/environments.md and README, run unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_llama(folder: Path) -> None:
 
 
 def test_the_documented_agent_trains_a_users_own_model_in_a_run_with_a_key(cluster: Cluster) -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/your-agent.md").read_text(), re.S)
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/guides/agents/environments.md").read_text(), re.S)
     assert code is not None
     (cluster.user_code / "my_agent.py").write_text(code[1])
     make_llama(cluster.folder / "llama")

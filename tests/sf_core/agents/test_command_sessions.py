@@ -75,7 +75,7 @@ def test_the_documented_script_is_an_agent(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    page = (ROOT / "docs" / "your-agent.md").read_text().partition("## A command as agent")[2]
+    page = (ROOT / "docs" / "guides" / "agents" / "command.md").read_text()
     setting = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0]
     script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     command = Command.model_validate(yaml.safe_load(setting)["environment"]["agent"])

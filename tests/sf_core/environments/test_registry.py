@@ -76,7 +76,7 @@ class TestContractOfTheUsers(EnvironmentTests):
 
 
 def shop_of_the_docs() -> Environment:
-    page = Path(__file__).parents[3] / "docs" / "your-agent.md"
+    page = Path(__file__).parents[3] / "docs" / "guides" / "agents" / "environments.md"
     [code] = re.findall(r"```python\n(from random.*?)```", page.read_text(), re.S)
     exec(code, found := {"__name__": "my_shop"})
     return found["Shop"](goods=300)

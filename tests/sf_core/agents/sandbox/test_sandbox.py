@@ -259,7 +259,7 @@ def test_where_namespaces_cannot_be_made_a_sandbox_is_refused(no_programs: Path)
 
 
 def test_the_documented_reward_runs_the_tests_of_an_answer() -> None:
-    page = (ROOT / "docs" / "your-agent.md").read_text().partition("## In a sandbox")[2]
+    page = (ROOT / "docs" / "guides" / "agents" / "sandbox.md").read_text()
     names: dict[str, Any] = {"Task": Task}
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
     tests = "from solution import double\ndef test_double():\n    assert double(21) == 42\n"

@@ -1,5 +1,5 @@
 """Requests that harnesses sent in one session each, with long texts and most tools cut, and a policy that
-answers as it did then: docs/your-agent.md says how the harnesses were run."""
+answers as it did then: docs/guides/agents/command.md says how the harnesses were run."""
 
 from __future__ import annotations
 
