@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -14,6 +16,9 @@ from sf_core.cli.arguments.completion import complete_run
 from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import console, errors, fail, print_json, report_bad_input, tell
 from sf_core.config import StorageConfig
+
+if TYPE_CHECKING:
+    from sf_core.reports.cleanup import Spare
 
 commands = App()
 
@@ -111,9 +116,9 @@ def gc(
                 raise
             warn(f"skipped: {error}")
             continue
+        if not as_json:
+            _print_spares(run.run_id, found)
         for spare in found:
-            if not as_json:
-                console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}")
             if yes:
                 spare.remove()
             spared.append({"run": run.run_id, "name": spare.name, "bytes": spare.bytes})
@@ -207,6 +212,15 @@ def replay(
     for name, (now, then) in result.metrics.items():
         console.print(f"  {name}: {now:.6g}, was {then:.6g}")
     raise typer.Exit(1)
+
+
+def _print_spares(run_id: str, found: Sequence[Spare]) -> None:
+    """A line for each kind of things that can be removed."""
+    for _, group in groupby(found, key=lambda spare: spare.kind):
+        spares = [*group]
+        first, last = spares[0].name, spares[-1].name.rpartition("/")[2]
+        names = first if len(spares) == 1 else f"{first} to {last} ({len(spares)} items)"
+        console.print(f"{run_id}  {names}  {_megabytes(sum(spare.bytes for spare in spares))}")
 
 
 def _check_folder(file: str | None) -> None:
