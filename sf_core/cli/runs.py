@@ -25,13 +25,9 @@ commands = App()
 
 def find_run(run: str) -> str:
     """Directory of a run that is given by its directory, or by its name in the default of `storage.root`."""
-    if "/" in run or os.path.exists(run):
-        return run
-    from storage.files import join
-    from storage.run_directory import RunDirectory
-
-    inside = join(StorageConfig().root, run)
-    return inside if RunDirectory(inside).exists() else run
+    root = StorageConfig().root
+    is_name = "/" not in run and not os.path.exists(run)
+    return os.path.join(root, run) if is_name and os.path.isdir(root) else run
 
 
 RunDir = Annotated[

@@ -445,6 +445,7 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(root: Path) -> No
     other, run = make(root, "other", 3), make(root, "run", 3)
     shutil.copytree(run.uri, root / "copy")
     fault = f"{root / 'copy'}/manifests/00002/publish.json: manifest is for run_id 'run', expected 'copy'"
+    fault += "; name the folder of the run run again"
     code, output = sf("ls", str(root))
     assert code == 0
     assert "copy unreadable 0/? - - 0.0 MB other stopped 3/4" in output
