@@ -1,6 +1,7 @@
 """Where multiplexing gains and where not: the pipelines in the simulator, one condition varied at a time.
 
-Draws docs/pipelines.png and prints one JSON line with the points: tokens/s of every pipeline by condition.
+Draws docs/pictures/pipelines.png and prints one JSON line with the points: tokens/s of each pipeline by
+condition.
 
     python -m benchmarks.pipeline_maps
 """
@@ -68,7 +69,7 @@ SHARED_KV, WHOLE_KV = 180_000, 377_000
 """KV cache of an H100 in tokens, beside weights and a quarter of a trainer's state, or weights alone."""
 
 TRAIN_SHARE = 0.44
-"""Share of training in the device time of a batch, at a cap of 64 (docs/pipelines.md)."""
+"""Share of training in the device time of a batch, at a cap of 64 (docs/concepts/pipelines.md)."""
 
 SECONDS_OF_SAMPLING, WAITS, MEAN_OF_MEDIAN = 11.2, 4.8, 2.05
 """Seconds of sampling per session at a cap of 64; mean number of tool calls; mean over median of a call."""
@@ -158,7 +159,7 @@ PANELS = (
 )
 
 
-def main(picture: Annotated[str, typer.Option(help="PNG")] = "docs/pipelines.png") -> None:
+def main(picture: Annotated[str, typer.Option(help="PNG")] = "docs/pictures/pipelines.png") -> None:
     figure, axes = plt.subplots(2, 5, figsize=(18, 7.5), sharey=True, constrained_layout=True)
     line: dict[str, Any] = {"benchmark": "pipeline_maps"}
     for panel, plot in zip(PANELS, axes.flat, strict=True):

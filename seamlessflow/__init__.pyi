@@ -1,5 +1,6 @@
 # the public names, read by __init__.py, type checkers and editors
 from sf_core.agents.mcp_tools import mcp_tools as mcp_tools
+from sf_core.agents.sandbox import Ended as Ended
 from sf_core.agents.sandbox import Sandbox as Sandbox
 from sf_core.agents.sandbox import SandboxError as SandboxError
 from sf_core.agents.sandbox import open_sandbox as open_sandbox
@@ -12,6 +13,8 @@ from sf_core.environments.environment import Demonstration as Demonstration
 from sf_core.environments.environment import Environment as Environment
 from sf_core.environments.splits import Split as Split
 from sf_core.environments.splits import split_of as split_of
+from sf_core.reading.run import Run as Run
+from sf_core.reading.run import open_run as open_run
 from sf_core.types import Endpoint as Endpoint
 from sf_core.types import NotJudged as NotJudged
 from sf_core.types import Scored as Scored

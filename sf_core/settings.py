@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from reprlib import Repr
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, NamedTuple, Self, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
@@ -54,16 +54,20 @@ class Settings(BaseModel):
         return self.model_copy(update={name: getattr(self, name).put(rest, value) if rest else value})
 
 
+class NameKind(NamedTuple):
+    """Adds `kind` to settings of one of several kinds. A mapping without `kind` gets the default kind. A name
+    alone becomes the kind of this name with its defaults."""
+
+    default: str
+
+    def __call__(self, value: Any) -> Any:
+        value = {"kind": value} if isinstance(value, str) else value
+        return {"kind": self.default, **value} if isinstance(value, dict) and "kind" not in value else value
+
+
 def or_kind(default: str) -> BeforeValidator:
-    """Has a union told apart by `kind` take a mapping that names none for one of this kind, and a name alone
-    for that kind with its defaults."""
-
-    def name_kind(value: Any) -> Any:
-        if isinstance(value, str):
-            return {"kind": value}
-        return {"kind": default, **value} if isinstance(value, dict) and "kind" not in value else value
-
-    return BeforeValidator(name_kind)
+    """Makes `kind` optional in a union of settings; see NameKind."""
+    return BeforeValidator(NameKind(default))
 
 
 class _Shown(Repr):
@@ -85,24 +89,29 @@ def quote(value: Any) -> str:
     return _SHOWN.repr(value)
 
 
+REFERENCE, WORD = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", r"[A-Za-z0-9][A-Za-z0-9._-]*"
+"""Regular expressions that a reference to code, and a tag or a worker's name, match in full."""
+
+
 def is_word(value: str) -> str:
     """Returns a tag or a worker's name unchanged. Raises ValueError if Dask's `--resources` cannot hold it.
 
     >>> is_word("h20")
     'h20'
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+    if not re.fullmatch(WORD, value):
         raise ValueError(f"{value!r} is not a valid tag or name: use letters, digits, '.', '_' and '-'")
     return value
 
 
-def _is_reference(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+def is_reference(value: str) -> str:
+    """Returns a reference unchanged. Raises ValueError if it is not of the form package.module:name."""
+    if not re.fullmatch(REFERENCE, value):
         raise ValueError(f"expected package.module:name, got {quote(value)}")
     return value
 
 
-Reference = Annotated[str, AfterValidator(_is_reference)]
+Reference = Annotated[str, AfterValidator(is_reference)]
 """Names Python code as package.module:name; it must be importable on the agent workers."""
 
 

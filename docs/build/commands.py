@@ -53,8 +53,9 @@ def _parameters(command: Any, context: Any) -> Iterator[str]:
             continue
         name, text = record
         # the default and the range come last, in brackets
-        text, extra = re.fullmatch(r"(.*?)(?:\s*\[([^\[\]]+)\])?", text, re.S).groups()
-        extra = f" *({escape(extra)})*" if extra else ""
+        if bracket := re.search(r"\s*\[([^\[\]]+)\]$", text):
+            text = text[: bracket.start()]
+        extra = f" *({escape(bracket[1])})*" if bracket else ""
         yield f"- `{name}`{extra}{text and ': '}{escape(' '.join(text.split()))}"
     yield ""
 

@@ -4,6 +4,7 @@ outside docs to which documents link. A link to nothing is a warning, with which
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -40,14 +41,13 @@ _shown: dict[str, str] = {}
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Names the pages of folders in the navigation."""
     for folder in ("recipes", "decisions"):
-        pages = sorted(file.name for file in (ROOT / "docs" / folder).glob("*.md"))
-        _fill(
-            config.nav, f"{folder}/README.md", [f"{folder}/{name}" for name in pages if name != "README.md"]
-        )
+        pages = sorted(f"{folder}/{file.name}" for file in (ROOT / "docs" / folder).glob("*.md"))
+        index = f"{folder}/README.md"
+        _fill(config.nav or [], index, [page for page in pages if page != index])
     return config
 
 
-def _fill(nav: list, index: str, pages: list[str]) -> None:  # type: ignore[type-arg]
+def _fill(nav: list[Any], index: str, pages: list[str]) -> None:
     """Put pages behind the index of their folder, wherever the navigation has it."""
     if index in nav:
         nav += pages

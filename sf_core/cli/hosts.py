@@ -6,20 +6,27 @@ from typing import Annotated
 
 import typer
 
+from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import fail, report_bad_input
 from sf_core.config.addresses import MAX_PORT
 from sf_core.dataplane.options import DataplaneOptions, Fsync
 
-commands = typer.Typer()
+commands = App()
+Host = typer.Option(help="Address to listen on. Addresses other than loopback need TLS.")
 
 
 @commands.command()
 @report_bad_input()
 def server(
-    host: Annotated[str, typer.Option(help="Address; others than loopback need a password.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Addresses other than loopback need a password.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port to listen on.")] = 4200,
 ) -> None:
-    """Run a Prefect server. Set PREFECT_SERVER_API_AUTH_STRING=USER:PASSWORD to require a login."""
+    """Run a Prefect server.
+
+    The server requires a login if the environment has PREFECT_SERVER_API_AUTH_STRING=USER:PASSWORD.
+    """
     from sf_core.cli.host_processes import become_prefect_server
 
     become_prefect_server(host, port)
@@ -28,10 +35,10 @@ def server(
 @commands.command()
 @report_bad_input()
 def scheduler(
-    host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8786,
+    host: Annotated[str, Host] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port to listen on.")] = 8786,
 ) -> None:
-    """Be the Dask scheduler of a cluster."""
+    """Run the Dask scheduler of a cluster."""
     from sf_core.cli.host_processes import become_scheduler
 
     become_scheduler(host, port)
@@ -40,21 +47,23 @@ def scheduler(
 @commands.command()
 @report_bad_input()
 def worker(
-    scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
-    tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],
+    scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.")],
+    tags: Annotated[str, typer.Option(help="Capability tags of the worker, for example rollout,train.")],
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda:N. By default the GPU for tags rollout and train, else cpu."),
+        typer.Option(help="cpu or cuda:N. By default the GPU for the tags rollout and train, else cpu."),
     ] = None,
-    device_kind: Annotated[
-        str | None, typer.Option(help="What that is, for example h100.", show_default=False)
+    device_kind: Annotated[str | None, typer.Option(help="Kind of the device, for example h100.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure the device at the start, for some seconds.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the worker. By default host and device.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Number of CPU threads for numerical libraries.")
     ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Measure the device; takes seconds.")] = False,
-    name: Annotated[str | None, typer.Option(help="By default from host and device.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of numerical libraries.")] = None,
-    host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
+    host: Annotated[str, Host] = "127.0.0.1",
 ) -> None:
-    """Be a Dask worker for one device, until told to stop."""
+    """Run a Dask worker for one device."""
     from sf_core.config.validation import worker_config
     from sf_core.scheduling.worker import become_worker
 
@@ -66,34 +75,50 @@ def worker(
 @commands.command()
 @report_bad_input()
 def dataplane(
-    host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8700,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Addresses other than loopback need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="Port to listen on. 0: any free port.")
+    ] = 8700,
     journal_dir: Annotated[
-        str | None, typer.Option(help="Folder of its own; started with it again, it goes on with its runs.")
+        str | None,
+        typer.Option(
+            help="Folder for the journals of runs. A data plane that restarts with the same folder continues "
+            "its runs."
+        ),
     ] = None,
     fsync: Annotated[
-        Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
+        Fsync,
+        typer.Option(
+            help="When the journal is flushed to disk. turn: before a turn is forwarded. chunk: before every "
+            "chunk of a stream too. group: for several turns at a time."
+        ),
     ] = DataplaneOptions.fsync,
     grace_s: Annotated[
-        float, typer.Option(min=0, help="A turn goes on for so long without its client.")
+        float,
+        typer.Option(min=0, help="Seconds for which a turn continues after its client has disconnected."),
     ] = DataplaneOptions.grace_s,
     memory_mb: Annotated[
-        float, typer.Option(help="For sessions and results; above it nothing new is begun.")
+        float, typer.Option(help="Memory for sessions and results, in MB. Above it no new session starts.")
     ] = DataplaneOptions.memory_mb,
-    port_file: Annotated[str | None, typer.Option(help="File for the port, written once it is open.")] = None,
+    port_file: Annotated[str | None, typer.Option(help="File to write the port to.")] = None,
     gateways: Annotated[int, typer.Option(hidden=True)] = 1,
 ) -> None:
-    """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
+    """Run a data plane, the process between agents and engines, for many runs.
+
+    Clients send the key that the environment variable SF_DATAPLANE_KEY has.
+    """
     from sf_core.dataplane.server import serve
     from sf_core.surroundings import dataplane_key
 
     if gateways != 1:
         fail(
-            f"--gateways {gateways}: a data plane is one process; for more load start several, each with a "
-            "--port of its own, and give every run one of them (--set dataplane.url=http://HOST:PORT)"
+            f"--gateways {gateways}: a data plane is one process; for more load start several with different "
+            "--port, and give each run the URL of one (--set dataplane.url=http://HOST:PORT)"
         )
     options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb)
     try:
         serve(host, port, options, port_file=port_file, key=dataplane_key())
     except OSError as error:
-        fail(f"{host}:{port} cannot be served: {error}")
+        fail(f"cannot listen on {host}:{port}: {error}")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +15,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from sf_core.cli.arguments.completion import complete_config, complete_override, complete_setting
+from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
 from sf_core.cli.runs import AsJson, RunDir
@@ -27,24 +30,37 @@ from sf_core.config.programs import Command
 from sf_core.config.yaml_file import builtin_configs, load_config, override_config
 from sf_core.surroundings import STACK_FOLDER
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = App(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.add_typer(serve_commands)
 app.add_typer(host_commands)
 app.add_typer(data_commands)
 app.add_typer(model_commands)
 
-NAMES = f"or the name of one that is built in: {', '.join(builtin_configs())}"
+NAMES = f"the name of a built-in configuration: {', '.join(builtin_configs())}"
 ConfigFile = Annotated[
     list[Path],
     typer.Argument(
-        help=f"YAML configuration, {NAMES}. Later ones override earlier ones.",
-        show_default=False,
+        help=f"YAML file, or {NAMES}. Later configurations override earlier ones.",
+        autocompletion=complete_config,
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", show_default=False)
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Override a setting, for example train.iterations=3. Repeat the option for more settings.",
+        autocompletion=complete_override,
+    ),
 ]
-StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
+StackFolder = Annotated[
+    Path, typer.Option(help="Folder for the configuration, logs and journals of the stack.")
+]
+Port = typer.Option(min=1, max=MAX_PORT, help="Port on this machine.")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -56,24 +72,28 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def sf(
     asked: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Reinforcement learning for LLM agents as a workflow on Prefect and Dask."""
+    """Train LLM agents by reinforcement learning, as a workflow on Prefect and Dask.
+
+    `sf COMMAND --help` explains a command. `sf --install-completion` completes commands, settings and runs.
+    """
 
 
 @app.command("init")
 @report_bad_input()
 def init_project(
-    name: Annotated[str, typer.Argument(help="New folder; its module is named like it.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Folder to make. Its Python module gets the same name.")],
 ) -> None:
-    """Write a small project of your own: tasks, an agent, a reward, their test, and a configuration."""
+    """Write a small project: tasks, an agent, a reward, their test, and a configuration."""
     from sf_core.cli.project.create import create_project
 
     try:
         files = create_project(name)
     except OSError as error:
-        _fail(f"{name}: cannot be written: {error.strerror}")
+        _fail(f"{name} cannot be written: {error.strerror}")
     for file in files:
         print(file)
     print(f"cd {files[0].parent} && sf try train.yaml && sf train train.yaml")
@@ -81,13 +101,13 @@ def init_project(
 
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train an agent's policy; an existing run_id resumes where it stopped."""
+    """Train the policy of an agent. A run_id that exists continues where it stopped."""
     _launch("train", _config(config, overrides))
 
 
 @app.command()
 def resume(run: RunDir) -> None:
-    """Resume a run that stopped, as it was configured."""
+    """Continue a run that stopped, with its stored settings."""
     _launch("train", _read_stored(run))
 
 
@@ -96,19 +116,20 @@ def resume(run: RunDir) -> None:
 def try_agent(
     config: ConfigFile,
     overrides: Overrides = None,
-    index: Annotated[int, typer.Option(min=0, help="Index of the task.")] = 0,
-    split: Annotated[Literal["train", "holdout"], typer.Option(help="Split of the task.")] = "train",
+    index: Annotated[int, typer.Option(min=0, help="Index of the task within its split.")] = 0,
+    split: Annotated[
+        Literal["train", "holdout"], typer.Option(help="Split to take the task from.")
+    ] = "train",
     endpoint: Annotated[
         str | None,
         typer.Option(
-            help="Base URL of any OpenAI-compatible endpoint, such as a running data plane; its key is read "
-            "from OPENAI_API_KEY. By default the policy of the configuration is served.",
-            show_default=False,
+            help="Base URL of an OpenAI-compatible server that answers the agent. Its key is read from "
+            "OPENAI_API_KEY. By default the command serves the policy of the configuration."
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="Model to ask for at --endpoint.")] = "policy",
+    model: Annotated[str, typer.Option(help="Name of the model at --endpoint.")] = "policy",
 ) -> None:
-    """Run the agent on one task, without a stack: conversation, answer, reward. Trains nothing."""
+    """Run the agent on one task and print the conversation, the answer and the reward. Trains nothing."""
     from sf_core.cli.serving.mistakes import PhaseError
     from sf_core.cli.serving.trial import try_one
     from sf_core.surroundings import openai_key
@@ -131,22 +152,25 @@ def evaluate(
     run: RunDir,
     overrides: Overrides = None,
     version: Annotated[
-        int | None, typer.Option(min=0, help="Policy version; by default the newest.", show_default=False)
+        int | None, typer.Option(min=0, help="Policy version to measure. By default the newest.")
     ] = None,
     against: Annotated[
-        int | None,
-        typer.Option(min=0, help="Compare with this version, on equal tasks and seeds.", show_default=False),
+        int | None, typer.Option(min=0, help="Policy version to compare with, on the same tasks and seeds.")
     ] = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(help="JSONL file of prompts to answer instead of held-out tasks.", show_default=False),
+        Path | None, typer.Option(help="JSONL file with prompts to answer instead of held-out tasks.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Measure apart, and print the result as JSON and nothing else.")
+        bool,
+        typer.Option(
+            "--json", help="Print the result as one JSON document. The result is stored separately."
+        ),
     ] = False,
 ) -> None:
-    """Measure a run's newest policy on the held-out tasks, as the run was configured; trains nothing. With
-    another version, other tasks or other settings, the result is kept in RUN/evaluations/_measured."""
+    """Measure the newest policy of a run on its held-out tasks. Trains nothing.
+
+    Results for another version, other tasks or other settings are stored in RUN/evaluations/_measured.
+    """
     from sf_core.cli.evaluate import evaluate_apart, is_plain
 
     changes = list(overrides or [])
@@ -167,16 +191,17 @@ def up(
     config: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="YAML configuration, or the name of one that is built in, with cluster.workers.",
-            show_default=False,
+            help="YAML file or built-in configuration whose cluster.workers are started. By default the "
+            "workers of `sf settings cluster.workers`.",
+            autocompletion=complete_config,
         ),
     ] = None,
     folder: StackFolder = STACK_FOLDER,
-    prefect_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
-    scheduler_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8786,
-    dataplane_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8700,
+    prefect_port: Annotated[int, Port] = 4200,
+    scheduler_port: Annotated[int, Port] = 8786,
+    dataplane_port: Annotated[int, Port] = 8700,
 ) -> None:
-    """Start a whole stack that stays up, with our deployments; `sf down` ends it."""
+    """Start a stack on this machine that stays up: Prefect, Dask, a data plane and the deployments."""
     from sf_core.cli.stack.local import Ports
     from sf_core.cli.stack.standing import up as bring_up
     from sf_core.cli.stack.supervisor import StackError
@@ -193,7 +218,7 @@ def up(
         f"scheduler    {services.scheduler}\n"
         f"data plane   {services.dataplane}\n"
         f"logs         {folder.resolve() / 'logs'}\n"
-        "for sf train to use it:\n"
+        "to train on this stack, set these variables:\n"
         + "\n".join(f"export {name}={address}" for name, address in services.addresses.items()),
         soft_wrap=True,
     )
@@ -201,26 +226,28 @@ def up(
 
 @app.command()
 def down(folder: StackFolder = STACK_FOLDER) -> None:
-    """End what `sf up` started, and nothing else."""
+    """Stop the stack that `sf up` started."""
     from sf_core.cli.stack.standing import down as bring_down
 
     was_up = bring_down(folder.resolve(), console.print)
-    console.print("the stack is down" if was_up else f"no stack is up in {folder}")
+    console.print("the stack is down" if was_up else f"no stack runs in {folder}")
 
 
 @app.command("setup-server")
 def setup_server(
     pool: Annotated[str, typer.Option(help="Work pool of this cluster.")] = "sf",
-    retries: Annotated[int, typer.Option(min=0, help="A crashed run is started again so often.")] = 2,
+    retries: Annotated[int, typer.Option(min=0, help="How often a crashed run is restarted.")] = 2,
     silence_s: Annotated[
-        float, typer.Option(min=10, help="Without a heartbeat for so long, a run has crashed.")
+        float, typer.Option(min=10, help="Seconds without a heartbeat after which a run counts as crashed.")
     ] = 540,
 ) -> None:
-    """Create or update what we need on the Prefect server at PREFECT_API_URL: work pool, automations."""
+    """Create or update the work pool and the automations on the Prefect server at PREFECT_API_URL."""
     from sf_core.surroundings import prefect_api_url
 
     if prefect_api_url() is None:
-        _fail("PREFECT_API_URL is not set: name the Prefect server, for example http://127.0.0.1:4200/api")
+        _fail(
+            "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
+        )
     command = [sys.executable, "-m", "tasks.server", pool, str(retries), str(silence_s)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
@@ -231,16 +258,19 @@ def setup_server(
 @report_bad_input()
 def inspect(
     run: RunDir,
-    session: Annotated[str | None, typer.Option(help="Show one session.")] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Show one session, turn by turn: its id, as the report names it.")
+    ] = None,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Show the devices; write timeline.json and .png.")
+        bool,
+        typer.Option("--timeline", help="Show the devices; write timeline.json and timeline.png in the run."),
     ] = False,
     tasks: Annotated[
-        bool, typer.Option("--tasks", help="Show the tasks of a run that chooses what to sample or keep.")
+        bool, typer.Option("--tasks", help="Show the tasks of a run with a curriculum or a gate.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's iterations and devices, its tasks, or a session turn by turn, from its directory alone."""
+    """Show the iterations and devices of a run, its tasks, or one session turn by turn."""
     from sf_core.reports.outcomes.table import inspect_tasks
     from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline, run_data
 
@@ -258,11 +288,35 @@ def inspect(
 
 
 @app.command()
-def settings() -> None:
-    """Print every setting with its default and description, as a configuration file."""
-    from sf_core.config.yaml_file import settings_page
+@report_bad_input()
+def settings(
+    section: Annotated[
+        str,
+        typer.Argument(
+            help="Setting or section to print, for example train.loss. By default all settings.",
+            autocompletion=complete_setting,
+        ),
+    ] = "",
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of a configuration file, for editors.")
+    ] = False,
+) -> None:
+    """Print settings with their defaults and descriptions, as a configuration file.
 
-    print(settings_page(), end="")
+    Editors can check and complete a configuration by its JSON Schema.
+    Write the schema once: `sf settings --schema > settings.schema.json`.
+    Then begin the configuration with this line:
+
+        # yaml-language-server: $schema=settings.schema.json
+    """
+    from sf_core.config.reference.page import settings_page
+    from sf_core.config.reference.schema import settings_schema
+
+    if schema and section:
+        _fail(f"--schema describes all settings: leave {section} out")
+    if schema:
+        return print_json(settings_schema())
+    print(settings_page(section), end="")
 
 
 @app.command()
@@ -272,10 +326,10 @@ def plan(
     overrides: Overrides = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(help="By default the configuration's, else that of SF_SCHEDULER.", show_default=False),
+        typer.Option(help="Dask scheduler to plan for. By default cluster.scheduler, or else SF_SCHEDULER."),
     ] = None,
 ) -> None:
-    """Show what would run where and why, without starting anything."""
+    """Show which worker would do what and why. Starts nothing."""
     from sf_core.cli.explain import explain_plan
     from sf_core.stages.settling.first_tasks import check_held_out
 
@@ -350,6 +404,10 @@ def main() -> None:
         reach_directly,
     )
 
+    if os.environ.get("_SF_COMPLETE", "").startswith("complete"):
+        # a shell shows nothing but the words that fit
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+            app(prog_name="sf")
     try:
         # the path on which the processes of a command look for packages
         check_names([os.getcwd(), *sys.path])
@@ -357,8 +415,8 @@ def main() -> None:
         say_error(str(error))
         sys.exit(2)
     except FileNotFoundError:
-        say_error("the current folder is not there any more: call the command in another one")
+        say_error("the current folder does not exist any more: run the command in another folder")
         sys.exit(2)
     reach_directly(prefect_api_url(), dataplane_url())
     raise_open_files()
-    app()
+    app(prog_name="sf")

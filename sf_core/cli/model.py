@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import fail, tell
 from sf_core.models.pretrained.gguf_file import is_gguf, make_folder
 from sf_core.models.pretrained.published import PUBLISHED, folder_of, make_published
 
-commands = typer.Typer()
+commands = App()
 
 
 @commands.command()
@@ -20,17 +21,15 @@ def model(
         str,
         typer.Argument(
             help=f"A published policy ({', '.join(PUBLISHED)}), a GGUF file, or a Hugging Face folder.",
-            show_default=False,
+            autocompletion=lambda incomplete: [name for name in PUBLISHED if name.startswith(incomplete)],
         ),
     ],
     folder: Annotated[
         Path | None,
-        typer.Argument(
-            help="Where to make the folder; a published policy has a place in the cache.", show_default=False
-        ),
+        typer.Argument(help="Folder to make. By default a published policy is stored in the cache."),
     ] = None,
 ) -> None:
-    """Make a folder that policy.model can name, of a published policy or a GGUF file, or check one."""
+    """Download or convert a model for policy.model, or check a model folder."""
     from sf_core.training.policy_folder import check_model_folder, describe_policy
 
     try:

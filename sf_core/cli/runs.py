@@ -10,38 +10,43 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from sf_core.cli.arguments.completion import complete_run
+from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import console, errors, fail, print_json, report_bad_input, tell
 from sf_core.config import StorageConfig
 
-commands = typer.Typer()
+commands = App()
 
 
 def find_run(run: str) -> str:
     """Directory of a run that is given by its directory, or by its name in the default of `storage.root`."""
+    if "/" in run or os.path.exists(run):
+        return run
     from storage.files import join
     from storage.run_directory import RunDirectory
 
     inside = join(StorageConfig().root, run)
-    is_name = "/" not in run and not os.path.exists(run)
-    return inside if is_name and RunDirectory(inside).exists() else run
+    return inside if RunDirectory(inside).exists() else run
 
 
 RunDir = Annotated[
     str,
     typer.Argument(
-        help="Run directory, or the name of a run in runs.", show_default=False, callback=find_run
+        help="Run directory or its URL, or the name of a run in ./runs.",
+        callback=find_run,
+        autocompletion=complete_run,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
 
 @commands.command("ls")
 @report_bad_input()
 def list_runs(
-    root: Annotated[str, typer.Argument(help="Folder with run directories.")] = "runs",
+    root: Annotated[str, typer.Argument(help="Folder or URL with run directories.")] = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """List runs: state, iterations, newest reward and size."""
+    """List runs with their state, iterations, newest rewards and size."""
     from sf_core.reports.states import find_runs, run_state
 
     table = Table("run", "state", "iterations", "reward", "held out", "size", box=None)
@@ -63,7 +68,7 @@ def list_runs(
         return print_json([dataclasses.asdict(state) for state in states])
     console.print(table)
     for fault in faults:
-        errors.print(f"unreadable: {fault}", soft_wrap=True)
+        errors.print(f"cannot be read: {fault}", soft_wrap=True)
 
 
 @commands.command()
@@ -72,18 +77,22 @@ def gc(
     where: Annotated[
         str,
         typer.Argument(
-            help="Run directory, folder of them, or the name of a run in runs.",
-            show_default=False,
+            help="Run directory, a folder of run directories, or the name of a run in ./runs.",
             callback=find_run,
+            autocompletion=complete_run,
         ),
     ],
-    keep_checkpoints: Annotated[int, typer.Option(min=1, help="Newest checkpoints that stay.")] = 1,
-    keep_weights: Annotated[int, typer.Option(min=1, help="Newest policy versions that stay.")] = 1,
-    journals: Annotated[bool, typer.Option("--journals", help="Journals of finished runs go too.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only show.")] = False,
+    keep_checkpoints: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")] = 1,
+    keep_weights: Annotated[int, typer.Option(min=1, help="Number of newest policy versions to keep.")] = 1,
+    journals: Annotated[
+        bool, typer.Option("--journals", help="Remove journals of finished runs too.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove. Without this option the command only lists.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
+    """Remove old checkpoints and weights. A run can still continue afterwards."""
     from sf_core.reports.cleanup import Keep, check_not_linked, find_spares
     from sf_core.reports.states import await_restarts, find_runs
 
@@ -100,7 +109,7 @@ def gc(
         except ValueError as error:
             if len(runs) == 1:
                 raise
-            warn(f"left alone: {error}")
+            warn(f"skipped: {error}")
             continue
         for spare in found:
             if not as_json:
@@ -119,31 +128,51 @@ def gc(
 @commands.command()
 @report_bad_input()
 def report(
-    run: RunDir,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Run directory or its URL, or the name of a run in ./runs. Several runs are compared.",
+            callback=lambda runs: [*map(find_run, runs)],
+            autocompletion=complete_run,
+        ),
+    ],
     output: Annotated[
-        str | None, typer.Option("--output", "-o", help="File; RUN/report.html if not given.")
+        str | None,
+        typer.Option(
+            *("--output", "-o"),
+            help="File to write. By default RUN/report.html, or comparison.html for several runs.",
+        ),
     ] = None,
     max_mb: Annotated[
-        float, typer.Option(help="Largest size; sessions that do not fit are left out.")
+        float, typer.Option(help="Largest size of the page in MB. Sessions that do not fit are left out.")
     ] = 16.0,
 ) -> None:
-    """Write a run as one HTML page that opens offline: curves, devices, groups, every session's tokens."""
+    """Write a run as one HTML page that opens offline: curves, devices, groups, the tokens of every session.
+
+    With several runs the page compares them: their curves, their results and the settings that differ.
+    """
+    from sf_core.reports.comparison.page import write_comparison_page
     from sf_core.reports.html.page import write_report
 
-    tell(write_report(run, output, max_mb))
+    _check_folder(output)
+    one = runs[0] if len(runs) == 1 else None
+    tell(write_report(one, output, max_mb) if one else write_comparison_page(runs, output))
 
 
 @commands.command()
 @report_bad_input()
 def export(
     run: RunDir,
-    out: Annotated[str, typer.Argument(help="File to write; for atif a folder.", show_default=False)],
-    to: Annotated[str, typer.Option(help="trl, verl, sharegpt or atif.", show_default=False)],
-    opened: Annotated[bool, typer.Option("--opened", help="Sessions that agents opened instead.")] = False,
+    out: Annotated[str, typer.Argument(help="File to write. For atif a folder.")],
+    to: Annotated[str, typer.Option(help="trl, verl, sharegpt or atif.")],
+    opened: Annotated[
+        bool, typer.Option("--opened", help="Export sessions that clients opened, instead of the run's own.")
+    ] = False,
 ) -> None:
-    """Write a run's trajectories in the format of another training tool."""
+    """Write the trajectories of a run in the format of another training tool."""
     from sf_core.reports.export.export import export
 
+    _check_folder(out)
     exported = export(run, to, out, opened=opened)
     lines = [
         f"{out}: {exported.rows} conversations for {to}; {exported.left_out.total()} left out "
@@ -151,10 +180,11 @@ def export(
         *(f"{count} left out: {why}" for why, count in exported.left_out.most_common()),
     ]
     if exported.unchecked is not None:
-        lines.append(f"not checked against what the policy saw: {exported.unchecked}")
+        lines.append(f"not compared with the tokens that the policy saw: {exported.unchecked}")
     elif exported.unlike:
         lines.append(
-            f"{exported.unlike} render to something else than the policy saw: as_seen is false there"
+            f"{exported.unlike} conversations render to other tokens than the policy saw: "
+            "their as_seen is false"
         )
     tell("\n".join(lines))
 
@@ -162,22 +192,28 @@ def export(
 @commands.command()
 @report_bad_input()
 def replay(
-    run: RunDir,
-    iteration: Annotated[int, typer.Option(min=0, help="Iteration to train again.", show_default=False)],
+    run: RunDir, iteration: Annotated[int, typer.Option(min=0, help="Iteration to train again.")]
 ) -> None:
-    """Train a stored batch again from the checkpoint before it and compare the weights; writes nothing."""
+    """Train a stored batch again from the checkpoint before it, and compare the weights. Writes nothing."""
     from sf_core.cli.replay import replay
 
     result = replay(run, iteration)
     if result.equal:
-        console.print(f"iteration {iteration}: the weights came out equal, bit for bit")
+        console.print(f"iteration {iteration}: the weights are equal, bit for bit")
         return
     difference = result.largest_difference
-    by = "the stored weights are gone" if difference is None else f"by at most {difference:.3g}"
-    console.print(f"iteration {iteration}: the weights came out different, {by}")
+    by = "the stored weights were removed" if difference is None else f"by at most {difference:.3g}"
+    console.print(f"iteration {iteration}: the weights differ, {by}")
     for name, (now, then) in result.metrics.items():
         console.print(f"  {name}: {now:.6g}, was {then:.6g}")
     raise typer.Exit(1)
+
+
+def _check_folder(file: str | None) -> None:
+    """End the command if a file is to be written into a local folder that does not exist."""
+    folder = os.path.dirname(file or "")
+    if folder and "://" not in folder and not os.path.isdir(folder):
+        fail(f"{folder} does not exist: create this folder first, or name another file than {file}")
 
 
 def _reward(value: float | None) -> str:

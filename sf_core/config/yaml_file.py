@@ -1,29 +1,23 @@
-"""Configurations as YAML: the files that users write, with `key.path=value` overrides of the command line and
-settings that override a deployment's, and the page of all settings with their defaults and descriptions."""
+"""Configurations as YAML: the files that users write, with `key.path=value` overrides of the command line.
+Also the differences between two configurations."""
 
 from __future__ import annotations
 
-import inspect
 import os
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from operator import eq, itemgetter
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any, cast
 
-import yaml
-from pydantic import BaseModel
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 
 from sf_core.config import RunConfig
-from sf_core.config.validation import ConfigError, kinds_of, models_of, validate_config, walk
+from sf_core.config.validation import ConfigError, models_of, validate_config, walk
 from sf_core.settings import Settings, quote
-
-PAGE_WIDTH = 110
 
 BUILTIN = Path(__file__).parent / "builtin"
 """Configurations that have a name. A link to `configs` in a clone, a folder in a wheel."""
@@ -47,12 +41,12 @@ def load_config(files: str | Path | Sequence[str | Path], overrides: list[str] |
     data: dict[str, Any] = {}
     texts = {}
     for path in paths:
-        texts[str(path)], own = _read(path)
+        texts[str(path)], own = read_file(path)
         data = merge_sections(data, own)
     return _override(data, overrides, " ".join(map(str, paths)), texts)
 
 
-def _read(path: str | Path) -> tuple[str, dict[str, Any]]:
+def read_file(path: str | Path) -> tuple[str, dict[str, Any]]:
     """The text of a file or built-in configuration, and its settings. Raises ConfigError."""
     builtin = builtin_configs()
     file = path if os.path.isfile(path) else builtin.get(str(path), path)
@@ -214,62 +208,3 @@ def _write_workers(data: dict[str, Any]) -> None:
     if isinstance(cluster, dict) and cluster.get("workers") is None:
         default = RunConfig().model_dump(mode="json", include={"cluster": {"workers"}})
         data["cluster"] = cluster | default["cluster"]
-
-
-def settings_page() -> str:
-    """All settings as commented YAML, which loads as the default configuration."""
-    return "\n".join(_section(RunConfig())) + "\n"
-
-
-def _section(settings: Settings) -> Iterator[str]:
-    plain = settings.model_dump(mode="json")
-    for number, (name, field) in enumerate(type(settings).model_fields.items()):
-        value = getattr(settings, name)
-        section = value if isinstance(value, Settings) else None
-        if number:
-            yield ""
-        yield from _comment(field.description or inspect.getdoc(section) or "")
-        yield from _other_kinds(field.annotation, section)
-        for item in models_of(get_args(field.annotation)[1]) if get_origin(field.annotation) is dict else ():
-            yield "# Each has, beside its name:"
-            for key, inner in item.model_fields.items():
-                yield from _comment(f"{key}: {inner.description}", indent="  ")
-        if section is None:
-            # lists and inner mappings on a line of their own
-            style = None if isinstance(plain[name], (list, dict)) else False
-            dumped = yaml.safe_dump({name: plain[name]}, default_flow_style=style, sort_keys=False)
-            yield dumped.rstrip("\n")
-        else:
-            yield f"{name}:"
-            yield textwrap.indent("\n".join(_section(section)), "  ")
-
-
-def _other_kinds(annotation: Any, chosen: Settings | None) -> Iterator[str]:
-    """What a setting may be beside this: of another kind, as each in a list of them, or a section."""
-    items = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
-    absent = models_of(annotation) if chosen is None else []
-    kinds = kinds_of(items).items() or [("", model) for model in absent]
-    for kind, model in kinds:
-        if not isinstance(chosen, model):
-            yield from _comment(f"{kind and f'kind {kind}: '}{inspect.getdoc(model)}")
-            yield from _fields(model, "  ")
-
-
-def _fields(model: type[BaseModel], indent: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        if name != "kind":
-            default = "" if field.is_required() else f" By default {field.default}."
-            yield from _comment(f"{name}: {field.description}{default}", indent)
-            for inner in models_of(field.annotation):
-                yield from _fields(inner, f"{indent}  ")
-
-
-def _comment(text: str, indent: str = "") -> list[str]:
-    start = f"# {indent}"
-    return textwrap.wrap(
-        " ".join(text.split()),
-        PAGE_WIDTH,
-        initial_indent=start,
-        subsequent_indent=start,
-        break_on_hyphens=False,
-    )

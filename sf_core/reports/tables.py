@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,20 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config.failures import failures_text
-from sf_core.models.tokenizer import open_tokenizer
-from sf_core.pictures.sight import read_sight
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
-from sf_core.reports.view import kinds_text, open_run
+from sf_core.reports.view import Decode, kinds_text, open_decoder, open_run
 from storage.media import media_file
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.judgements import Judgement
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
-
-Decode = Callable[[list[int]], str]
 
 MOST_CHARACTERS = 400
 """Length to which a task or an answer is cut where it stands beside others."""
@@ -140,7 +135,7 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     view = open_run(uri)
     sampling, found = view.find_session(session_id)
     sees, fate, row = any(row.images for row in found), sampling.fate, found[0]
-    decode = _decoder(view.run, sees)
+    decode = open_decoder(view.run, sees)
     task, environment, group = map(make_printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
         (f"session {session_id}, {sampling.label}\n", "bold"),
@@ -343,15 +338,3 @@ def _reward(row: Trajectory) -> str:
         return "none"
     parts = ", ".join(f"{make_printable(name)} {value:g}" for name, value in row.reward_parts.items())
     return f"{row.reward:g}" + (f" ({parts})" if parts else "")
-
-
-def _decoder(run: RunDirectory, sees: bool) -> Decode:
-    """Decoder of the run's tokenizer; shows ids if it has none. `sees`: some tokens are of pictures."""
-    tokenizer = open_tokenizer(run)
-    if tokenizer is None:
-        return lambda ids: " ".join(map(str, ids))
-    sight = read_sight(run.start_dir) if sees else None
-    if sight is None:
-        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-    placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"
-    return lambda ids: re.sub(placeholders, "[picture]", tokenizer.decode(ids, skip_special_tokens=False))

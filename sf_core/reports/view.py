@@ -6,7 +6,8 @@ sf_core/reports/tables.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -16,6 +17,8 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.models.tokenizer import open_tokenizer
+from sf_core.pictures.sight import read_sight
 from sf_core.recipes.gates import KINDS, Kind
 from sf_core.scheduling.figures import Window
 from storage import files
@@ -24,6 +27,9 @@ from storage.run_directory import STAGES, RunDirectory
 from storage.tables.schema import SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
 from storage.tensors.weights import has_weights
+
+Decode = Callable[[list[int]], str]
+"""Text of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +242,7 @@ class RunView:
                     table = read_trajectories(uri, SEEING_SCHEMA.names)
                     return sampling, to_rows(table.filter(pc.equal(table["session_id"], session_id)))
                 seen.extend(ids)
-        hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
+        hint = did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
         raise ValueError(f"{self.run.run_id}: no session {session_id!r}{hint}")
 
 
@@ -252,7 +258,20 @@ def open_run(uri: str) -> RunView:
             f"{uri}: the run has not begun (config.json is missing); logs of its start: {run.path('logs')}"
         )
     names = [name for name in names if name != run.run_id]
-    raise ValueError(f"{uri}: no run here (config.json is missing){_did_you_mean(run.run_id, names)}")
+    raise ValueError(f"{uri}: no run here (config.json is missing){did_you_mean(run.run_id, names)}")
+
+
+def open_decoder(run: RunDirectory, sees: bool) -> Decode:
+    """Decoder of the run's tokenizer; shows ids if it has none. `sees`: some tokens are of pictures, each
+    of which becomes `[picture]`."""
+    tokenizer = open_tokenizer(run)
+    if tokenizer is None:
+        return lambda ids: " ".join(map(str, ids))
+    sight = read_sight(run.start_dir) if sees else None
+    if sight is None:
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    placeholders = f"(?:{re.escape(str(tokenizer.id_to_token(sight.token_id)))})+"
+    return lambda ids: re.sub(placeholders, "[picture]", tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def stage_time(manifest: Manifest) -> Window:
@@ -278,6 +297,7 @@ def kinds_text(kinds: Mapping[Kind, int] | None) -> str:
     return "" if kinds is None else "/".join(str(kinds[kind]) for kind in KINDS)
 
 
-def _did_you_mean(name: str, names: list[str]) -> str:
+def did_you_mean(name: str, names: list[str]) -> str:
+    """The end of a sentence that names similar names; empty if there are none."""
     near = get_close_matches(name, names)
     return f"; did you mean {', '.join(near)}?" if near else ""

@@ -1,7 +1,7 @@
 """Judgements as Parquet: one row per question that a reward function asked a judge, and per number that it
 noted, of the sessions that a rollout or an evaluation tells of.
 
-Owns the columns. What they mean is in docs/data.md.
+Owns the columns. What they mean is in docs/reference/trajectories.md.
 """
 
 from __future__ import annotations

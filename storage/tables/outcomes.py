@@ -1,7 +1,7 @@
 """Outcomes as Parquet: one row per group of a run that has ended, in the folder of the iteration whose
 rollout tells of it.
 
-Owns the columns. A curriculum is remembered from these rows; what they mean is in docs/data.md.
+Owns the columns. A curriculum is remembered from these rows; what they mean is in docs/reference/metrics.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trajectory schema of docs/data.md: its columns, and one row of it as a dataclass.
+"""The trajectory schema of docs/reference/trajectories.md: its columns, and one row of it as a dataclass.
 
 Owns names and types. The column `iteration` is the partition: it is in the folder's name and not in the
 file, because readers that see it in both places refuse the file.

@@ -55,7 +55,7 @@ def test_files_and_folders_are_shown_as_pages() -> None:
     assert page_of("configs") == "repository/configs/index.md"
     assert "- [`smollm2.yaml`](smollm2.yaml)" in show_file("configs")
     # the fence is longer than any in the file
-    assert "\n`````python\n" in show_file("tests/docs/test_links.py")
+    assert "\n" + "`" * 4 + "python\n" in show_file("tests/docs/test_links.py")
 
 
 @pytest.mark.parametrize(

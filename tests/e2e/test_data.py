@@ -1,4 +1,4 @@
-"""The files of a trained run open as docs/data.md says."""
+"""The files of a trained run open as docs/reference says."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ from tests.e2e.quickstart import CONFIG, ROOT, options, read, sf
 
 # the first of them trains the quickstart, which takes two minutes on a quiet machine
 
-PAGE = (ROOT / "docs" / "data.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SNIPPETS = [
+    (page, number, code)
+    for page in ("reading", "weights")
+    for number, code in enumerate(
+        re.findall(
+            r"```python\n(.*?)```", (ROOT / "docs" / "reference" / f"{page}.md").read_text(), re.DOTALL
+        )
+    )
+]
+"""Code of the pages."""
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +38,24 @@ def quickstart_folder(quickstart: RunConfig) -> Path:
     return Path(quickstart.run_dir).parents[1]
 
 
-def test_the_page_has_twelve_queries() -> None:
-    assert [int(number) for number in re.findall(r"^(\d+)\. ", PAGE, re.MULTILINE)] == list(range(1, 13))
+def test_the_pages_have_twelve_queries() -> None:
+    assert len(SNIPPETS) == 16
 
 
 # those of a run that chooses are in tests/storage/test_data_page.py
-@pytest.mark.parametrize("number", [k for k, text in enumerate(SNIPPETS) if "runs/choosing" not in text])
-def test_the_code_of_the_page_runs(
-    quickstart_folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("page", "number", "code"), [snippet for snippet in SNIPPETS if "runs/choosing" not in snippet[2]]
+)
+def test_the_code_of_the_pages_runs(
+    quickstart_folder: Path,
+    page: str,
+    number: int,
+    code: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(quickstart_folder)
-    exec(compile(SNIPPETS[number], f"docs/data.md, query {number + 1}", "exec"), {})
+    exec(compile(code, f"docs/reference/{page}.md, code {number}", "exec"), {})
     shown = capsys.readouterr().out
     assert shown.strip() and "Empty DataFrame" not in shown and "(0, " not in shown and "0 rows" not in shown
 

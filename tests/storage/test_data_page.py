@@ -1,5 +1,5 @@
-"""The tables of docs/data.md name every column, and its queries show iterations in order. That all its code
-runs is shown in tests/e2e/test_data.py."""
+"""The tables of docs/reference name every column of our files, and the queries of reading.md show iterations
+in order. tests/e2e/test_data.py runs all code of these pages."""
 
 import re
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 
 from storage.run_directory import RunDirectory
 from storage.tables.batches import BATCH_SCHEMA, write_batch
+from storage.tables.judgements import SCHEMA as JUDGEMENTS
 from storage.tables.metrics import write_metrics
 from storage.tables.outcomes import SCHEMA as OUTCOMES
 from storage.tables.outcomes import write_outcomes
@@ -21,13 +22,19 @@ from storage.tables.trajectories import read_trajectories, write_trajectories
 from tests.bench.runs import configure, conversation, group_row, sample
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "data.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PAGES = ROOT / "docs" / "reference"
+READING = (PAGES / "reading.md").read_text()
+QUERIES = dict(
+    (part.split("\n", 1)[0].strip("# "), part.split("```python\n", 1)[1].split("```", 1)[0])
+    for part in re.split(r"^(?=##+ )", READING, flags=re.MULTILINE)
+    if "```python\n" in part
+)
+"""Code of reading.md by its heading."""
 
 
-def documented(section: str, header: str) -> dict[str, str]:
-    """Types by name in one table of the page."""
-    _, text = PAGE.split(f"\n## {section}\n")
+def documented(page: str, section: str, header: str) -> dict[str, str]:
+    """Types by name in one table of a page."""
+    _, text = (PAGES / f"{page}.md").read_text().split(f"\n## {section}\n")
     _, table = text.split(f"| {header} | type | meaning |\n|---|---|---|\n", 1)
     rows = re.findall(r"^\| (.+?) \| (.+?) \| .+ \|$", table.split("\n\n")[0], re.MULTILINE)
     return {
@@ -46,38 +53,42 @@ def types(schema: pa.Schema) -> dict[str, str]:
 
 
 def test_every_column_is_documented_with_its_type_in_its_place() -> None:
-    columns = documented("Trajectories", "column")
+    columns = documented("trajectories", "Columns", "column")
     assert columns.pop("iteration") == "partition, int"
     assert list(columns.items()) == list(types(SEEING_SCHEMA).items())
 
 
 def test_every_column_a_batch_adds_is_documented() -> None:
     added = pa.schema([field for field in BATCH_SCHEMA if field.name not in SCHEMA.names])
-    assert documented("Batches", "column") == types(added)
+    assert documented("metrics", "Batches", "column") == types(added)
 
 
 def test_every_column_of_scores_is_documented_with_its_type_in_its_place() -> None:
-    assert list(documented("Scores", "column").items()) == list(types(SCORES).items())
+    assert list(documented("metrics", "Scores", "column").items()) == list(types(SCORES).items())
+
+
+def test_every_column_of_judgements_is_documented_with_its_type_in_its_place() -> None:
+    assert list(documented("trajectories", "Judgements", "column").items()) == list(types(JUDGEMENTS).items())
 
 
 def test_every_column_of_outcomes_is_documented_with_its_type_in_its_place() -> None:
-    assert list(documented("Outcomes", "column").items()) == list(types(OUTCOMES).items())
+    assert list(documented("metrics", "Outcomes", "column").items()) == list(types(OUTCOMES).items())
 
 
 def test_every_field_of_a_turn_is_documented() -> None:
-    assert list(documented("Trajectories", "field of a turn")) == [field.name for field in TURN]
+    assert list(documented("trajectories", "Turns", "field of a turn")) == [field.name for field in TURN]
 
 
 def test_the_schema_version_is_documented() -> None:
-    assert f"key `seamlessflow.schema`; it is {SCHEMA_VERSION}." in PAGE
+    assert f"key `seamlessflow.schema`; it is {SCHEMA_VERSION}." in (PAGES / "trajectories.md").read_text()
 
 
-def test_make_run_trains_the_run_that_the_page_opens() -> None:
+def test_make_run_trains_the_run_that_the_pages_open() -> None:
     shown = subprocess.run(
         ["make", "--dry-run", "run"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert "sf train configs/quickstart.yaml --set run_id=quickstart\n" in shown
-    opened = set(re.findall(r"runs/[^/\"']+(?=[/\"'])", "".join(SNIPPETS)))
+    opened = set(re.findall(r"runs/[^/\"']+(?=[/\"'])", "".join(QUERIES.values())))
     assert opened == {"runs/quickstart", "runs/choosing"}
 
 
@@ -96,19 +107,25 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [table] = [read_trajectories(run.partition("trajectories", iteration) + "/rollout-1.parquet")]
         ones = [np.ones(2, np.float32)]
         write_batch(run, iteration, table, advantages=ones, weights=ones, decisions=["train"], part="batch-1")
+    # what `sf evaluate` keeps of other measurements
+    measured = RunDirectory(run.path("evaluations/_measured/v00000-1"))
+    write_metrics(measured, "evaluation", 0, [dict.fromkeys(METRICS, 1.0)])
     return folder
 
 
 @pytest.mark.parametrize(
-    ("number", "cells"),
+    ("query", "cells"),
     [
-        (11, [["0", "sums", "2", "1", "0", "0.75"], ["1", "sums", "3", "1", "1", "0.5"]]),
-        (12, [["sums", "4", "2", "2", "1", "0.5"]]),
+        (
+            "Groups by iteration and source (DuckDB)",
+            [["0", "sums", "2", "1", "0", "0.75"], ["1", "sums", "3", "1", "1", "0.5"]],
+        ),
+        ("Tasks that were taken again (DuckDB)", [["sums", "4", "2", "2", "1", "0.5"]]),
     ],
 )
 def test_queries_of_outcomes_count_groups_and_what_was_taken_again(
     tmp_path: Path,
-    number: int,
+    query: str,
     cells: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -125,7 +142,7 @@ def test_queries_of_outcomes_count_groups_and_what_was_taken_again(
     for iteration, left in enumerate(rows):
         write_outcomes(run, iteration, left, "rollout-1")
     monkeypatch.chdir(tmp_path)
-    exec(compile(SNIPPETS[number - 1], f"docs/data.md, query {number}", "exec"), {})
+    exec(compile(QUERIES[query], query, "exec"), {})
     shown = [line.strip("│ ").split() for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert [[cell for cell in row if cell != "│"] for row in shown][2:] == cells
 
@@ -133,15 +150,25 @@ def test_queries_of_outcomes_count_groups_and_what_was_taken_again(
 METRICS = ("loss", "entropy", "kl", "grad_norm", "clip_fraction", "lag_mean")
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "Rewards per iteration (pandas)",
+        "Held-out rewards by policy version (DuckDB)",
+        "What the optimizer did (pandas)",
+        "Trained tokens and their lag (DuckDB)",
+        "The share of each batch that teaches (polars)",
+        "Parts of the reward (DuckDB)",
+    ],
+)
 def test_iterations_sort_as_numbers(
-    page_folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page_folder: Path, query: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(page_folder)
-    exec(compile(SNIPPETS[number - 1], f"docs/data.md, query {number}", "exec"), {})
+    exec(compile(QUERIES[query], query, "exec"), {})
     table = re.sub(r"[│┆]", " ", capsys.readouterr().out).splitlines()
     cells = [line.split() for line in table if line.split()]
-    # pandas numbers the rows of the third itself
-    column = 1 if number == 3 else 0
+    # pandas numbers the rows of this table itself
+    column = 1 if query == "What the optimizer did (pandas)" else 0
     found = [int(row[column]) for row in cells if len(row) > 2 and row[column].isdigit()]
     assert found == sorted(found) and {0, 2, 10} <= {*found}

@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from sf_core.cli.arguments.completion import complete_run
+from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import interrupt, report_bad_input, tell
 from sf_core.config.addresses import LOOPBACK, MAX_PORT
 
-commands = typer.Typer()
+commands = App()
 
 
 @commands.command()
@@ -19,25 +21,25 @@ commands = typer.Typer()
 def serve(
     run: Annotated[
         str,
-        typer.Argument(help="Run, whose newest version is served, or RUN@VERSION.", show_default=False),
+        typer.Argument(
+            help="Run, or RUN@VERSION. By default the newest version is served.", autocompletion=complete_run
+        ),
     ],
-    host: Annotated[str, typer.Option(help="Address; others than loopback need a --key.")] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8800,
-    key: Annotated[
-        str | None, typer.Option(help="Key that clients send; by default one is made.", show_default=False)
-    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Addresses other than loopback need --key.")
+    ] = LOOPBACK,
+    port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="Port to listen on. 0: any free port.")
+    ] = 8800,
+    key: Annotated[str | None, typer.Option(help="Key that clients send. By default a random key.")] = None,
     engine: Annotated[
-        Literal["builtin", "vllm"], typer.Option(help="What samples: the built-in engine, or a vLLM server.")
+        Literal["builtin", "vllm"], typer.Option(help="Engine: the built-in engine, or a vLLM server.")
     ] = "builtin",
     record: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for finished sessions. By default clients cannot open any.",
-            show_default=False,
-        ),
+        Path | None, typer.Option(help="Folder for recorded sessions. By default no session is recorded.")
     ] = None,
 ) -> None:
-    """Serve a run's policy in the foreground, by all APIs of the gateway, until Ctrl-C. Trains nothing."""
+    """Serve the policy of a run in the foreground, with all APIs of the gateway, until Ctrl-C."""
     from sf_core.cli.serving.serve import check_record, choose_key, describe, find_policy
     from sf_core.cli.serving.serve import serve as serve_policy
 

@@ -1,35 +1,29 @@
-"""`sf report`: a run as one HTML file that opens offline. Owns the assembly of the page and its size.
-
-All text of agents is embedded as compressed data and inserted as text nodes; a Content-Security-Policy allows
-the page's own script and style by their hashes, pictures in data URLs, and no request at all.
-"""
+"""`sf report RUN`: a run as one HTML file that opens offline. Owns the content of the page and its size."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.resources import files as package_files
 
-import orjson
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from sf_core.config.failures import failures_text
 from sf_core.models.token_bytes import token_bytes
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.judgements import judge_rows
-from sf_core.reports.html.blocks import Embedded, compress, embed_sessions
+from sf_core.reports.html.assembly import assemble
+from sf_core.reports.html.blocks import Embedded, embed_sessions
 from sf_core.reports.html.figures import run_figures
 from sf_core.reports.series import RunSeries
 from sf_core.reports.view import RunView, open_run
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
-SCRIPTS = ("dom.js", "charts.js", "tables.js", "evaluations.js", "sessions.js", "viewer.js", "main.js")
+SCRIPTS = (
+    *("dom.js", "theme.js", "charts.js", "tables.js", "evaluations.js"),
+    *("sessions.js", "viewer.js", "main.js"),
+)
 
 
 def write_report(uri: str, target: str | None, max_mb: float) -> str:
@@ -89,26 +83,12 @@ def _collect_texts(view: RunView) -> dict[str, object]:
 def _fill(
     run: RunDirectory, figures: dict[str, object], said: dict[str, object], embedded: Embedded
 ) -> bytes:
-    environment = Environment(
-        loader=PackageLoader("sf_core.reports.html", "assets"), autoescape=True, undefined=StrictUndefined
-    )
-    style, script = _asset("report.css"), "\n".join(map(_asset, SCRIPTS))
-    page = environment.get_template("report.html").render(
-        run_id=run.run_id,
-        made_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-        data={
-            "figures": _json(figures),
-            "sessions": _json(_session_list(embedded)),
-            "vocabulary": _json(_vocabulary(run, embedded)),
-        },
-        blocks=embedded.blocks,
-        **said,
-    )
-    return page.encode()
+    data = {
+        "figures": figures,
+        "sessions": _session_list(embedded),
+        "vocabulary": _vocabulary(run, embedded),
+    }
+    return assemble("report.html", SCRIPTS, data, run_id=run.run_id, blocks=embedded.blocks, **said)
 
 
 def _session_list(embedded: Embedded) -> dict[str, object]:
@@ -125,16 +105,3 @@ def _vocabulary(run: RunDirectory, embedded: Embedded) -> dict[str, object]:
     ids = sorted(embedded.token_ids)
     tokenizer = open_tokenizer(run) if ids else None
     return {"ids": ids, "bytes": [piece.decode("latin-1") for piece in token_bytes(tokenizer, ids)]}
-
-
-def _json(value: object) -> str:
-    """Compressed JSON with null for NaN, which browsers cannot parse."""
-    return compress(orjson.dumps(value))
-
-
-def _asset(name: str) -> str:
-    return (package_files("sf_core.reports.html") / "assets" / name).read_text()
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

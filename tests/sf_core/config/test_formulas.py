@@ -11,8 +11,9 @@ import yaml
 from pydantic import ValidationError
 
 from sf_core.config import RunConfig, TrainConfig
+from sf_core.config.reference.page import settings_page
 from sf_core.config.validation import ConfigError, kinds_of, validate_config
-from sf_core.config.yaml_file import describe_differences, find_differences, load_config, settings_page
+from sf_core.config.yaml_file import describe_differences, find_differences, load_config
 from sf_core.recipes.advantages import AnyAdvantage, LeaveOneOut
 from sf_core.recipes.gates import AnyGate
 from sf_core.recipes.losses import AnyPolicyLoss, Cispo, Clip

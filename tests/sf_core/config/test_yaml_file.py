@@ -6,8 +6,9 @@ import yaml
 
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.programs import Command
+from sf_core.config.reference.page import settings_page
 from sf_core.config.validation import ConfigError, validate_config
-from sf_core.config.yaml_file import builtin_configs, load_config, settings_page
+from sf_core.config.yaml_file import builtin_configs, load_config
 from sf_core.recipes.losses import Cispo, Clip
 
 CONFIGS = Path(__file__).parents[3] / "configs"

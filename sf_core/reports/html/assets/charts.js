@@ -12,12 +12,16 @@ function drawAtWidth(place, draw) {
   return redraw;
 }
 
-/* Round values that divide a range into about `count` parts. */
-function ticks(low, high, count) {
+/* A round number that divides a range into about `count` parts. */
+function stepOf(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const values = [];
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+}
+
+/* The multiples of that number in the range. */
+function ticks(low, high, count) {
+  const step = stepOf(low, high, count), values = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) values.push(Number((i * step).toPrecision(12)));
   return values;
 }
@@ -32,15 +36,17 @@ function range(values, { from = null, to = null } = {}) {
 
 /* A range whose ends are ticks. */
 function rounded([low, high]) {
-  const step = ticks(low, high, 4).slice(0, 2).reduce((a, b) => b - a) || high - low;
+  const step = stepOf(low, high, 4);
   return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
 }
 
-/* series: [{name, points: [[x, y]], dots}]; points without a number are left out. */
-function lineChart(title, series, { format = short, from = null, to = null, x = "iteration" } = {}) {
+/* series: [{name, points: [[x, y]], dots, colour}]; points without a number are left out. With `each`, the reading
+   has the point of each series that is nearest to the pointer, else the points at the nearest x. */
+function lineChart(title, series, { format = short, from = null, to = null, x = "iteration", each = false } = {}) {
   series = series.map((s) => ({ ...s, points: s.points.filter(([, y]) => isNumber(y)) })).filter((s) => s.points.length);
   if (!series.length) return null;
-  const legend = series.length > 1 && el("ul", { class: "legend" }, ...series.map((s, i) => el("li", { class: `s${i % 6}` }, s.name)));
+  series = series.map((s, i) => ({ ...s, colour: s.colour ?? `s${i % 6}` }));
+  const legend = (series.length > 1 || each) && el("ul", { class: "legend" }, ...series.map((s) => el("li", { class: s.colour }, s.name)));
   const plot = el("div", { class: "plot" }), reading = el("output");
   const figure = el("figure", { class: "card chart" }, el("figcaption", {}, el("b", {}, title), reading), plot, legend || null);
   const points = series.flatMap((s) => s.points);
@@ -56,14 +62,15 @@ function lineChart(title, series, { format = short, from = null, to = null, x = 
         svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: py(v), y2: py(v) }),
         svg("text", { x: MARGIN.left - 6, y: py(v) + 4, "text-anchor": "end" }, format(v))]),
       ...ticks(x0, x1, Math.min(width / 70, x1 - x0)).map((v) => svg("text", { x: px(v), y: height - 7, "text-anchor": "middle" }, short(v))),
-      ...series.flatMap((s, i) => [
-        svg("path", { class: `line s${i % 6}`, d: "M" + s.points.map(([a, b]) => `${px(a).toFixed(1)},${py(b).toFixed(1)}`).join("L") }),
-        ...(s.dots || s.points.length === 1 ? s.points : []).map(([a, b]) => svg("circle", { class: `s${i % 6}`, cx: px(a), cy: py(b), r: 3.2 }))]),
+      ...series.flatMap((s) => [
+        svg("path", { class: `line ${s.colour}`, d: "M" + s.points.map(([a, b]) => `${px(a).toFixed(1)},${py(b).toFixed(1)}`).join("L") }),
+        ...(s.dots || s.points.length === 1 ? s.points : []).map(([a, b]) => svg("circle", { class: s.colour, cx: px(a), cy: py(b), r: 3.2 }))]),
       cursor);
     const read = (event) => {
       const at = x0 + ((event.offsetX - MARGIN.left) / (width - MARGIN.left - MARGIN.right)) * (x1 - x0);
-      const nearest = points.reduce((best, [a]) => (Math.abs(a - at) < Math.abs(best - at) ? a : best), points[0][0]);
-      const values = series.map((s) => [s.name, s.points.find(([a]) => a === nearest)]).filter(([, p]) => p);
+      const nearestOf = (some) => some.reduce((best, [a]) => (Math.abs(a - at) < Math.abs(best - at) ? a : best), some[0][0]);
+      const nearest = nearestOf(points);
+      const values = series.map((s) => [s.name, s.points.find(([a]) => a === (each ? nearestOf(s.points) : nearest))]).filter(([, p]) => p);
       reading.textContent = `${x} ${short(nearest)}: ` + values.map(([name, p]) => (series.length > 1 ? `${name} ` : "") + format(p[1])).join(", ");
       cursor.setAttribute("x1", px(nearest)); cursor.setAttribute("x2", px(nearest));
     };

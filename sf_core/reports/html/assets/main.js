@@ -1,21 +1,5 @@
 /* Puts the page together: figures first, then the list of sessions; tokens are decoded when a session is opened. */
 
-function applyTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  byId("theme").textContent = `Theme: ${theme}`;
-}
-
-function nextTheme() {
-  const themes = ["auto", "light", "dark"];
-  const theme = themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % themes.length];
-  applyTheme(theme);
-  try { localStorage.setItem("sf-theme", theme); } catch { /* a page from a file may have no storage: then the choice is for now */ }
-}
-
-function rememberedTheme() {
-  try { return localStorage.getItem("sf-theme") ?? "auto"; } catch { return "auto"; }
-}
-
 function drawOverview(figures) {
   const rows = figures.iterations, rollouts = rows.filter((row) => row.rollout);
   const of = (name) => rollouts.map((row) => [row.iteration, row.rollout[name]]);
@@ -73,8 +57,7 @@ function listenToKeys(viewer) {
 }
 
 async function main() {
-  applyTheme(rememberedTheme());
-  byId("theme").addEventListener("click", nextTheme);
+  beginTheme();
   const [figures, list, vocabulary] = await Promise.all(["figures", "sessions", "vocabulary"].map((name) => decodeJson(`data-${name}`)));
   drawOverview(figures);
   drawEvaluations(byId("evaluations"), figures);

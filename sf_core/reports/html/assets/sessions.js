@@ -68,10 +68,3 @@ async function readBlock(number) {
     },
   };
 }
-
-/* What would move the cursor, turn the reading direction or show nothing is written out. */
-function visible(text) {
-  return text
-    .replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, (c) => `\\u{${c.codePointAt(0).toString(16)}}`)
-    .replace(/\n/g, "\u21b5\n");
-}

@@ -1,0 +1,1 @@
+"""How the command `sf` presents its commands and arguments, and completes them in a shell."""

@@ -1,0 +1,42 @@
+"""What a shell offers for the word at the cursor. Reads names of local files alone, and reports no errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from sf_core.config import StorageConfig
+from sf_core.config.reference.page import list_settings
+from sf_core.config.yaml_file import builtin_configs
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Built-in configurations and the YAML files of this folder. In other folders the shell completes."""
+    files = sorted(name for name in _names(".") if name.endswith((".yaml", ".yml")))
+    return [name for name in [*files, *builtin_configs()] if name.startswith(incomplete)]
+
+
+def complete_override(incomplete: str) -> list[str]:
+    """Paths of all settings. Sections are left out: their settings begin with their names."""
+    paths = [*dict.fromkeys(list_settings())]
+    sections = {path.rpartition(".")[0] for path in paths}
+    return [f"{path}=" for path in paths if path.startswith(incomplete) and path not in sections]
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    return [path for path in dict.fromkeys(list_settings()) if path.startswith(incomplete)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Runs in the default of `storage.root`."""
+    root = StorageConfig().root
+    runs = (name for name in _names(root) if os.path.isfile(os.path.join(root, name, "config.json")))
+    return sorted(name for name in runs if name.startswith(incomplete))
+
+
+def _names(folder: str) -> Iterator[str]:
+    try:
+        yield from (path.name for path in Path(folder).iterdir())
+    except OSError:
+        return

@@ -1,0 +1,1 @@
+"""The settings described for users and their editors: a commented page, and a JSON Schema."""

@@ -1,0 +1,154 @@
+"""The page of settings: every setting with its default and description, as commented YAML."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_json
+
+from sf_core.config import RunConfig
+from sf_core.config.validation import ConfigError, kinds_of, models_of
+from sf_core.settings import Settings
+
+PAGE_WIDTH = 110
+
+
+def settings_page(path: str = "") -> str:
+    """All settings, or the setting or section at this path, as commented YAML that loads as the default
+    configuration. Raises ConfigError, one sentence with similar names, if there is no such setting."""
+    lines = _part(path) if path else _section(RunConfig())
+    return "\n".join(lines) + "\n"
+
+
+def list_settings(model: type[BaseModel] = RunConfig, within: str = "", value: Any = None) -> Iterator[str]:
+    """Paths of all settings and sections, those of every kind included, in the order of the page. A mapping
+    whose keys the user names has the keys of its default."""
+    value = RunConfig() if value is None and model is RunConfig else value
+    for name, field in model.model_fields.items():
+        yield (path := f"{within}{name}")
+        own = getattr(value, name, None)
+        if get_origin(field.annotation) is dict:
+            models, places = models_of(get_args(field.annotation)[1]), [f"{path}.{key}." for key in own or ()]
+        else:
+            models, places = models_of(field.annotation), [f"{path}."]
+        for part in models:
+            for place in places:
+                yield from list_settings(part, place, own)
+
+
+def _part(path: str) -> Iterator[str]:
+    """The part of the page at this path: within its sections as far as these are of one kind and not empty,
+    else as comments, for each kind that has the setting."""
+    names, depth = path.split("."), 0
+    settings: Settings = RunConfig()
+    while len(names) > depth + 1 and isinstance(inner := getattr(settings, names[depth], None), Settings):
+        if len(models_of(type(settings).model_fields[names[depth]].annotation)) > 1:
+            break
+        settings, depth = inner, depth + 1
+    if len(names) == depth + 1 and names[-1] in type(settings).model_fields:
+        yield from (f"{'  ' * level}{name}:" for level, name in enumerate(names[:-1]))
+        yield textwrap.indent("\n".join(_entry(settings, names[-1])), "  " * depth)
+    elif lines := [*_describe([("", type(settings))], names[depth:], path)]:
+        yield from lines
+    else:
+        raise _unknown(path)
+
+
+def _describe(
+    owners: Iterable[tuple[str, type[BaseModel]]], names: Sequence[str], path: str
+) -> Iterator[str]:
+    """What the setting at these names is, in each of these models, which are of the kinds before them."""
+    name, *rest = names
+    for kind, model in owners:
+        if (field := model.model_fields.get(name)) is None:
+            continue
+        within, annotation = rest, field.annotation
+        if get_origin(annotation) is dict:
+            annotation, within = get_args(annotation)[1], rest[1:]
+        if not within:
+            yield from _comment(f"{path}{kind and f' of kind {kind}'}: {_tell(field)}")
+        else:
+            items = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
+            models = [("", model) for model in models_of(items)]
+            yield from _describe(kinds_of(items).items() or models, within, path)
+
+
+def _tell(field: FieldInfo) -> str:
+    """Description of a setting, with its default unless that is a section."""
+    if field.is_required() or isinstance(field.default, Settings):
+        return field.description or ""
+    if field.default is None:
+        return f"{field.description} Empty by default."
+    return f"{field.description} By default {to_json(field.default).decode()}."
+
+
+def _unknown(path: str) -> ConfigError:
+    known = [*dict.fromkeys(list_settings())]
+    last = path.rpartition(".")[2]
+    near = [name for name in known if name.rpartition(".")[2] == last] or get_close_matches(path, known)
+    hint = f"did you mean {' or '.join(near[:3])}?" if near else "`sf settings` prints all of them"
+    return ConfigError(f"{path}: there is no such setting; {hint}")
+
+
+def _section(settings: Settings) -> Iterator[str]:
+    for number, name in enumerate(type(settings).model_fields):
+        if number:
+            yield ""
+        yield from _entry(settings, name)
+
+
+def _entry(settings: Settings, name: str) -> Iterator[str]:
+    field, value = type(settings).model_fields[name], getattr(settings, name)
+    plain = settings.model_dump(mode="json", include={name})
+    section = value if isinstance(value, Settings) else None
+    yield from _comment(field.description or inspect.getdoc(section) or "")
+    yield from _other_kinds(field.annotation, section)
+    for item in models_of(get_args(field.annotation)[1]) if get_origin(field.annotation) is dict else ():
+        yield "# Each has, beside its name:"
+        for key, inner in item.model_fields.items():
+            yield from _comment(f"{key}: {inner.description}", indent="  ")
+    if section is None:
+        # lists and inner mappings on a line of their own
+        style = None if isinstance(plain[name], (list, dict)) else False
+        dumped = yaml.safe_dump({name: plain[name]}, default_flow_style=style, sort_keys=False)
+        yield dumped.rstrip("\n")
+    else:
+        yield f"{name}:"
+        yield textwrap.indent("\n".join(_section(section)), "  ")
+
+
+def _other_kinds(annotation: Any, chosen: Settings | None) -> Iterator[str]:
+    """What a setting may be beside this: of another kind, as each in a list of them, or a section."""
+    items = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
+    absent = models_of(annotation) if chosen is None else []
+    kinds = kinds_of(items).items() or [("", model) for model in absent]
+    for kind, model in kinds:
+        if not isinstance(chosen, model):
+            yield from _comment(f"{kind and f'kind {kind}: '}{inspect.getdoc(model)}")
+            yield from _fields(model, "  ")
+
+
+def _fields(model: type[BaseModel], indent: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if name != "kind":
+            yield from _comment(f"{name}: {_tell(field)}", indent)
+            for inner in models_of(field.annotation):
+                yield from _fields(inner, f"{indent}  ")
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    start = f"# {indent}"
+    return textwrap.wrap(
+        " ".join(text.split()),
+        PAGE_WIDTH,
+        initial_indent=start,
+        subsequent_indent=start,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,273 @@
+"""The public reader of a run: each method reads the committed files and returns a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from sf_core.reading.sessions import GROUPS, SESSIONS, TEXTS, all_sessions, groups_of, turns_of
+from sf_core.reports import view
+from sf_core.reports.view import RunView, failures_of, open_decoder, stage_time
+from storage import files
+from storage.json_files import parse_json
+from storage.manifests import Manifest
+from storage.run_directory import RunDirectory
+from storage.tables.metrics import Kind, read_metrics
+from storage.tables.outcomes import outcomes_of
+
+_COUNTS = [("sessions", pa.int64()), ("failed", pa.int64()), ("seconds", pa.float64())]
+
+ITERATIONS = pa.schema(
+    [("iteration", pa.int32()), ("published", pa.bool_())]
+    + [("reward", pa.float64()), ("held_out", pa.float64()), *_COUNTS, ("sampled_tokens", pa.int64())]
+)
+
+EVALUATIONS = pa.schema([("version", pa.int32()), ("reward", pa.float64()), *_COUNTS])
+
+
+class Run:
+    """A run, read as `pyarrow.Table`s. `open_run` makes one; `.to_pandas()` turns a table into a data frame.
+
+    Each call reads the files again. A live run therefore shows what it has committed by then. Reading changes
+    nothing and needs no process of the run. A method raises ValueError with one sentence if a file of the run
+    is missing or broken.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._run = view.open_run(uri).run
+
+    def __repr__(self) -> str:
+        return f"open_run({self.uri!r})"
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run: the last part of its address."""
+        return self._run.run_id
+
+    @property
+    def uri(self) -> str:
+        """The address of the run directory: an absolute path or a URL."""
+        return self._run.uri
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run, defaults included, nested as in the YAML file."""
+        uri = self._run.path("config.json")
+        return parse_json(dict[str, Any], files.read_bytes(uri), f"{uri}: cannot be read")
+
+    def iterations(self) -> pa.Table:
+        """Read one row per iteration whose sessions are committed, in order.
+
+        | column | type | meaning |
+        |---|---|---|
+        | `iteration` | int32 | number of the iteration, from 0 |
+        | `published` | bool | true if the iteration is complete: its weights are published |
+        | `reward` | double | mean reward of the training sessions |
+        | `held_out` | double | mean held-out reward of the new version; null if not measured |
+        | `sessions` | int64 | number of training sessions |
+        | `failed` | int64 | number of training sessions that failed and count |
+        | `seconds` | double | wall-clock time since the end of the iteration before; null until `published` |
+        | `sampled_tokens` | int64 | tokens that the policy sampled in these sessions |
+
+        The other columns are the metrics of training, each as double, for example `loss`, `kl`, `entropy` and
+        `lag_mean`. If an iteration has several optimiser steps, the value is the mean over the steps. Columns
+        that end in `_max` have the maximum.
+        """
+        seen = RunView(self._run)
+        found = [one for one in seen.iterations() if "rollout" in one.stages]
+        held_out = seen.read_held_out(one.number + 1 for one in found)
+        rows = [
+            _figures(one.stages["rollout"])
+            | {"iteration": one.number, "held_out": held_out.get(one.number + 1)}
+            | {"published": one.is_through, "seconds": one.seconds if one.is_through else None}
+            for one in found
+        ]
+        trained = [one.number for one in found if "train" in one.stages]
+        return self._with_metrics(rows, ITERATIONS, "train", trained)
+
+    def evaluations(self) -> pa.Table:
+        """Read one row per evaluated policy version, in order. Version 0 is the policy before training.
+
+        | column | type | meaning |
+        |---|---|---|
+        | `version` | int32 | the policy version; iteration k makes version k + 1 |
+        | `reward` | double | mean reward of the held-out sessions |
+        | `sessions` | int64 | number of held-out sessions |
+        | `failed` | int64 | number of held-out sessions that failed |
+        | `seconds` | double | wall-clock time of the evaluation |
+
+        The other columns are the metrics of evaluations, each as double, for example `reward_NAME` for the
+        environment NAME.
+        """
+        seen = RunView(self._run)
+        sets = (one for one in seen.iter_session_sets() if one.kind == "evaluates version")
+        found = [manifest for one in sets if (manifest := seen.manifest(one.number, "evaluate")) is not None]
+        rows = [_figures(one) | {"version": one.iteration} for one in found]
+        return self._with_metrics(rows, EVALUATIONS, "evaluation", [row["version"] for row in rows])
+
+    def sessions(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read one row per committed session: training, held-out, and opened by agents themselves.
+
+        | column | type | meaning |
+        |---|---|---|
+        | `iteration` | int32 | iteration that trains on the session; for other kinds a policy version |
+        | `kind` | string | `training`, `held_out` or `opened` |
+        | `session_id` | string | name of the session, for `session` |
+        | `task_id`, `environment` | string | task of the session and its environment |
+        | `group_id` | string | sessions of one group are compared with each other; null without a group |
+        | `status` | string | `finished`, or why the session failed |
+        | `reward` | double | the reward; null if unknown |
+        | `reward_parts` | `map<string, double>` | named parts of the reward |
+        | `started_at` | timestamp[us, UTC] | start of the session |
+        | `seconds` | double | duration of the session |
+        | `branches` | int64 | number of branches: paths through an edited history |
+        | `answers` | int64 | number of answers of the policy |
+        | `tokens` | int64 | number of sampled tokens |
+        | `interruptions` | int64 | times that a generation was interrupted and continued |
+        | `min_version`, `max_version` | int32 | oldest and newest policy version that sampled a token |
+
+        Four more columns are read only if `columns` names them, because they can be large: `policy`,
+        `messages` (the conversation as JSON), `tools` (as JSON) and `output` (text that a command printed).
+        They belong to the first branch of the session.
+
+        `columns` names the columns to read, in this order. Raises ValueError if there is no such column.
+        """
+        wanted = [name for name in SESSIONS.names if name not in TEXTS] if columns is None else list(columns)
+        if unknown := [name for name in wanted if name not in SESSIONS.names]:
+            hint = view.did_you_mean(unknown[0], SESSIONS.names)
+            raise ValueError(f"sessions have no column {unknown[0]!r}{hint}")
+        return all_sessions(RunView(self._run).iter_session_sets(), wanted)
+
+    def groups(self) -> pa.Table:
+        """Read one row per group of training sessions, in the order of the batches.
+
+        | column | type | meaning |
+        |---|---|---|
+        | `iteration` | int32 | iteration whose batch took or discarded the group |
+        | `group_id` | string | name of the group |
+        | `task_id`, `environment` | string | the task of the group; null if unknown |
+        | `verdict` | string | `sealed`: the group is in the batch; else why the group was discarded |
+        | `sessions` | int64 | number of sessions with a reward |
+        | `reward_mean`, `reward_min`, `reward_max` | double | rewards of these sessions; null if unknown |
+        | `tokens` | int64 | sampled tokens of these sessions; null if unknown |
+
+        Rewards of discarded groups are known only for runs that choose tasks or groups, for example with
+        `rollout.gate`.
+        """
+        seen = RunView(self._run)
+        tables = [GROUPS.empty_table()]
+        for number, manifest in enumerate(seen.read_committed("rollout")):
+            found = seen.find_session_set(number, "rollout")
+            tables += [groups_of(found)] if found else []
+            tables.append(pa.Table.from_pylist(self._discarded(manifest), schema=GROUPS))
+        return pa.concat_tables(tables)
+
+    def session(self, session_id: str) -> pa.Table:
+        """Read the turns of one session: one row per message of each branch, in order.
+
+        | column | type | meaning |
+        |---|---|---|
+        | `branch_id` | string | the branch; most sessions have one |
+        | `turn` | int32 | number of the row in the branch, from 0 |
+        | `repeated` | bool | true if the branch shares the whole row with its parent branch |
+        | `text` | string | the tokens as text, special tokens included |
+        | `role` | string | author of the message: `user`, `assistant`, `tool`, `system` or `prompt` |
+        | `start`, `end` | int32 | place in the tokens of the branch: `start` <= i < `end` |
+        | `finish_reason` | string | `stop` or `length`; null if not sampled |
+        | `engine` | string | the engine that sampled the answer; null if not sampled |
+        | `temperature`, `top_p` | float | sampling parameters; null if not sampled |
+        | `top_k` | int32 | sampling parameter, 0 means no limit; null if not sampled |
+        | `reward` | double | reward of this answer alone; null if there is none |
+        | `tokens` | `list<string>` | each token as text |
+        | `token_ids` | `list<int32>` | the ids, exactly as the engine received and returned them |
+        | `logprobs` | `list<float>` | natural logarithm of each token's probability; null if not sampled |
+        | `policy_versions` | `list<int32>` | policy version that sampled each token; null if not sampled |
+        | `loss_mask` | `list<bool>` | true for each token that is trained in this branch |
+
+        All rows of a branch together hold each of its tokens once. The text comes from the tokenizer of the
+        run. A run without a tokenizer shows ids.
+
+        `session_id` is an id from the column of that name in `sessions`. Raises ValueError with similar ids
+        if there is no such session.
+
+        ```python
+        turns = run.session("quickstart.g0.0.a0").to_pandas()
+        print(turns[["role", "text"]])
+        tokens = turns.explode(["tokens", "token_ids", "logprobs", "policy_versions", "loss_mask"])
+        ```
+        """
+        _, branches = RunView(self._run).find_session(session_id)
+        return turns_of(branches, open_decoder(self._run, any(row.images for row in branches)))
+
+    def _with_metrics(
+        self, rows: list[dict[str, Any]], schema: pa.Schema, kind: Kind, measured: Sequence[int]
+    ) -> pa.Table:
+        """The rows, with the metrics of those whose number is in `measured`."""
+        key = schema.names[0]
+        uris = {number: self._run.metrics_file(kind, number) for number in measured}
+        metrics = {
+            number: _over_steps(read_metrics(uri)) for number, uri in uris.items() if files.exists(uri)
+        }
+        names = dict.fromkeys(name for row in metrics.values() for name in row if name not in schema.names)
+        fields = [pa.field(name, pa.float64()) for name in names]
+        whole = [{**metrics.get(row[key], {}), **row} for row in rows]
+        return pa.Table.from_pylist(whole, schema=pa.schema([*schema, *fields]))
+
+    def _discarded(self, manifest: Manifest) -> list[dict[str, Any]]:
+        known = {row["number"]: row for row in outcomes_of(self._run, manifest)}
+        rows = []
+        for number, reason in manifest.data.get("rejected", {}).items():
+            outcome = known.get(int(number), {})
+            rewards = outcome.get("rewards") or []
+            rows.append(
+                {
+                    "group_id": f"{self.run_id}.g{number}",
+                    "iteration": manifest.iteration,
+                    "task_id": outcome.get("task_id") or None,
+                    "verdict": reason,
+                    "sessions": len(rewards),
+                    "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+                    "reward_min": min(rewards, default=None),
+                    "reward_max": max(rewards, default=None),
+                    "tokens": sum(outcome["tokens"]) if outcome else None,
+                }
+            )
+        return rows
+
+
+def open_run(uri: str) -> Run:
+    """Open a run to read its tables, for example in a notebook. The run may still be training.
+
+    `uri` is the run directory: a folder such as `runs/quickstart`, or a URL such as
+    `s3://bucket/runs/quickstart`. A name without a folder is also searched in `runs/`. Raises ValueError with
+    the names of similar runs if there is no run.
+
+    ```python
+    run = open_run("runs/quickstart")
+    curve = run.iterations().to_pandas()
+    curve.plot(x="iteration", y=["reward", "held_out"])
+    ```
+    """
+    is_in_runs = "/" not in uri and not RunDirectory(uri).exists() and RunDirectory(f"runs/{uri}").exists()
+    return Run(f"runs/{uri}" if is_in_runs else uri)
+
+
+def _figures(manifest: Manifest) -> dict[str, Any]:
+    """What a rollout or an evaluation tells of its sessions."""
+    start, end = stage_time(manifest)
+    data = {name: manifest.data.get(name) for name in ("sessions", "sampled_tokens")}
+    failed = sum(failures_of(manifest).values())
+    return {"reward": manifest.data.get("reward_mean"), "failed": failed, "seconds": end - start, **data}
+
+
+def _over_steps(rows: list[dict[str, float]]) -> dict[str, float | None]:
+    """One value of each metric for all optimiser steps: the maximum of `_max`, else the mean."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("iteration", "step"))
+    found = {name: [value for row in rows if (value := row.get(name)) is not None] for name in names}
+    return {
+        name: (max(values) if name.endswith("_max") else math.fsum(values) / len(values)) if values else None
+        for name, values in found.items()
+    }

@@ -1,0 +1,147 @@
+"""Sessions, their groups and their turns as tables, from the rows of trajectory files.
+
+Owns the columns of these three tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sf_core.reports.view import Decode, SessionKind, SessionSet
+from storage.tables.parquet import list_array
+from storage.tables.schema import NOT_SAMPLED, SCHEMA, TURN, Trajectory, TurnSpan
+from storage.tables.trajectories import first_rows
+
+KINDS: dict[SessionKind, str] = {
+    "trains iteration": "training",
+    "evaluates version": "held_out",
+    "opened at version": "opened",
+}
+
+TEXTS = ("policy", "messages", "tools", "output")
+"""Columns of a session's first branch that are read if they are asked for."""
+
+_TASK = ("task_id", "environment", "group_id")
+_REPEATED = ("session_id", *_TASK, "status", "reward", "reward_parts", "started_at")
+"""Columns that are the same in all branches of a session."""
+_SUMS = {"branches": "sum", "answers": "sum", "tokens": "sum", "interruptions": "sum"}
+_ENDS = {"min_version": "min", "max_version": "max", "finished_at": "max"}
+
+SESSIONS = pa.schema(
+    [("iteration", pa.int32()), ("kind", pa.string())]
+    + [SCHEMA.field(name) for name in _REPEATED]
+    + [("seconds", pa.float64()), *((name, pa.int64()) for name in _SUMS)]
+    + [SCHEMA.field(name) for name in ("min_version", "max_version", *TEXTS)]
+)
+
+GROUPS = pa.schema(
+    [("iteration", pa.int32()), ("group_id", pa.string()), ("task_id", pa.string())]
+    + [("environment", pa.string()), ("verdict", pa.string()), ("sessions", pa.int64())]
+    + [(f"reward_{name}", pa.float64()) for name in ("mean", "min", "max")]
+    + [("tokens", pa.int64())]
+)
+
+TURNS = pa.schema(
+    [("branch_id", pa.string()), ("turn", pa.int32()), ("repeated", pa.bool_()), ("text", pa.string()), *TURN]
+    + [("tokens", pa.list_(pa.string()))]
+    + [SCHEMA.field(name) for name in ("token_ids", "logprobs", "policy_versions", "loss_mask")]
+)
+
+
+def all_sessions(found: Iterable[SessionSet], columns: Sequence[str]) -> pa.Table:
+    tables = [sessions_of(one, columns) for one in found]
+    return pa.concat_tables([_schema(columns).empty_table(), *tables])
+
+
+def sessions_of(found: SessionSet, columns: Sequence[str]) -> pa.Table:
+    """One row per session of a set, with these columns of SESSIONS."""
+    texts = [name for name in TEXTS if name in columns]
+    rows = found.read(
+        [*_REPEATED, *texts, *_ENDS, "interruptions", "shared_prefix", "turns", "policy_versions"]
+    )
+    answers, tokens = _count_new(rows)
+    branches = pa.table(
+        {
+            # numbered by first rows, in order
+            "code": rows["session_id"].combine_chunks().dictionary_encode().indices,
+            "branches": pa.array(np.ones(len(rows), np.int64)),
+            "answers": pa.array(answers),
+            "tokens": pa.array(tokens),
+            **{name: rows[name] for name in ("interruptions", *_ENDS)},
+        }
+    )
+    merged = branches.group_by("code").aggregate([*(_SUMS | _ENDS).items()]).sort_by("code")
+    firsts = rows.take(first_rows(rows["session_id"]))
+    values: dict[str, Any] = {name: firsts[name] for name in (*_REPEATED, *texts)}
+    values |= {name: merged[f"{name}_{how}"] for name, how in (_SUMS | _ENDS).items()}
+    lasted = pc.subtract(values["finished_at"], values["started_at"])
+    values |= {
+        "iteration": pa.array([found.number] * len(firsts), pa.int32()),
+        "kind": pa.array([KINDS[found.kind]] * len(firsts)),
+        "seconds": pc.divide(lasted.cast(pa.int64()).cast(pa.float64()), 1e6),
+    }
+    return pa.table([values[name] for name in columns], schema=_schema(columns))
+
+
+def groups_of(found: SessionSet) -> pa.Table:
+    """One row per group of a batch, of its sessions."""
+    sessions = sessions_of(found, ["iteration", *_TASK, "reward", "tokens"])
+    grouped = sessions.filter(pc.is_valid(sessions["group_id"])).group_by(
+        ["iteration", *_TASK], use_threads=False
+    )
+    sums = grouped.aggregate(
+        [*(("reward", how) for how in ("mean", "min", "max", "count")), ("tokens", "sum")]
+    )
+    named = sums.rename_columns({"reward_count": "sessions", "tokens_sum": "tokens"})
+    return named.append_column("verdict", pa.array(["sealed"] * len(named))).select(GROUPS.names).cast(GROUPS)
+
+
+def turns_of(branches: Sequence[Trajectory], decode: Decode) -> pa.Table:
+    """One row per turn of each branch, in order."""
+    found = [(row, number, turn) for row in branches for number, turn in enumerate(row.turns)]
+
+    def cut(name: str) -> list[npt.NDArray[Any]]:
+        return [getattr(row, name)[turn.start : turn.end] for row, _, turn in found]
+
+    ids, versions = cut("token_ids"), cut("policy_versions")
+    not_sampled = [row == NOT_SAMPLED for row in versions]
+    values: dict[str, Any] = {
+        "branch_id": [row.branch_id for row, _, _ in found],
+        "turn": [number for _, number, _ in found],
+        "repeated": [turn.end <= row.shared_prefix for row, _, turn in found],
+        "text": [decode(row.tolist()) for row in ids],
+        "tokens": [[decode([one]) for one in row.tolist()] for row in ids],
+        "token_ids": list_array(ids, np.int32),
+        "logprobs": list_array(cut("logprobs"), np.float32, not_sampled),
+        "policy_versions": list_array(versions, np.int32, not_sampled),
+        "loss_mask": list_array(cut("loss_mask"), np.bool_),
+    }
+    values |= {name: [getattr(turn, name) for _, _, turn in found] for name in TurnSpan._fields}
+    return pa.Table.from_pydict(values, schema=TURNS)
+
+
+def _count_new(rows: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Answers and tokens that were sampled in each branch, without those that it shares with its parent."""
+    shared = rows["shared_prefix"].to_numpy()
+    turns, versions = (rows[name].combine_chunks() for name in ("turns", "policy_versions"))
+    of_turn, of_token = (pc.list_parent_indices(lists).to_numpy() for lists in (turns, versions))
+    flat = turns.flatten()
+    answered = pc.is_valid(pc.struct_field(flat, "engine")).to_numpy(zero_copy_only=False)
+    answered &= pc.struct_field(flat, "end").to_numpy() > shared[of_turn]
+    starts = np.cumsum(versions.value_lengths().to_numpy()) - versions.value_lengths().to_numpy()
+    sampled = pc.is_valid(versions.flatten()).to_numpy(zero_copy_only=False)
+    sampled &= np.arange(len(of_token)) - starts[of_token] >= shared[of_token]
+    return (
+        np.bincount(of_turn[answered], minlength=len(rows)),
+        np.bincount(of_token[sampled], minlength=len(rows)),
+    )
+
+
+def _schema(columns: Sequence[str]) -> pa.Schema:
+    return pa.schema([SESSIONS.field(name) for name in columns])

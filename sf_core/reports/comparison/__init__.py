@@ -1,0 +1,1 @@
+"""Several runs side by side: `sf report RUN RUN ...`."""

@@ -1,0 +1,100 @@
+"""The figures of several runs for the page that compares them, from their manifests and settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate, combinations
+from typing import Any
+
+import numpy as np
+from pydantic_core import to_jsonable_python
+
+from sf_core.config import RunConfig
+from sf_core.config.yaml_file import find_differences
+from sf_core.reports.series import RunSeries
+from sf_core.reports.view import Iteration, RunView
+
+TRAINING = ("loss", "entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
+"""Metrics of the train stage that are drawn."""
+
+MOST_CHARACTERS = 80
+"""Length to which the value of a setting is cut."""
+
+
+def run_figures(view: RunView, name: str) -> dict[str, Any]:
+    """Curves and results of one run. Raises ValueError if a committed file is broken."""
+    series = RunSeries(view)
+    through = series.through
+    seconds = accumulate(iteration.seconds for iteration in through)
+    tokens = accumulate(iteration.sampled_tokens for iteration in through)
+    return {
+        "name": name,
+        "due": series.config.train.iterations,
+        # where each iteration ends on the axes of the page
+        "reached": [
+            {"iterations": iteration.number + 1, "seconds": second, "tokens": token}
+            for iteration, second, token in zip(through, seconds, tokens, strict=True)
+        ],
+        "rows": [_row(iteration) for iteration in through],
+        "held_out": sorted(series.held_out.items()),
+        "best": _measured(series, max(series.held_out, key=series.held_out.__getitem__, default=None)),
+        "last": _measured(series, max(series.held_out, default=None)),
+        "failed": sum(series.failures.values()),
+    }
+
+
+def _row(iteration: Iteration) -> dict[str, float | None]:
+    trained, lags = iteration.stages["train"].data, iteration.stages["filter"].data.get("lags", [])
+    counted = sum(lags)
+    return {name: trained.get(name) for name in TRAINING} | {
+        "reward": iteration.reward,
+        "lag": sum(lag * count for lag, count in enumerate(lags)) / counted if counted else None,
+        "tokens_per_second": iteration.tokens_per_second if iteration.seconds else None,
+    }
+
+
+def _measured(series: RunSeries, version: int | None) -> dict[str, float | None] | None:
+    """Held-out reward of a version, with its standard error over tasks if the sessions are still stored."""
+    if version is None:
+        return None
+    error = None
+    found = series.view.find_session_set(version, "evaluate")
+    if found is not None and found.uris:
+        with suppress(ValueError):
+            error = _standard_error(found.read(["session_id", "task_id", "reward"]).to_pylist())
+    return {"version": version, "reward": series.held_out[version], "error": error}
+
+
+def _standard_error(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Of the mean over tasks, each with the mean of its sessions."""
+    sessions = {row["session_id"]: row for row in rows if row["reward"] is not None}
+    tasks: dict[str, list[float]] = {}
+    for row in sessions.values():
+        tasks.setdefault(row["task_id"], []).append(row["reward"])
+    means = [sum(rewards) / len(rewards) for rewards in tasks.values()]
+    return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
+
+
+def differing_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
+    """Settings that differ between any two runs, but for run_id, with the value that each run has."""
+    found = {key for one, other in combinations(configs, 2) for key, *_ in find_differences(one, other)}
+    # of a section that some runs do not have, its settings are not listed apart
+    keys = [key for key in found - {"run_id"} if not any(part in found for part in _sections(key))]
+    return [{"key": key, "values": [_shown(config, key) for config in configs]} for key in sorted(keys)]
+
+
+def _sections(key: str) -> Iterator[str]:
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def _shown(config: RunConfig, key: str) -> str:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    text = value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
+    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."

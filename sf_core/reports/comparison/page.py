@@ -1,0 +1,55 @@
+"""`sf report RUN RUN ...`: several runs on one HTML page that opens offline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sf_core.config import RunConfig
+from sf_core.reports.comparison.figures import differing_settings, run_figures
+from sf_core.reports.html.assembly import assemble
+from sf_core.reports.view import open_run
+from storage.files import write_atomic
+
+SCRIPTS = ("dom.js", "theme.js", "charts.js", "tables.js", "comparison.js")
+
+DEFAULT = "comparison.html"
+
+
+def write_comparison_page(uris: Sequence[str], target: str | None) -> str:
+    """Write the page, by default into the current folder, and return where it is. Raises ValueError, one
+    sentence with the run, if a run is named twice or cannot be read."""
+    runs, configs = [], []
+    views = [open_run(uri) for uri in uris]
+    places = [view.run.uri for view in views]
+    if twice := [uri for uri, number in Counter(places).items() if number > 1]:
+        raise ValueError(f"{twice[0]} is named twice: name different runs to compare")
+    for view, name in zip(views, name_runs(places), strict=True):
+        try:
+            configs.append(view.run.read_config(RunConfig))
+            runs.append(run_figures(view, name))
+        except (ValueError, OSError, KeyError) as error:
+            raise ValueError(f"{view.run.uri} cannot be compared: {error}") from None
+    figures = {"runs": runs, "settings": differing_settings(configs)}
+    names = [run["name"] for run in runs]
+    page = assemble("comparison.html", SCRIPTS, {"figures": figures}, names=names, uris=places)
+    write_atomic(target or DEFAULT, page)
+    return target or DEFAULT
+
+
+def name_runs(uris: Sequence[str]) -> list[str]:
+    """Names that tell the runs apart: the last part of each address, and as many before it as that takes.
+
+    >>> name_runs(["a/runs/x", "b/runs/x", "a/runs/y"])
+    ['a/runs/x', 'b/runs/x', 'y']
+    """
+    parts, length = [uri.rstrip("/").split("/") for uri in uris], 1
+    names = [path[-1] for path in parts]
+    while any(number > 1 for number in Counter(names).values()) and length < max(map(len, parts)):
+        length += 1
+        counts = Counter(names)
+        names = [
+            "/".join(path[-length:]) if counts[name] > 1 else name
+            for path, name in zip(parts, names, strict=True)
+        ]
+    return names
