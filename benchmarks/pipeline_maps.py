@@ -1,6 +1,7 @@
 """Where multiplexing gains and where not: the pipelines in the simulator, one condition varied at a time.
 
-Draws docs/pictures/pipelines.png and prints one JSON line with the points: tokens/s of every pipeline by condition.
+Draws docs/pictures/pipelines.png and prints one JSON line with the points: tokens/s of each pipeline by
+condition.
 
     python -m benchmarks.pipeline_maps
 """

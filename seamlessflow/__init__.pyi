@@ -1,5 +1,6 @@
 # the public names, read by __init__.py, type checkers and editors
 from sf_core.agents.mcp_tools import mcp_tools as mcp_tools
+from sf_core.agents.sandbox import Ended as Ended
 from sf_core.agents.sandbox import Sandbox as Sandbox
 from sf_core.agents.sandbox import SandboxError as SandboxError
 from sf_core.agents.sandbox import open_sandbox as open_sandbox

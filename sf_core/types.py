@@ -87,41 +87,67 @@ class WeightsRef(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task instance that an agent works on."""
+    """One task, on which an agent works once per session. Your `tasks` function returns it.
+
+    ```python
+    Task("sum-train-0", "sums", "What is 2+3?", answer="5")
+    ```
+    """
 
     task_id: str
-    """Unique over all splits; an id always means the same task."""
+    """Unique in the training and held-out tasks together. Equal ids are equal tasks, also in later runs."""
     environment: str
+    """A name for tasks of this kind. Metrics have a mean reward per name."""
     prompt: str
-    """The user message; also shown by `sf inspect`."""
+    """The user message for the agent. `sf try` and reports show it."""
     answer: str = ""
-    """The reference that verification compares with; never shown to the agent."""
+    """The reference answer, for your reward function. The policy does not see it."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Other facts for your agent and your reward function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward with what does not count in it."""
+    """The reward of a session, with rewards of single answers and numbers to record. Your reward function may
+    return it instead of a number.
+
+    ```python
+    Scored({"right": 1.0, "short": 0.1}, noted={"length": 12.0})
+    ```
+    """
 
     reward: float | Mapping[str, float]
+    """The reward: a finite number, or named parts whose sum is the reward."""
     steps: Mapping[str, float] = field(default_factory=dict)
-    """What single answers of the policy earned, for formulas that give each turn its own credit, by the `id`
-    that the API gave the answer or, of several choices, the first."""
+    """Rewards of single answers, by the `id` that the API gave the answer. They are not added to `reward`.
+    They count with advantages per turn only (`train.advantage`)."""
     noted: Mapping[str, float] = field(default_factory=dict)
-    """Numbers by names of your own that are stored with the session, and whose means are metrics."""
+    """Numbers to record, by names of your choice. They are stored with the session, and their means are
+    metrics. They do not change the reward."""
 
 
 class NotJudged(Exception):
-    """A reward that could not be had, through no fault of the answer: a judge is away, or its reply cannot be
-    read. Raised by a reward function, the answer is scored again, for `rollout.score_timeout_s` and then by
-    another worker. If all of `rollout.session_attempts` fail, its group is dropped; a held-out session leaves
-    the mean."""
+    """Raise this in a reward function if an answer cannot be scored now, for example because a judge is
+    unavailable.
+
+    The answer is scored again, for `rollout.score_timeout_s` in all, then by another worker. After
+    `rollout.session_attempts` failures the group is discarded. A held-out session then does not count in the
+    mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The LLM endpoint of an agent. Any OpenAI SDK works with these three values."""
+    """The LLM endpoint of one session. Give its three values to the SDK of your agent.
+
+    ```python
+    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+    ```
+    """
 
     base_url: str
+    """The URL of the OpenAI API, which ends in `/v1`."""
     api_key: str
+    """The key of this session. It is valid until the session ends."""
     model: str
+    """The name of the policy, for the field `model` of a request."""

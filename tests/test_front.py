@@ -68,6 +68,14 @@ def test_a_public_module_lists_its_names(module: str) -> None:
     assert found.__doc__ and all(hasattr(found, name) for name in found.__all__)
 
 
+@pytest.mark.parametrize("module", ["", ".testing", ".programs"])
+def test_the_page_of_the_front_has_every_name(module: str) -> None:
+    page = (ROOT / "docs" / "reference" / "front.md").read_text()
+    shown = re.findall(rf"^::: seamlessflow{re.escape(module)}\.(\w+)$", page, re.MULTILINE)
+    names = {*importlib.import_module(f"seamlessflow{module}").__all__} - {"__version__"}
+    assert sorted(shown) == sorted(names)
+
+
 def test_shown_code_imports_the_front_alone() -> None:
     faults = [f"{place}: {line.strip()}" for place, line in _code_lines() if INTERNAL.match(line)]
     assert not faults, "shown to users, so import it from seamlessflow:\n" + "\n".join(faults)

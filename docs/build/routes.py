@@ -86,7 +86,7 @@ def _show(path: str, method: str, route: Schema, schemas: Schema) -> Iterator[st
     if route["parameters"]:
         yield "Parameters:\n"
         for parameter in route["parameters"]:
-            told = say_type(parameter["name"], parameter["schema"]).lower()
+            told = say_type(parameter["name"], parameter["schema"])
             yield f"- `{parameter['name']}` *({parameter['in']}, {told})*"
         yield ""
     if "requestBody" in route:
@@ -103,9 +103,9 @@ def _show(path: str, method: str, route: Schema, schemas: Schema) -> Iterator[st
 
 def _fields(schema: Schema, schemas: Schema, indent: str) -> Iterator[str]:
     for name, field in schema.get("properties", {}).items():
-        told = say_type(name, field).lower().replace("section", "object")
+        told = say_type(name, field).replace("section", "object").replace("empty", "null")
         need = "required" if name in schema.get("required", ()) else "optional"
-        text = escape(" ".join(field.get("description", "").split()))
+        text = escape(" ".join(field.get("description", "").split())).replace("None:", "null:")
         inner = field.get("items", field).get("$ref", "").rpartition("/")[2]
         if inner == "RunRollout":
             text = "The settings [`rollout`](settings.md#rollout)."

@@ -15,40 +15,47 @@ _BOUNDS = {
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
     "multipleOf": "a multiple of {}",
-    "minItems": "at least {} in number",
-    "maxItems": "at most {} in number",
 }
 
 
 def say_type(name: str, schema: Schema) -> str:
     """What the value of this name may be, in words."""
     forms = schema.get("anyOf") or schema.get("oneOf") or [schema]
-    told = [_form(name, form) for form in forms if form.get("type") != "null"]
+    told = [_say(name, form) for form in forms if form.get("type") != "null"]
     if len(forms) > len(told):
         told.append("empty")
-    text = " or ".join(dict.fromkeys(told))
-    return text[:1].upper() + text[1:]
+    return " or ".join(dict.fromkeys(told))
 
 
-def _form(name: str, schema: Schema) -> str:
+def _say(name: str, schema: Schema) -> str:
     if "$ref" in schema or "properties" in schema:
         return "section"
-    if words := words_of(schema):
+    if words := schema.get("enum"):
         return ("one of " if len(words) > 1 else "") + ", ".join(f"`{word}`" for word in words)
-    if schema.get("type") == "array":
-        items = schema.get("items", {})
-        inner = say_type(name, items).lower()
-        text = "list of sections" if inner.startswith("section") else f"list, each {inner}"
-    elif schema.get("type") == "object":
-        values = schema.get("additionalProperties")
-        inner = say_type(name, values).lower() if isinstance(values, dict) else ""
-        text = "mapping of names to sections" if inner.startswith("section") else "mapping"
-    else:
-        text = _TYPES.get(schema.get("type", ""), "any value")
+    match schema.get("type"):
+        case "array":
+            return _say_list(name, schema)
+        case "object":
+            values = schema.get("additionalProperties")
+            of_sections = isinstance(values, dict) and say_type(name, values) == "section"
+            return "mapping of names to sections" if of_sections else "mapping"
+    text = _TYPES.get(schema.get("type", ""), "any value")
+    bounds = [words.format(_number(schema[key])) for key, words in _BOUNDS.items() if key in schema]
     if "pattern" in schema and name in PATTERNS:
-        text += f" ({PATTERNS[name].removeprefix('expected ')})"
-    bounds = [words.format(f"{schema[key]:,}") for key, words in _BOUNDS.items() if key in schema]
-    return " ".join((text, " and ".join(bounds))).rstrip()
+        bounds.append(PATTERNS[name].removeprefix("expected "))
+    return f"{text} ({' and '.join(bounds)})" if bounds else text
+
+
+def _say_list(name: str, schema: Schema) -> str:
+    items = schema.get("prefixItems", [schema.get("items", {})])
+    each = say_type(name, items[0]).removesuffix(" or section")
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    number = f"{most} entries, " if least == most else "not empty, " if least else ""
+    return "list of sections" if each == "section" else f"list ({number}each {each})"
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else str(value)
 
 
 def words_of(schema: Schema) -> list[Any]:

@@ -40,14 +40,16 @@ class _Part(NamedTuple):
     anchor: str
     model: type[BaseModel]
     level: int
-    about: str
-    """What the section is, before its settings."""
+    about: tuple[str, ...] = ()
+    """Paragraphs on the section, before its settings."""
     kind: str = ""
+    may_be: str = ""
+    """Type and default of a section that may be something else: empty, a name, or several."""
 
 
 def settings_page() -> str:
     """Markdown of the page."""
-    parts = [*_parts(_Part("", "", RunConfig, 1, ""))]
+    parts = [*_parts(_Part("", "", RunConfig, 1))]
     known = {f"{part.anchor}.{name}".lstrip(".") for part in parts for name in part.model.model_fields}
     known |= {part.anchor for part in parts}
     return _TOP + "\n".join(line for part in parts for line in _show(part, known)) + "\n"
@@ -56,17 +58,18 @@ def settings_page() -> str:
 def _parts(part: _Part) -> Iterator[_Part]:
     """This section, and all that are within it, as the page has them."""
     yield part
+    properties = part.model.model_json_schema()["properties"]
     for name, field in part.model.model_fields.items():
         mark, models = _models(field.annotation)
         path, anchor = (f"{before}.{name}".lstrip(".") for before in (part.path, part.anchor))
-        about = field.description or (inspect.getdoc(models[0]) if len(models) == 1 else "") or ""
         level = max(part.level, min(part.level + 1, 3))
         if len(models) == 1:
-            yield from _parts(_Part(path + mark, anchor, models[0], level, about))
+            about = dict.fromkeys(filter(None, (field.description, inspect.getdoc(models[0]))))
+            may_be = _may_be(name, properties[name], field) if field.description else ""
+            yield from _parts(_Part(path + mark, anchor, models[0], level, tuple(about), may_be=may_be))
         for model in models if len(models) > 1 else ():
             kind = model.model_fields["kind"].default
-            text = inspect.getdoc(model) or ""
-            yield from _parts(_Part(path + mark, f"{anchor}.{kind}", model, 4, text, kind))
+            yield from _parts(_Part(path + mark, f"{anchor}.{kind}", model, 4, (model.__doc__ or "",), kind))
 
 
 def _models(annotation: Any) -> tuple[str, list[type[BaseModel]]]:
@@ -87,34 +90,42 @@ def _show(part: _Part, known: set[str]) -> Iterator[str]:
         yield f"\n#### `{part.path}`: `{part.kind}` {{#{part.anchor}}}\n"
     else:
         yield f"\n{'#' * part.level} `{part.path}` {{#{part.anchor}}}\n"
-    if part.about:
-        yield _prose(part.about, part, known) + "\n"
+    if part.may_be:
+        yield f"{part.may_be}\n{{ .setting }}\n"
+    for about in part.about:
+        yield _prose(about, part, known) + "\n"
+    inner = [
+        name for name, field in part.model.model_fields.items() if len(_models(field.annotation)[1]) == 1
+    ]
+    anchors = [f"{part.anchor}.{name}".lstrip(".") for name in inner]
+    if anchors:
+        yield "Sections: " + ", ".join(f"[`{anchor}`](#{anchor})" for anchor in anchors) + ".\n"
     for name, field in part.model.model_fields.items():
-        models = _models(field.annotation)[1]
-        if (name == "kind" and part.kind) or (len(models) == 1 and field.description is None):
+        if name in inner or (name == "kind" and part.kind):
             continue
         anchor = f"{part.anchor}.{name}".lstrip(".")
-        # a section that is also a setting has its anchor where its settings are
-        mark = "" if len(models) == 1 else f" {{#{anchor}}}"
-        yield f"\n{'#' * max(4, part.level + 1)} `{part.path}{'.' if part.path else ''}{name}`{mark}\n"
-        told = say_type(name, schema["properties"][name])
-        if _is_code(field):
-            told = told.replace("Text", "`package.module:name`")
-        yield f"{told}. {_default(field)}\n{{ .setting }}\n"
+        yield f"\n{'#' * max(4, part.level + 1)} `{f'{part.path}.{name}'.lstrip('.')}` {{#{anchor}}}\n"
+        yield f"{_may_be(name, schema['properties'][name], field)}\n{{ .setting }}\n"
         if field.description:
             words = [str(word) for word in words_of(schema["properties"][name])]
             yield _prose(field.description, part, known, words) + "\n"
-        if len(models) > 1:
-            kinds = [model.model_fields["kind"].default for model in models]
+        if kinds := [model.model_fields["kind"].default for model in _models(field.annotation)[1]]:
             yield "Kinds: " + ", ".join(f"[`{kind}`](#{anchor}.{kind})" for kind in kinds) + ".\n"
-        elif models:
-            yield f"Its settings: [`{anchor}`](#{anchor}).\n"
+
+
+def _may_be(name: str, schema: dict[str, Any], field: FieldInfo) -> str:
+    told = say_type(name, schema)
+    if _is_code(field):
+        told = told.replace("text", "`package.module:name`", 1)
+    return f"{told[0].upper()}{told[1:]}. {_default(field)}"
 
 
 def _is_code(field: FieldInfo) -> bool:
     """Whether a setting names code, as package.module:name."""
-    _, *checks = get_args(Reference)
-    return Reference in get_args(field.annotation) or any(check in field.metadata for check in checks)
+    [_, check, *_] = get_args(Reference)
+    forms = (field, field.annotation, *get_args(field.annotation))
+    marks = (getattr(form, "metadata", getattr(form, "__metadata__", ())) for form in forms)
+    return any(check in found for found in marks)
 
 
 def _default(field: FieldInfo) -> str:
@@ -125,7 +136,9 @@ def _default(field: FieldInfo) -> str:
         return "Default: empty."
     if isinstance(value, BaseModel):
         shown = getattr(value, "kind", None)
-        return f"Default: `{shown}`." if isinstance(shown, str) else "Default: as below."
+        return f"Default: `{shown}`." if isinstance(shown, str) else "Default: its defaults."
+    if isinstance(value, float):
+        return f"Default: `{value:g}`."
     plain = _plain(value)
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
     return f"Default: `{text}`."

@@ -21,10 +21,17 @@ TOLD_BYTES = 400
 
 @asynccontextmanager
 async def mcp_tools(server: str | Sequence[str], *, timeout_s: float = 60.0) -> AsyncIterator[list[Tool]]:
-    """The tools of a server, named by its URL or by the words of a command; the command runs for as long as
-    the block. Its start, and each of its answers, may take `timeout_s`.
+    """Open the tools of an MCP server, for `run_tool_loop`. Needs the extra `seamlessflow[mcp]`.
 
-    Raises LostToolError if the server cannot be reached, dies or does not answer in time; so do its tools."""
+    `server` is a URL (streamable HTTP), or the words of a command (standard input and output). The command
+    runs until the block ends. `timeout_s` limits the start and each answer, in seconds. Raises LostToolError
+    if the server cannot be reached, ends, or does not answer in time. The tools raise it too.
+
+    ```python
+    async with mcp_tools(["python", "my_server.py"]) as tools:
+        return await run_tool_loop(endpoint, task.prompt, tools)
+    ```
+    """
     with tempfile.TemporaryFile("w+") as written:
         opened = _Server(server, timeout_s, written)
         try:

@@ -23,25 +23,43 @@ Content = str | list[dict[str, Any]]
 
 
 class LostToolError(Exception):
-    """A tool cannot be called any more, which ends the loop; the message is one sentence."""
+    """Raise this in a tool that cannot work any more, for example because its server has crashed.
+    `run_tool_loop` raises it to your agent. The model does not see the error. The session fails, unless your
+    agent handles the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call, in the form of OpenAI's API."""
+    """A function that the model may call.
+
+    ```python
+    Tool(
+        name="add",
+        description="Add two numbers.",
+        parameters={
+            "type": "object",
+            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+            "required": ["a", "b"],
+        },
+        function=lambda a, b: str(a + b),
+    )
+    ```
+    """
 
     name: str
     """The name by which the model calls the function."""
     description: str
-    """Tells the model what the function does and when to call it."""
+    """Text for the model: what the function does, and when to call it."""
     parameters: dict[str, Any]
-    """JSON schema of the arguments."""
+    """The arguments of the function, as a JSON Schema."""
     function: Callable[..., Content | Awaitable[Content]]
-    """Called with the arguments by keyword, plain or async; an error that it raises is shown to the model as
-    the result, but for a LostToolError."""
+    """A plain or async function. It gets the arguments by keyword, and returns a text or a list of OpenAI's
+    content parts. If it raises an error, the model gets the error as the result. A `LostToolError` ends the
+    loop instead."""
 
     @property
     def schema(self) -> Any:
+        """The tool in the form of OpenAI's field `tools`."""
         return {
             "type": "function",
             "function": {
@@ -55,7 +73,17 @@ class Tool:
 async def run_tool_loop(
     endpoint: Endpoint, prompt: Content, tools: Sequence[Tool] = (), max_turns: int = 4
 ) -> str:
-    """The model's final text; empty if it still calls tools in its last turn."""
+    """Ask the model and run the tools that it calls, until it answers without a call.
+
+    `prompt` is the user message: a text or a list of OpenAI's content parts. `max_turns` is the maximum
+    number of requests. Returns the text of the last answer. The text is empty if the model still calls tools
+    in its last turn. Raises LostToolError if a tool raises it.
+
+    ```python
+    async def agent(task: Task, endpoint: Endpoint) -> str:
+        return await run_tool_loop(endpoint, task.prompt, [CALCULATOR], max_turns=8)
+    ```
+    """
     client = await open_client(endpoint)
     by_name = {tool.name: tool for tool in tools}
     messages: list[Any] = [{"role": "user", "content": prompt}]

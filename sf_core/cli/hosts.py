@@ -12,17 +12,14 @@ from sf_core.config.addresses import MAX_PORT
 from sf_core.dataplane.options import DataplaneOptions, Fsync
 
 commands = App()
-Host = typer.Option(metavar="ADDRESS", help="Address to listen on. Addresses other than loopback need TLS.")
+Host = typer.Option(help="Address to listen on. Addresses other than loopback need TLS.")
 
 
 @commands.command()
 @report_bad_input()
 def server(
     host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", help="Address to listen on. Addresses other than loopback need a password."
-        ),
+        str, typer.Option(help="Address to listen on. Addresses other than loopback need a password.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port to listen on.")] = 4200,
 ) -> None:
@@ -50,15 +47,13 @@ def scheduler(
 @commands.command()
 @report_bad_input()
 def worker(
-    scheduler: Annotated[str, typer.Option(metavar="ADDRESS", help="Address of the Dask scheduler.")],
+    scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.")],
     tags: Annotated[str, typer.Option(help="Capability tags of the worker, for example rollout,train.")],
     device: Annotated[
         str | None,
         typer.Option(help="cpu or cuda:N. By default the GPU for the tags rollout and train, else cpu."),
     ] = None,
-    device_kind: Annotated[
-        str | None, typer.Option(help="Kind of the device, for example h100.", show_default=False)
-    ] = None,
+    device_kind: Annotated[str | None, typer.Option(help="Kind of the device, for example h100.")] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure the device at the start, for some seconds.")
     ] = False,
@@ -81,10 +76,7 @@ def worker(
 @report_bad_input()
 def dataplane(
     host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", help="Address to listen on. Addresses other than loopback need a key."
-        ),
+        str, typer.Option(help="Address to listen on. Addresses other than loopback need a key.")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=MAX_PORT, help="Port to listen on. 0: any free port.")
@@ -92,9 +84,8 @@ def dataplane(
     journal_dir: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER",
             help="Folder for the journals of runs. A data plane that restarts with the same folder continues "
-            "its runs.",
+            "its runs."
         ),
     ] = None,
     fsync: Annotated[
@@ -111,7 +102,7 @@ def dataplane(
     memory_mb: Annotated[
         float, typer.Option(help="Memory for sessions and results, in MB. Above it no new session starts.")
     ] = DataplaneOptions.memory_mb,
-    port_file: Annotated[str | None, typer.Option(metavar="FILE", help="File to write the port to.")] = None,
+    port_file: Annotated[str | None, typer.Option(help="File to write the port to.")] = None,
     gateways: Annotated[int, typer.Option(hidden=True)] = 1,
 ) -> None:
     """Run a data plane, the process between agents and engines, for many runs.

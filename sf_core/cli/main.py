@@ -46,7 +46,6 @@ ConfigFile = Annotated[
     list[Path],
     typer.Argument(
         help=f"YAML file, or {NAMES}. Later configurations override earlier ones.",
-        show_default=False,
         autocompletion=complete_config,
     ),
 ]
@@ -54,9 +53,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="KEY=VALUE",
         help="Override a setting, for example train.iterations=3. Repeat the option for more settings.",
-        show_default=False,
         autocompletion=complete_override,
     ),
 ]
@@ -88,9 +85,7 @@ def sf(
 @app.command("init")
 @report_bad_input()
 def init_project(
-    name: Annotated[
-        str, typer.Argument(help="Folder to make. Its Python module gets the same name.", show_default=False)
-    ],
+    name: Annotated[str, typer.Argument(help="Folder to make. Its Python module gets the same name.")],
 ) -> None:
     """Write a small project: tasks, an agent, a reward, their test, and a configuration."""
     from sf_core.cli.project.create import create_project
@@ -128,10 +123,8 @@ def try_agent(
     endpoint: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
             help="Base URL of an OpenAI-compatible server that answers the agent. Its key is read from "
-            "OPENAI_API_KEY. By default the command serves the policy of the configuration.",
-            show_default=False,
+            "OPENAI_API_KEY. By default the command serves the policy of the configuration."
         ),
     ] = None,
     model: Annotated[str, typer.Option(help="Name of the model at --endpoint.")] = "policy",
@@ -159,22 +152,13 @@ def evaluate(
     run: RunDir,
     overrides: Overrides = None,
     version: Annotated[
-        int | None,
-        typer.Option(min=0, help="Policy version to measure. By default the newest.", show_default=False),
+        int | None, typer.Option(min=0, help="Policy version to measure. By default the newest.")
     ] = None,
     against: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Policy version to compare with, on the same tasks and seeds.", show_default=False
-        ),
+        int | None, typer.Option(min=0, help="Policy version to compare with, on the same tasks and seeds.")
     ] = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSONL file with prompts to answer instead of held-out tasks.",
-            show_default=False,
-        ),
+        Path | None, typer.Option(help="JSONL file with prompts to answer instead of held-out tasks.")
     ] = None,
     as_json: Annotated[
         bool,
@@ -209,7 +193,6 @@ def up(
         typer.Argument(
             help="YAML file or built-in configuration whose cluster.workers are started. By default the "
             "workers of `sf settings cluster.workers`.",
-            show_default=False,
             autocompletion=complete_config,
         ),
     ] = None,
@@ -276,10 +259,7 @@ def setup_server(
 def inspect(
     run: RunDir,
     session: Annotated[
-        str | None,
-        typer.Option(
-            help="Show one session, turn by turn: its id, as the report names it.", show_default=False
-        ),
+        str | None, typer.Option(help="Show one session, turn by turn: its id, as the report names it.")
     ] = None,
     timeline: Annotated[
         bool,
@@ -314,7 +294,6 @@ def settings(
         str,
         typer.Argument(
             help="Setting or section to print, for example train.loss. By default all settings.",
-            show_default=False,
             autocompletion=complete_setting,
         ),
     ] = "",
@@ -347,11 +326,7 @@ def plan(
     overrides: Overrides = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Dask scheduler to plan for. By default cluster.scheduler, or else SF_SCHEDULER.",
-            show_default=False,
-        ),
+        typer.Option(help="Dask scheduler to plan for. By default cluster.scheduler, or else SF_SCHEDULER."),
     ] = None,
 ) -> None:
     """Show which worker would do what and why. Starts nothing."""

@@ -21,15 +21,12 @@ def model(
         str,
         typer.Argument(
             help=f"A published policy ({', '.join(PUBLISHED)}), a GGUF file, or a Hugging Face folder.",
-            show_default=False,
             autocompletion=lambda incomplete: [name for name in PUBLISHED if name.startswith(incomplete)],
         ),
     ],
     folder: Annotated[
         Path | None,
-        typer.Argument(
-            help="Folder to make. By default a published policy is stored in the cache.", show_default=False
-        ),
+        typer.Argument(help="Folder to make. By default a published policy is stored in the cache."),
     ] = None,
 ) -> None:
     """Download or convert a model for policy.model, or check a model folder."""

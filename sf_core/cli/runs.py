@@ -33,7 +33,6 @@ RunDir = Annotated[
     str,
     typer.Argument(
         help="Run directory or its URL, or the name of a run in ./runs.",
-        show_default=False,
         callback=find_run,
         autocompletion=complete_run,
     ),
@@ -78,9 +77,7 @@ def gc(
     where: Annotated[
         str,
         typer.Argument(
-            metavar="RUN",
             help="Run directory, a folder of run directories, or the name of a run in ./runs.",
-            show_default=False,
             callback=find_run,
             autocompletion=complete_run,
         ),
@@ -134,9 +131,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN",
             help="Run directory or its URL, or the name of a run in ./runs. Several runs are compared.",
-            show_default=False,
             callback=lambda runs: [*map(find_run, runs)],
             autocompletion=complete_run,
         ),
@@ -145,9 +140,7 @@ def report(
         str | None,
         typer.Option(
             *("--output", "-o"),
-            metavar="FILE",
             help="File to write. By default RUN/report.html, or comparison.html for several runs.",
-            show_default=False,
         ),
     ] = None,
     max_mb: Annotated[
@@ -162,17 +155,16 @@ def report(
     from sf_core.reports.html.page import write_report
 
     _check_folder(output)
-    tell(write_report(*runs, output, max_mb) if len(runs) == 1 else write_comparison_page(runs, output))
+    one = runs[0] if len(runs) == 1 else None
+    tell(write_report(one, output, max_mb) if one else write_comparison_page(runs, output))
 
 
 @commands.command()
 @report_bad_input()
 def export(
     run: RunDir,
-    out: Annotated[str, typer.Argument(help="File to write. For atif a folder.", show_default=False)],
-    to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="trl, verl, sharegpt or atif.", show_default=False)
-    ],
+    out: Annotated[str, typer.Argument(help="File to write. For atif a folder.")],
+    to: Annotated[str, typer.Option(help="trl, verl, sharegpt or atif.")],
     opened: Annotated[
         bool, typer.Option("--opened", help="Export sessions that clients opened, instead of the run's own.")
     ] = False,
@@ -200,8 +192,7 @@ def export(
 @commands.command()
 @report_bad_input()
 def replay(
-    run: RunDir,
-    iteration: Annotated[int, typer.Option(min=0, help="Iteration to train again.", show_default=False)],
+    run: RunDir, iteration: Annotated[int, typer.Option(min=0, help="Iteration to train again.")]
 ) -> None:
     """Train a stored batch again from the checkpoint before it, and compare the weights. Writes nothing."""
     from sf_core.cli.replay import replay

@@ -20,28 +20,48 @@ Reward = float | Mapping[str, float] | Scored
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation to imitate, in the form chat templates take."""
+    """A conversation that the built-in policy imitates in its warm start, before reinforcement learning."""
 
     messages: list[dict[str, Any]]
+    """The messages in OpenAI's form. The policy learns those of the role `assistant`."""
     tools: list[dict[str, Any]] | None = None
+    """The tools that the model sees, in OpenAI's form. `Tool.schema` gives one."""
 
 
 class Environment(Settings):
-    """Base class. `agent` and `reward` may be plain functions or async ones. A `reward` that asks judges has
-    one more parameter, `judges`."""
+    """Base class of your environment: tasks, an agent and a reward as one class. Its fields are settings,
+    which `environment.settings` gives in YAML. `agent` and `reward` may be plain or async.
+
+    ```python
+    class Sums(Environment):
+        most: int = 99  # environment.settings.most
+
+        def tasks(self, split: Split, index: int) -> Task:
+            a = Random(f"{split} {index}").randint(1, self.most)
+            return Task(f"{split}-{index}", "sums", f"What is {a}+{a}?", answer=str(2 * a))
+
+        async def agent(self, task: Task, endpoint: Endpoint) -> str:
+            return await run_tool_loop(endpoint, task.prompt)
+
+        def reward(self, task: Task, answer: str) -> float:
+            return float(answer.strip() == task.answer)
+    ```
+    """
 
     @abstractmethod
     def tasks(self, split: Split, index: int) -> Task:
-        """A task; equal arguments give equal tasks, in every process."""
+        """Make the task of this number, from 0. `split` is `train` or `holdout`. Equal arguments must give
+        equal tasks in every process."""
 
     @property
     def sources(self) -> Mapping[str, HasTasks]:
-        """Its parts: where tasks come from, by the names that the stages of a curriculum may have shares of.
-        Empty: there is one order of tasks, that of `tasks`."""
+        """Parts of the environment by name, for the shares of a curriculum. Empty: all tasks come from
+        `tasks`."""
         return {}
 
     def task(self, split: Split, index: int, source: str = "") -> Task:
-        """A task of a part; of `tasks` if no source is named. Raises ValueError if there is no such part."""
+        """Make a task of one part, or of `tasks` if `source` is empty. Raises ValueError if there is no such
+        part."""
         if not source:
             return self.tasks(split, index)
         if source not in self.sources:
@@ -50,8 +70,9 @@ class Environment(Settings):
         return self.sources[source].task(split, index)
 
     def prepare(self, task: Task) -> AbstractAsyncContextManager[Any]:
-        """What the agent needs for a task and gets as its third argument. It is entered before the session
-        runs and left when the agent has ended."""
+        """Optional: prepare what the agent needs for a task, such as a sandbox. Returns an async context
+        manager. The agent gets its value as third argument. It is entered before the session and left after
+        the agent has ended."""
         raise NotImplementedError
 
     @property
@@ -60,23 +81,25 @@ class Environment(Settings):
 
     @abstractmethod
     def agent(self, task: Task, endpoint: Endpoint, *prepared: Any, **more: Any) -> Any:
-        """Work on a task; returns the answer, a JSON value."""
+        """Work on a task with the LLM at `endpoint`. Returns the answer, a value of JSON. If it raises an
+        error, the session fails, and `rollout.on_failure` decides what happens."""
 
     @abstractmethod
     def reward(self, task: Task, answer: Any) -> Reward | Awaitable[Reward]:
-        """A number, or named parts whose sum is the reward."""
+        """Score an answer. Returns a finite number, named parts whose sum is the reward, or a `Scored`. Add a
+        parameter `judges` to ask judges. Raises NotJudged if the answer cannot be scored now."""
 
     def files(self, task: Task) -> Mapping[str, bytes]:
-        """What a command as agent finds in its folder, by names of files."""
+        """Optional: the files that a command as agent finds in its folder, by name."""
         return {}
 
     def demonstrate(self, index: int) -> Demonstration | None:
-        """How to go about this training task, for the warm start of the built-in policy; None for a task that
-        is not shown."""
+        """Optional: a solution of the training task `index`, for the warm start of the built-in policy. None
+        if this task has none."""
         return None
 
     def why_not_here(self) -> str | None:
-        """One sentence if agent or reward cannot run on this host, else None."""
+        """Optional: one sentence if the agent or the reward cannot run on this host, else None."""
         return None
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from sf_core.types import Task
 
 Split = Literal["train", "holdout"]
+"""Training tasks or held-out tasks."""
 
 HOLDOUT_SIZE = 1024
 STRIDE = 1 << 40
@@ -18,8 +19,13 @@ MAX_ATTEMPTS = 1000
 
 
 def split_of(key: str, held_out: float = 0.2) -> Split:
-    """The one split in which tasks may have this key; of all keys a share of `held_out` is held out. Unlike
-    Splits it makes no task ahead, and a key keeps its split when others join."""
+    """Decide by a hash whether tasks with this key are for training or held out. `held_out` is the share of
+    keys that is held out. A key keeps its split when other keys are added.
+
+    ```python
+    split_of("photosynthesis")  # "train" or "holdout", always the same
+    ```
+    """
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])
     return "holdout" if number < held_out * 2**64 else "train"
 

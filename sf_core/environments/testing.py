@@ -17,22 +17,37 @@ from sf_core.types import Scored, Task
 
 
 class EnvironmentTests:
+    """Tests that every environment should pass. Inherit from this class in a test file, and set either
+    `environment` or the two functions.
+
+    ```python
+    import speller
+    from seamlessflow.testing import EnvironmentTests
+
+    class TestSpeller(EnvironmentTests):
+        tasks = staticmethod(speller.tasks)
+        reward = staticmethod(speller.reward)
+    ```
+    """
+
     environment: Environment | None = None
-    """The environment; without one, the two functions."""
+    """The environment; None if `tasks` and `reward` are set."""
     tasks: Callable[[str, int], Task]
-    """The function of `environment.tasks`."""
+    """The function that `environment.tasks` names in YAML."""
     reward: Callable[[Task, Any], Any]
-    """The function of `environment.reward`."""
+    """The function that `environment.reward` names in YAML."""
     num_tasks = 200
-    """Tasks of each split to try."""
+    """Number of tasks to make of each split."""
     num_scored = 20
-    """Tasks of each split whose answers are scored; fewer where scoring takes long."""
+    """Number of tasks of each split whose answers are scored. Use fewer if scoring is slow."""
 
     def test_equal_arguments_give_equal_tasks(self) -> None:
+        """Making the same tasks twice gives equal tasks."""
         for split in ("train", "holdout"):
             assert self._draw(split) == self._draw(split)
 
     def test_an_id_names_one_task(self) -> None:
+        """Tasks with the same id are equal."""
         drawn = self._draw("train") + self._draw("holdout")
         prompts: dict[str, Any] = {}
         for task in drawn:
@@ -40,11 +55,13 @@ class EnvironmentTests:
             assert prompts.setdefault(task.task_id, known) == known, f"{task.task_id} names two tasks"
 
     def test_no_held_out_task_is_trained_on(self) -> None:
+        """No held-out prompt is among the training prompts."""
         held_out = {(task.environment, task.prompt) for task in self._draw("holdout")}
         both = [task for task in self._draw("train") if (task.environment, task.prompt) in held_out]
         assert not both, f"{both[0].task_id} is held out and trained on"
 
     def test_any_answer_gets_a_finite_reward(self) -> None:
+        """Empty, wrong, long and odd answers get a finite reward."""
         for task in self._draw("train")[: self.num_scored] + self._draw("holdout")[: self.num_scored]:
             for answer in ("", task.answer, task.answer + "x", "\x00 \n<|im_end|> 数", "9" * 10_000):
                 reward = self._reward(task, answer)
@@ -53,6 +70,7 @@ class EnvironmentTests:
                 assert all(math.isfinite(float(value)) for value in parts.values()), (task.task_id, reward)
 
     def test_an_answer_is_worth_the_same_each_time(self) -> None:
+        """Scoring the same answer twice gives the same reward."""
         for task in self._draw("train")[: self.num_scored]:
             assert self._reward(task, task.answer) == self._reward(task, task.answer)
 

@@ -120,7 +120,7 @@ class Run:
         | `group_id` | string | sessions of one group are compared with each other; null without a group |
         | `status` | string | `finished`, or why the session failed |
         | `reward` | double | the reward; null if unknown |
-        | `reward_parts` | map<string, double> | named parts of the reward |
+        | `reward_parts` | `map<string, double>` | named parts of the reward |
         | `started_at` | timestamp[us, UTC] | start of the session |
         | `seconds` | double | duration of the session |
         | `branches` | int64 | number of branches: paths through an edited history |
@@ -181,11 +181,11 @@ class Run:
         | `temperature`, `top_p` | float | sampling parameters; null if not sampled |
         | `top_k` | int32 | sampling parameter, 0 means no limit; null if not sampled |
         | `reward` | double | reward of this answer alone; null if there is none |
-        | `tokens` | list<string> | each token as text |
-        | `token_ids` | list<int32> | the ids, exactly as the engine received and returned them |
-        | `logprobs` | list<float> | natural logarithm of each token's probability; null if not sampled |
-        | `policy_versions` | list<int32> | policy version that sampled each token; null if not sampled |
-        | `loss_mask` | list<bool> | true for each token that is trained in this branch |
+        | `tokens` | `list<string>` | each token as text |
+        | `token_ids` | `list<int32>` | the ids, exactly as the engine received and returned them |
+        | `logprobs` | `list<float>` | natural logarithm of each token's probability; null if not sampled |
+        | `policy_versions` | `list<int32>` | policy version that sampled each token; null if not sampled |
+        | `loss_mask` | `list<bool>` | true for each token that is trained in this branch |
 
         All rows of a branch together hold each of its tokens once. The text comes from the tokenizer of the
         run. A run without a tokenizer shows ids.

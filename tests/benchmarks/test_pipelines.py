@@ -39,10 +39,10 @@ def test_the_simulated_line_has_an_object_per_pipeline() -> None:
 def test_the_simulator_agrees_with_the_emulated_system(
     tmp_path: Path, name: str, num_devices: int, iterations: int
 ) -> None:
-    """Tokens/s within 10 % and idle shares within 5 points, as docs/concepts/pipelines.md says. The simulator is told
-    what orchestration took in this very run, so what agrees is all the rest. Long and short iterations take
-    turns: few of them say little. Twice as fast as the benchmark, with batches of half the size. On a machine
-    with nothing else."""
+    """Tokens/s within 10 % and idle shares within 5 points, as docs/concepts/pipelines.md says. The simulator
+    is told what orchestration took in this very run, so what agrees is all the rest. Long and short
+    iterations take turns: few of them say little. Twice as fast as the benchmark, with batches of half the
+    size. On a machine with nothing else."""
     devices = Devices(num_devices // 2, num_devices // 2)
     fast = [f"emulation.{name}={value}" for name, value in FAST_WEIGHTS.items()]
     smaller = [f"emulation.time_dilation={16 / num_devices}", f"rollout.groups_per_batch={4 * num_devices}"]

@@ -46,9 +46,11 @@ def test_a_setting_says_its_type_default_and_range() -> None:
     told = {
         "run_id": "Text (at most 100 letters, digits, `.`, `_` and `-`, the first a letter or digit) or "
         "empty. Default: empty.",
-        "train.iterations": "Whole number at least 1. Default: `40`.",
-        "train.learning_rate": "Number above 0 or empty. Default: empty.",
+        "train.iterations": "Whole number (at least 1). Default: `40`.",
+        "train.learning_rate": "Number (above 0) or empty. Default: empty.",
         "engine.kv_on_update": "One of `recompute`, `keep`. Default: `recompute`.",
+        "train.betas": "List (2 entries, each number (at least 0 and below 1)). Default: `[0.9, 0.95]`.",
+        "emulation.peak_flops": "Number (above 0). Default: `9.89e+14`.",
         "environment.reward": "`package.module:name` or empty. Default: empty.",
     }
     for path, text in told.items():

@@ -13,8 +13,10 @@ def test_a_setting_is_found_and_opened(browser: Browser, site: Path) -> None:
     page.on("request", lambda request: asked.append(request.url))
     page.goto((site / "index.html").as_uri())
     page.locator(".md-search__input").click()
-    page.keyboard.type("learning_rate")
-    found = page.locator('.md-search-result__link[href$="settings.html?h=learning+rate#train.learning_rate"]')
+    page.keyboard.type("train.learning_rate")
+    found = page.locator(
+        '.md-search-result__link[href$="settings.html?h=train+learning+rate#train.learning_rate"]'
+    )
     found.first.click()
     expect(page.locator("h4[id='train.learning_rate']")).to_be_in_viewport()
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []

@@ -4,6 +4,7 @@ tools, a device that is lent."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ import pyarrow.compute as pc
 import pytest
 from transformers import AutoTokenizer
 
+from seamlessflow import open_run
 from sf_core.config import RunConfig
 from sf_core.environments.quickstart import TOOLS
 from sf_core.stages.settling.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
+from tests.bench.notebooks import execute
 from tests.e2e.conftest import Cluster, holders, overlap_s, spans
 from tests.e2e.invariants import check_nothing_lost, check_result, manifests, trajectories
 from tests.e2e.quickstart import CONFIG, options, sf
@@ -40,11 +43,56 @@ def num_answers(rows: pa.Table) -> list[int]:
     return [sum(turn["role"] == "assistant" for turn in turns) for turns in rows["turns"].to_pylist()]
 
 
+def check_reading(run_dir: str) -> None:
+    """Check what the public reader gives of a run that is over against its files."""
+    run, config = open_run(run_dir), read_stored_config(run_dir)
+    iterations, evaluations = run.iterations().to_pylist(), run.evaluations().to_pylist()
+    assert len(iterations) == config.train.iterations and all(one["published"] for one in iterations)
+    for one in iterations:
+        number = one["iteration"]
+        rows = trajectories(config, number)
+        assert one["sampled_tokens"] == pc.sum(pc.list_flatten(rows["loss_mask"])).as_py()
+        assert one["sessions"] == len(pc.unique(rows["session_id"]))
+    held_out = {one["version"]: one["reward"] for one in evaluations}
+    assert iterations[-1]["held_out"] == held_out[config.train.iterations] > held_out[0]
+
+    sessions = run.sessions(["iteration", "kind", "session_id", "answers", "tokens", "reward"]).to_pylist()
+    training = [one for one in sessions if one["kind"] == "training"]
+    sampled = Counter[int]()
+    for one in training:
+        sampled[one["iteration"]] += one["tokens"]
+    assert [sampled[one["iteration"]] for one in iterations] == [one["sampled_tokens"] for one in iterations]
+    assert sum(run.groups()["sessions"].to_pylist()) == len(training)
+
+    last = trajectories(config, config.train.iterations - 1)
+    decode = AutoTokenizer.from_pretrained(run.uri + "/policy").decode
+    answers = {one["session_id"]: one["answers"] for one in training}
+    for row, expected in zip(last.slice(0, 8).to_pylist(), num_answers(last), strict=False):
+        turns = run.session(row["session_id"]).to_pylist()
+        for name in ("token_ids", "logprobs", "policy_versions", "loss_mask"):
+            assert [value for turn in turns for value in turn[name]] == row[name]
+        assert all(turn["text"] == decode(turn["token_ids"]) for turn in turns)
+        assert answers[row["session_id"]] == expected
+
+
 def test_it_learns(quickstart: RunConfig) -> None:
     """The standard error of a mean over 256 tasks is at most 0.03, that of a difference 0.045; twelve
     iterations are worth about 0.35: chance neither makes nor hides a rise of 0.15."""
     before, after = held_out(quickstart)
     assert after - before >= 0.15
+
+
+def test_it_is_read_as_it_is_stored(quickstart: RunConfig) -> None:
+    check_reading(quickstart.run_dir)
+
+
+def test_a_notebook_reads_it(quickstart: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").symlink_to(quickstart.run_dir)
+    slower = RunConfig.model_validate({"run_id": "slower", "train": {"learning_rate": 0.0003}})
+    RunDirectory(str(tmp_path / "runs" / "slower")).write_config(slower)
+    _, _, ranked, turns, *_, settings = execute("read_a_run.ipynb", tmp_path)
+    assert "quickstart.g" in ranked and "assistant" in turns and "train.iterations" in settings
 
 
 def test_its_batches_are_whole_and_exact(quickstart: RunConfig) -> None:

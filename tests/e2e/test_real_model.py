@@ -1,4 +1,4 @@
-"""A pretrained model, from the package index to a policy that was trained: docs/start/a-real-model.md in small."""
+"""A pretrained model, from the package index to a trained policy: docs/start/a-real-model.md in small."""
 
 from __future__ import annotations
 

@@ -37,13 +37,15 @@ MAX_ANSWER = 4096
 
 
 class SandboxError(Exception):
-    """A sandbox cannot be made or does not do what it should; the message is one sentence."""
+    """A sandbox cannot be made or does not work. The message is one sentence."""
 
 
 @cache
 def why_no_sandbox(image: str | None = None) -> str | None:
-    """One sentence if no sandbox can be made on this host, of this image or of the host's own system, else
-    None. It is tried once."""
+    """Check whether this host can make sandboxes. Returns None if it can, else one sentence with the reason.
+
+    `image` is an OCI image for podman; None means the system of the host. The first call makes a sandbox, in
+    a minute at most. Later calls return the same result."""
     if sys.platform != "linux":
         return "there is no sandbox on this system, only on Linux"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

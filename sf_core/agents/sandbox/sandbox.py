@@ -35,12 +35,15 @@ EndedBy = Literal["exit", "time", "output", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """The end of a command in a sandbox."""
+
     status: int
-    """Its exit status, or minus the signal that killed it."""
+    """The exit status, or minus the number of the signal that killed the command."""
     ended_by: EndedBy
-    """exit: it ended itself, or a limit on CPU time or file size did. Else what it had too much of."""
+    """`exit`: the command ended by itself, or a limit on CPU time or file size ended it. `time`, `output` or
+    `memory`: the command used too much of it and was killed."""
     output: str
-    """What it wrote, its beginning and its end."""
+    """Standard output and standard error together. If they are long, their beginning and their end."""
 
 
 @asynccontextmanager
@@ -50,9 +53,19 @@ async def open_sandbox(
     endpoint: Endpoint | None = None,
     programs: Iterable[str] = (),
 ) -> AsyncIterator[Sandbox]:
-    """A sandbox with these files in its work folder; nothing of it is left afterwards, however this process
-    ends. `endpoint`: the only thing that programs inside may reach. `programs`: files of the host that are
-    seen inside too, where they are. Raises SandboxError."""
+    """Open a sandbox for programs that you do not trust, for example code that a model wrote.
+
+    `limits` bounds memory, time and files. `files` are written to the work folder, by name. `endpoint` is the
+    only address that programs can reach; without it they have no network. `programs` are additional files of
+    the host that programs can read. When the block ends, all processes and files of the sandbox are removed.
+    Raises SandboxError if no sandbox can be made on this host.
+
+    ```python
+    async with open_sandbox(SandboxLimits(memory_mb=256), {"a.py": b"print(6*7)"}) as box:
+        ended = await box.run(["python3", "a.py"], timeout_s=5)
+        assert (ended.status, ended.output) == (0, "42\\n")
+    ```
+    """
     if reason := await asyncio.to_thread(why_no_sandbox, limits.image):
         raise SandboxError(reason)
     process = SandboxProcess(limits, programs)
@@ -70,15 +83,15 @@ async def open_sandbox(
 
 
 class Sandbox:
-    """An open sandbox, which `open_sandbox` gives: runs commands, writes and reads files."""
+    """An open sandbox. `open_sandbox` gives it."""
 
     def __init__(self, process: SandboxProcess, limits: SandboxLimits, endpoint: Endpoint | None) -> None:
         self._process, self._limits = process, limits
         self.endpoint = endpoint
-        """The endpoint, as programs inside reach it."""
+        """The endpoint as programs in the sandbox reach it; None if they have no network."""
         self.limits_by: Literal["cgroup", "rlimits"] = "rlimits"
-        """What holds memory back beside looks at what all processes have: a control group around them, or
-        only the limits on each."""
+        """`cgroup`: the kernel limits the memory of all processes together. `rlimits`: the kernel limits each
+        process, and the sandbox checks their sum."""
         if process.group is not None or limits.image is not None:
             self.limits_by = "cgroup"
         _tell(self.limits_by)
@@ -86,7 +99,7 @@ class Sandbox:
 
     @property
     def folder(self) -> int:
-        """The work folder, open for reading. What is in it is written by nobody who is trusted."""
+        """A file descriptor of the work folder. Do not trust the files in it."""
         return self._process.folder
 
     async def run(
@@ -98,14 +111,17 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         written: CommandOutput | None = None,
     ) -> Ended:
-        """Run a command in the work folder; none of its processes is left. Commands run one after the other.
-        `written` hears standard output and standard error apart. Raises SandboxError if it cannot be started,
-        or the sandbox has ended; a call that is cancelled ends it."""
+        """Run a command in the work folder and wait until it ends. All its processes are then ended.
+
+        `words` are the program and its arguments; no shell reads them. `timeout_s` is in seconds. `written`
+        receives standard output and standard error separately. Several calls run one after the other. A
+        cancelled call ends the sandbox. Raises SandboxError if the command cannot be started or the sandbox
+        has ended."""
         return await self._run("run", words, stdin, timeout_s, env, written)
 
     async def run_python(self, source: str, *, stdin: str | bytes = "", timeout_s: float) -> Ended:
-        """Like `run`, for a source of Python that needs the standard library alone. The Python that is inside
-        already runs it, which saves most of the time that a new one takes to begin."""
+        """Run Python source that needs only the standard library; otherwise like `run`. It starts faster than
+        a new Python process."""
         return await self._run("interpret", [source], stdin, timeout_s)
 
     async def _run(
@@ -130,8 +146,8 @@ class Sandbox:
             return Ended(status, ended_by, command.written.all.text())
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files into the work folder, by their names there. What is in their way, as links are, is put
-        aside. A file that begins with #! may be executed."""
+        """Write files to the work folder, by name. Links and other files of these names are replaced. A file
+        that begins with `#!` becomes executable. Raises ValueError if a name leads out of the work folder."""
         parts = list[bytes]()
         for name, content in files.items():
             if not is_name_below(name):
@@ -141,7 +157,8 @@ class Sandbox:
             await self._process.ask("write", [seal(b"".join(parts))], WRITE_S)
 
     async def files(self) -> dict[str, bytes]:
-        """The files in the work folder by their names. Links, pipes and devices are none."""
+        """Read all files of the work folder, by name, without links, pipes and devices. Raises
+        SandboxError if they are too many, or larger than 64 MiB in all."""
         return await asyncio.to_thread(_files, self.folder)
 
 

@@ -18,6 +18,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Names of all commands, in the order of the help."""
 
+_WORDS = {
+    **dict.fromkeys(("output", "out", "prompts", "port_file"), "FILE"),
+    **dict.fromkeys(("journal_dir", "record", "folder", "root"), "FOLDER"),
+    **dict.fromkeys(("host", "scheduler"), "ADDRESS"),
+    **dict.fromkeys(("run", "runs", "where"), "RUN"),
+    **{"endpoint": "URL", "to": "FORMAT", "overrides": "KEY=VALUE", "device_kind": "KIND"},
+}
+"""Words for the values of some parameters; those of others are the names themselves."""
+
 _NUMBERS = (int, float, int | None, float | None)
 
 
@@ -67,4 +76,5 @@ def _name_values(parameters: list[Any]) -> list[Any]:
 
 
 def _name(parameter: TyperArgument | TyperOption) -> str:
-    return (parameter.name or "").upper().replace("_", "-")
+    name = parameter.name or ""
+    return _WORDS.get(name, name.upper())

@@ -22,33 +22,21 @@ def serve(
     run: Annotated[
         str,
         typer.Argument(
-            help="Run, or RUN@VERSION. By default the newest version is served.",
-            show_default=False,
-            autocompletion=complete_run,
+            help="Run, or RUN@VERSION. By default the newest version is served.", autocompletion=complete_run
         ),
     ],
     host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", help="Address to listen on. Addresses other than loopback need --key."
-        ),
+        str, typer.Option(help="Address to listen on. Addresses other than loopback need --key.")
     ] = LOOPBACK,
     port: Annotated[
         int, typer.Option(min=0, max=MAX_PORT, help="Port to listen on. 0: any free port.")
     ] = 8800,
-    key: Annotated[
-        str | None, typer.Option(help="Key that clients send. By default a random key.", show_default=False)
-    ] = None,
+    key: Annotated[str | None, typer.Option(help="Key that clients send. By default a random key.")] = None,
     engine: Annotated[
         Literal["builtin", "vllm"], typer.Option(help="Engine: the built-in engine, or a vLLM server.")
     ] = "builtin",
     record: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder for recorded sessions. By default no session is recorded.",
-            show_default=False,
-        ),
+        Path | None, typer.Option(help="Folder for recorded sessions. By default no session is recorded.")
     ] = None,
 ) -> None:
     """Serve the policy of a run in the foreground, with all APIs of the gateway, until Ctrl-C."""

@@ -46,7 +46,8 @@ def list_settings(model: type[BaseModel] = RunConfig, within: str = "", value: A
 def _part(path: str) -> Iterator[str]:
     """The part of the page at this path: within its sections as far as these are of one kind and not empty,
     else as comments, for each kind that has the setting."""
-    names, settings, depth = path.split("."), RunConfig(), 0
+    names, depth = path.split("."), 0
+    settings: Settings = RunConfig()
     while len(names) > depth + 1 and isinstance(inner := getattr(settings, names[depth], None), Settings):
         if len(models_of(type(settings).model_fields[names[depth]].annotation)) > 1:
             break

@@ -26,39 +26,52 @@ RUN_S = 30.0
 """Seconds for all calls; those that come later fail."""
 
 LIMITS = SandboxLimits(memory_mb=256, disk_mb=8, processes=16, open_files=64, cpu_s=10, output_mb=1)
-"""Enough for small functions."""
+"""Limits of the sandbox for small functions."""
 
 RewardFor = Literal["share", "all"]
-"""What is worth 1. share: the hidden tests in proportion. all: nothing less than all of them."""
+"""`share`: the reward is the share of hidden tests that pass. `all`: the reward is 1 if all pass, else 0."""
 
 
 class HiddenTests(msgspec.Struct, frozen=True):
-    """What a function should return for certain arguments; as text, the `answer` of its task."""
+    """Tests of a function that a model writes: calls and the values that they should return.
+
+    Keep them as text in `Task.answer`, which the policy does not see. The values stay outside the sandbox.
+
+    ```python
+    tests = HiddenTests.make("double", "def double(x): return 2*x", lambda x: 2 * x, [[3], [7]])
+    task = Task("double", "programs", "Write double(x).", answer=tests.to_text())
+    reward = await HiddenTests.from_text(task.answer).reward("def double(x): return x+x", "share")
+    ```
+    """
 
     function: str
-    """Its name."""
+    """The name of the function."""
     solution: str
-    """A source that passes."""
+    """Python source that passes."""
     calls: list[list[Any]]
+    """The arguments of each call, as values of JSON."""
     returns: list[Any]
-    """What each of the calls should return."""
+    """The expected value of each call, as a value of JSON."""
 
     def to_text(self) -> str:
+        """The tests as JSON."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_text(cls, text: str) -> HiddenTests:
+        """Read the tests from JSON. Raises ValueError if the text holds no tests."""
         return msgspec.json.decode(text, type=cls)
 
     @classmethod
     def make(
         cls, function: str, solution: str, does: Callable[..., Any], calls: list[list[Any]]
     ) -> HiddenTests:
-        """Tests that a solution passes which does this."""
+        """Make the tests: `does` computes the expected value of each of `calls`."""
         return cls(function, solution, calls, [does(*arguments) for arguments in calls])
 
     async def reward(self, source: str, reward_for: RewardFor) -> float:
-        """What the function in this source earns."""
+        """Run the function of this source in a sandbox and return its reward, from 0 to 1. Raises
+        SandboxError if the sandbox does not work."""
         async with open_sandbox(LIMITS) as box:
             returned = await returns_of(box, source, self.function, self.calls)
         num_passed = sum(map(operator.eq, returned, map(json.dumps, self.returns)))
@@ -68,8 +81,10 @@ class HiddenTests(msgspec.Struct, frozen=True):
 async def returns_of(
     box: Sandbox, source: str, function: str, calls: list[list[Any]], wait_s: float = WAIT_S
 ) -> list[str | None]:
-    """What the function returns for each list of arguments, as JSON; None for a call that does not return
-    within `wait_s`, or returns what JSON has no form for."""
+    """Call a function of a source in an open sandbox, once per list of arguments.
+
+    Returns each value as JSON. A value is None if the call raised an error, took longer than `wait_s`
+    seconds, or returned a value that JSON cannot hold."""
     given = {"source": source, "function": function, "calls": calls, "cpu_s": CPU_S, "wait_s": wait_s}
     ended = await box.run_python(DRIVER, stdin=json.dumps(given), timeout_s=RUN_S)
     returned: list[str | None] = [None] * len(calls)
