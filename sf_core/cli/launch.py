@@ -98,7 +98,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         if not scheduler:
             make_plan(workers, config)
         check_memory(sizes, workers)
-        check_held_out(config)
+        check_held_out(config, is_trained=flow == "train")
         explained = explain_sizes(config, sizes) if flow == "train" else {}
     except ValueError as error:
         raise LaunchError(str(error)) from None
