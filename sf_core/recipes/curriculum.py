@@ -34,55 +34,55 @@ Weight = Annotated[FiniteFloat, Field(gt=0)]
 
 
 class Stage(Settings):
-    """Shares of the sources, up to an iteration."""
+    """Shares of the environment's parts, up to an iteration."""
 
     shares: dict[str, Weight] = Field(min_length=1)
-    """Parts of the environment, each with its share of the groups. Shares need not sum to 1."""
+    """Share of the groups of each part of the environment. Shares need not sum to 1."""
     until: int | None = Field(None, ge=1)
-    """First iteration of the next stage. Empty, for the last stage alone: it lasts to the end."""
+    """First iteration of the next stage. Empty, in the last stage only: the stage lasts to the end."""
 
 
 class Sizes(Settings):
     """Fewer sessions for easy tasks (DART; Li et al. 2025)."""
 
     fewer: int = Field(ge=1)
-    """Sessions of a group whose task is easy; others get `group_size`."""
+    """Number of sessions of a group with an easy task. Other groups have `group_size` sessions."""
     above: Chance = 0.6
-    """Share of right sessions, of those remembered of a task, above which it is easy."""
+    """A task is easy if the share of right sessions among its remembered ones is above this value."""
 
 
 class Curriculum(Settings):
-    """The last 8 groups of each task are remembered: which of their sessions were right, by `success`."""
+    """Rules that choose tasks by their results. The run remembers the last 8 groups of each task, and which
+    of their sessions were right by `success`."""
 
     pool: int | None = Field(None, ge=1)
-    """Number of tasks, of each part with `stages`. It must exceed the groups in flight: `groups_per_batch`
-    times 1 + the lag bound. Empty: there is no pool, and each task comes once, in order."""
+    """Number of tasks that are sampled again and again; with `stages`, of each part. Must exceed the groups
+    in flight, `groups_per_batch` times 1 + `max_lag`. Empty: no pool; each task is sampled once, in order."""
     order: Literal["epochs", "draw"] = "epochs"
-    """epochs: each task of the pool once, shuffled, then again in another order. draw: the task with the
-    highest `utility` of 64 of the pool."""
+    """Order of the tasks. epochs: each task of the pool once, shuffled, then again in another order. draw:
+    the task with the highest `utility` of 64 tasks of the pool."""
     solved: Chance = 1.0
-    """Chance that a task is taken when its turn comes after a solved group. After n solved groups in a row it
-    is the n-th power. With `order: draw` turns come in the groups of `explore` alone. 0: a solved task is not
-    taken again (history resampling; SRPO, Zhang et al. 2025). 1: solved tasks are taken like others."""
+    """Chance to take a task after a solved group, when its turn comes; after n solved groups in a row, this
+    chance to the power of n. With `order: draw`, turns come only in the groups of `explore`. 0: never take a
+    solved task again (history resampling; SRPO, Zhang et al. 2025). 1: take solved tasks like others."""
     unsolved: Chance = 1.0
-    """The same after groups in which no session was right (GRESO; Zheng et al. 2025)."""
+    """Chance to take a task after a group without a right session, likewise (GRESO; Zheng et al. 2025)."""
     solved_share: float = Field(1.0, gt=0, le=1)
-    """Lowest share of right sessions with which a group is solved. 1: all of them. Lower it if rewards are
+    """Minimum share of right sessions for a group to be solved. 1: all sessions. Lower it if rewards are
     noisy."""
     floor: Chance = 0.0
-    """Lower bound of the chance that `solved` and `unsolved` give. 0: none."""
+    """Lower bound of the chance by `solved` and `unsolved`. 0: no bound."""
     utility: Literal["progress", "variance", "hard"] = "progress"
-    """Usefulness of a task, with `order: draw`. p is drawn from Beta(1 + right, 1 + wrong), which are the
-    remembered sessions of the task (Thompson sampling). progress: |p of the newer half - p of the older
-    half|, highest where something is learnt or forgotten (Matiisen et al. 2017). Before a task has two
-    groups, progress is variance. variance: p (1 - p), highest at 1/2 (BOTS, MoPPS). hard: p (1 - p)^2,
-    highest at 1/3."""
+    """Usefulness of a task, with `order: draw`. p is drawn from Beta(1 + right, 1 + wrong), the counts of the
+    task's remembered sessions (Thompson sampling). progress: |p of the newer half - p of the older half|,
+    highest if the share of right sessions changes (Matiisen et al. 2017); variance until a task has two
+    groups. variance: p (1 - p), highest at 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, highest at 1/3."""
     explore: Chance = 0.1
-    """Share of groups whose task is the next of `order: epochs`, with `order: draw`."""
+    """Share of groups that take the next task of `order: epochs` instead, with `order: draw`."""
     stages: tuple[Stage, ...] = ()
-    """Shares of the environment's parts, by iteration. Empty: the environment's parts take turns."""
+    """Shares of the environment's parts, by iteration. Empty: the parts take turns."""
     sizes: Sizes | None = None
-    """Number of sessions of a group, by its task. Empty: each group has `group_size`."""
+    """Number of sessions of a group, by its task. Empty: `group_size` for each group."""
 
 
 class PastGroup(NamedTuple):

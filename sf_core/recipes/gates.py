@@ -25,8 +25,8 @@ class All(Settings):
 
 
 class Varied(Settings):
-    """Drops groups of equal rewards, which teach nothing (dynamic sampling; DAPO, Yu et al. 2025, eq. 11);
-    with `rollout.success`, groups whose sessions are all right or all wrong."""
+    """Drops groups of equal rewards, because they have no effect (dynamic sampling; DAPO, Yu et al. 2025, eq.
+    11). With `rollout.success`, drops groups with only right or only wrong sessions."""
 
     kind: Literal["varied"] = "varied"
 
@@ -38,12 +38,12 @@ class Varied(Settings):
 
 
 class Mixed(Settings):
-    """Drops groups with fewer than `least` right or `least` wrong sessions."""
+    """Drops groups with fewer than `least` right or fewer than `least` wrong sessions."""
 
     kind: Literal["mixed"] = "mixed"
     least: int = Field(1, ge=1)
-    """Fewest right sessions, and fewest wrong ones. 1 drops groups of one outcome; 2 also those in which one
-    session differs, which a noisy reward may have made."""
+    """Minimum number of right sessions, and of wrong sessions. 1: drop groups with one outcome. 2: also drop
+    groups in which a single session differs, perhaps by a noisy reward."""
 
     def refusal(self, results: Sequence[Result], success: Success | None) -> str:
         right = num_right(results, success or Success())

@@ -60,8 +60,8 @@ class PolicyLoss(Component):
 
 
 class Clip(PolicyLoss):
-    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) with bounds of their own above and below (DAPO,
-    Yu et al. 2025, eq. 8):
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) with separate bounds above and below (DAPO, Yu et
+    al. 2025, eq. 8):
 
         -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
     """
@@ -72,9 +72,10 @@ class Clip(PolicyLoss):
     high: float = Field(0.28, gt=0)
     """The ratio is clipped above at 1 + high."""
     cap: float | None = Field(5.0, ge=1)
-    """Bound where the surrogate does not clip: a negative advantage and a ratio that grows. Empty: none."""
+    """Upper bound of the ratio for tokens with a negative advantage, which the surrogate does not clip.
+    Empty: no bound."""
     beyond: Literal["truncate", "dual"] = "truncate"
-    """Beyond the cap. truncate: the token keeps its gradient, with the cap as its weight (Espeholt et al.
+    """Effect of the cap. truncate: the token keeps its gradient, with the cap as its weight (Espeholt et al.
     2018). dual: the token has no gradient (dual clip; Ye et al. 2020, eq. 5)."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
@@ -94,8 +95,8 @@ class Clip(PolicyLoss):
 
 
 class SequenceClip(PolicyLoss):
-    """The clipped surrogate with one ratio per row: the geometric mean of its tokens' (GSPO, Zheng et al.
-    2025, eq. 14, in which each token has its own gradient)."""
+    """The clipped surrogate with one ratio per row: the geometric mean of the ratios of its tokens (GSPO,
+    Zheng et al. 2025, eq. 14, with a gradient of its own for each token)."""
 
     kind: Literal["sequence_clip"] = "sequence_clip"
     low: float = Field(3e-4, gt=0, le=1)
@@ -115,7 +116,7 @@ class SequenceClip(PolicyLoss):
 
 
 class Cispo(PolicyLoss):
-    """Log-prob times advantage, weighted by the clipped ratio, so that every token keeps its gradient (CISPO;
+    """Log-prob times advantage, weighted by the clipped ratio. Every token keeps its gradient (CISPO;
     MiniMax-M1, Chen et al. 2025, eq. 4)."""
 
     kind: Literal["cispo"] = "cispo"
@@ -132,13 +133,13 @@ class Cispo(PolicyLoss):
 
 
 class M2po(PolicyLoss):
-    """The clipped surrogate with the bounds of each step as wide as a budget allows (M2PO, Zheng et al.
-    2025): among the tokens that clipping could bind, those with the largest squared log-ratio are clipped,
-    until its mean over the others is within the budget."""
+    """The clipped surrogate with bounds that a budget sets in each step (M2PO, Zheng et al. 2025). Tokens
+    that clipping can affect are clipped, those with the largest squared log-ratio first, until the mean
+    squared log-ratio of the others is within the budget."""
 
     kind: Literal["m2po"] = "m2po"
     budget: float = Field(0.04, gt=0)
-    """Largest mean of the squared log-ratio."""
+    """Maximum mean of the squared log-ratio."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -159,7 +160,7 @@ class M2po(PolicyLoss):
 
 
 class Plain(PolicyLoss):
-    """Minus log-prob times advantage (REINFORCE, Williams 1992); the ratio plays no part in it."""
+    """Minus log-prob times advantage, without a ratio (REINFORCE, Williams 1992)."""
 
     kind: Literal["plain"] = "plain"
 
@@ -172,7 +173,8 @@ class CustomLoss(PolicyLoss):
 
     kind: Literal["custom"] = "custom"
     function: Reference
-    """Function (Tokens of sf_core.recipes.losses) -> the loss of each token; it runs on the workers."""
+    """Name of a function that takes Tokens (sf_core.recipes.losses) and returns the loss of each token. It
+    runs on the workers."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         loss: Tensor = load_object(self.function)(tokens)
@@ -191,16 +193,17 @@ AnyPolicyLoss = Annotated[
 
 
 class Correction(Settings):
-    """A factor of each token's loss for what sampled it being another policy than that at the start of the
-    train step: for lag, and for what engines compute differently (truncated and masked importance
-    sampling)."""
+    """A factor of each token's loss, if another policy sampled the token than the policy at the start of the
+    train step. Corrects for lag and for numeric differences between engine and trainer (truncated and masked
+    importance sampling)."""
 
     cap: float = Field(2.0, ge=1)
-    """Bound on the factor."""
+    """Upper bound of the factor."""
     beyond: Literal["truncate", "mask"] = "truncate"
-    """Beyond the cap. truncate: the factor is the cap. mask: it is 0."""
+    """Factor of tokens above the cap. truncate: the cap. mask: 0."""
     level: Literal["token", "row"] = "token"
-    """token: the ratio of each token's probabilities. row: that of all of its row's together."""
+    """Ratio of probabilities that is the factor. token: of each token. row: of all tokens of the row
+    together."""
 
     def __call__(
         self, start: npt.NDArray[np.float32], behaviour: npt.NDArray[np.float32]
@@ -221,14 +224,14 @@ class Kl(Settings):
     coefficient: float = Field(gt=0)
     """Weight of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of each token, where d is its log-ratio to the reference. k1: d. k2: d * d / 2. k3:
-    exp(-d) - 1 + d, which is never negative."""
+    """Estimate for each token, where d is its log-ratio to the reference. k1: d. k2: d * d / 2. k3:
+    exp(-d) - 1 + d, never negative."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: it is added to each token's loss. reward: its sum over a session is subtracted from the
-    reward."""
+    """Place of the penalty. loss: added to each token's loss. reward: the sum over a session is subtracted
+    from the reward."""
     renew_every: int | None = Field(None, ge=1)
-    """The reference is the newest version that is a multiple of this. Empty: the policy at the start of the
-    run."""
+    """Number of versions between two references: the reference is the newest version that is a multiple of
+    this number. Empty: the policy at the start of the run."""
 
     def __call__(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         """[M] estimate for each token."""
@@ -245,26 +248,28 @@ class Kl(Settings):
 
 
 class LossConfig(Settings):
-    """The loss: a mean over tokens of the policy's part, and of what is added to it."""
+    """The loss: a mean over tokens of the policy's loss and the penalties."""
 
     policy: AnyPolicyLoss = Clip()
-    """Loss of every token, by which the policy is moved along the advantages."""
+    """Loss of every token, from its advantage."""
     mean_over: Literal["token", "session", "group", "constant"] = "token"
-    """What counts the same in the mean. token: every token of the batch (DAPO). session, group: every session
-    or group, whatever its number of tokens (GRPO). constant: the sum of every session's tokens, over
-    `session_tokens` (Dr. GRPO)."""
+    """Unit with equal weight in the mean. token: every token of the batch (DAPO). session, group: every
+    session or group, independent of its number of tokens (GRPO). constant: the sum over each session's
+    tokens, divided by `session_tokens` (Dr. GRPO)."""
     session_tokens: int | None = Field(None, ge=1)
-    """Number of tokens by which a session's sum is divided, with `mean_over: constant`."""
+    """Divisor of the sum over a session's tokens, with `mean_over: constant`."""
     ratio_to: Literal["behaviour", "step_start"] = "behaviour"
     """Denominator of the ratio. behaviour: the probability recorded when the token was sampled. step_start:
-    that under the weights at the beginning of the train step (decoupled PPO, Hilton et al. 2022), which takes
-    another forward pass."""
+    the probability under the weights at the start of the train step (decoupled PPO, Hilton et al. 2022);
+    needs another forward pass."""
     correction: Correction | None = None
-    """Factor for tokens that another policy sampled than the one at the start of the step. Empty: none."""
+    """Factor for tokens that another policy sampled than the policy at the start of the step. Empty: no
+    factor."""
     kl: Kl | None = None
-    """Penalty on the divergence from a reference policy. Empty: none, and no reference."""
+    """Penalty on the divergence from a reference policy. Empty: no penalty and no reference."""
     entropy: float = Field(0.0, ge=0)
-    """Weight of the entropy of the distributions that tokens are drawn from, which is subtracted."""
+    """Weight of the entropy of the sampling distribution, which is subtracted from the loss. 0: no entropy
+    bonus."""
 
     @model_validator(mode="after")
     def _check(self) -> LossConfig:
@@ -295,13 +300,14 @@ class LossConfig(Settings):
 
 
 class Critic(Settings):
-    """A second network, which learns what reward to expect before each token, and is never published (actor
-    and critic; Schulman et al. 2017)."""
+    """A second network that learns the expected reward before each token (actor and critic; Schulman et al.
+    2017). It is never published."""
 
     learning_rate: float = Field(1e-3, gt=0)
-    """Constant learning rate of its AdamW."""
+    """Constant learning rate of the critic's AdamW."""
     clip: float | None = Field(0.2, gt=0)
-    """Bound on the change of a token's value within a step: beyond it there is no gradient. Empty: none."""
+    """Maximum change of a token's value within a step. A token beyond it has no gradient. Empty: no
+    bound."""
 
     def __call__(self, values: Tensor, before: Tensor, returns: Tensor) -> Tensor:
         """[M] loss of each token, from its value now and at the start of the step, and its return."""

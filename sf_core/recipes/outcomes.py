@@ -13,13 +13,13 @@ SAME = 1e-6
 
 
 class Success(Settings):
-    """A session is right if a value of its reward reaches a bound."""
+    """A session is right if its reward, or a named part of the reward, reaches a bound."""
 
     part: str | None = Field(None, min_length=1)
-    """Named part of the reward that is compared. A reward without this part fails its session. Empty: the
-    reward itself."""
+    """Name of the part of the reward to compare. A reward without this part fails its session. Empty: compare
+    the reward itself."""
     at_least: float = Field(1.0, ge=-1e9, le=1e9)
-    """Lowest value with which a session is right."""
+    """Minimum value for a session to be right."""
 
     def is_right(self, score: float) -> bool:
         return score >= self.at_least - SAME

@@ -36,15 +36,15 @@ def foresee(config: RunConfig) -> list[str]:
     ]
 
 
-def check_held_out(config: RunConfig) -> None:
+def check_held_out(config: RunConfig, *, is_trained: bool = True) -> None:
     """Raises ValueError with one sentence if the environment cannot be used, lacks a source of the curriculum
     or has too few held-out tasks, because a missing one would count as one that earned nothing, or if a task
-    that is requested twice changes. Only the last held-out one and the first ones of training are
-    requested."""
+    that is requested twice changes. Requests only the last held-out task and, if the run is trained, the
+    first training tasks."""
     _check_sources(config)
     last, first = config.evaluate.num_tasks - 1, first_index(config.seed)
     check_task(config, "holdout", last, f"evaluate.num_tasks {last + 1}")
-    for index in (first, first + 1):
+    for index in (first, first + 1) if is_trained else ():
         check_task(config, "train", index, "environment.tasks")
 
 
