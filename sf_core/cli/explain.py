@@ -56,7 +56,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     if address is None:
         facts.append(("devices", _devices(config)))
     if address and (held := tell_holders(address, config.run_id)):
-        facts.append(("held", f"{held}, which a run that starts now waits for"))
+        facts.append(("held", f"{held}; a run that starts now waits for them"))
     shown = make_table()
     shown.show_header = False
     for subject, text in facts:
@@ -120,7 +120,7 @@ def _why_trainer(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
     able = list_able_to_train(workers, config)
     chosen, left = able[: len(plan.trainers)], able[len(plan.trainers) :]
     if not left:
-        return "no other could"
+        return "no other worker can train"
     reasons = ("tags of cluster.prefer", "higher train_priority", "does not carry rollout", "first by name")
     last, next_best = trainer_order_key(chosen[-1], config), trainer_order_key(left[0], config)
     return next(reason for reason, a, b in zip(reasons, last, next_best, strict=True) if a != b)
@@ -152,7 +152,7 @@ def _lag(config: RunConfig) -> str:
         "wait": "training waits for sessions that would grow older",
         "drop": "groups that would grow older are dropped",
     }
-    return f"{config.lag_bound}: sampling goes on while training; {older[config.rollout.on_max_lag]}"
+    return f"{config.lag_bound}: sampling continues during training; {older[config.rollout.on_max_lag]}"
 
 
 def _judge(name: str, plan: Plan, config: RunConfig) -> str:
@@ -172,5 +172,5 @@ def _judge(name: str, plan: Plan, config: RunConfig) -> str:
 def _outside(plan: Plan, config: RunConfig) -> str:
     rollout = config.rollout
     share = f"{rollout.outside_groups} of {rollout.groups_per_batch} groups of each batch"
-    held_out = "" if plan.agent else "; so are held-out tasks, since no worker carries agent"
-    return f"{share} are those of agents that declare them (POST /runs/RUN/groups){held_out}"
+    held_out = "" if plan.agent else "; so do held-out tasks, because no worker carries agent"
+    return f"{share} come from agents outside (POST /runs/RUN/groups){held_out}"

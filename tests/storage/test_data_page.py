@@ -38,7 +38,7 @@ def documented(page: str, section: str, header: str) -> dict[str, str]:
     _, table = text.split(f"| {header} | type | meaning |\n|---|---|---|\n", 1)
     rows = re.findall(r"^\| (.+?) \| (.+?) \| .+ \|$", table.split("\n\n")[0], re.MULTILINE)
     return {
-        name: kind
+        name: kind.strip("`")
         for names, kinds in rows
         for name, kind in zip(re.findall(r"`(\w+)`", names), [kinds] * 9, strict=False)
     }

@@ -55,7 +55,7 @@ def describe(policy: Policy, url: str, key: str, record: Path | None) -> str:
     """What a client must know."""
     sessions = f'\n  POST {url}/sessions {{"run_id": "{_name(policy, record)}"}} begins one that is recorded'
     return (
-        f"serving {policy.about}, model policy, until Ctrl-C\n"
+        f"serving {policy.about}, as the model `policy`; Ctrl-C stops\n"
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}\n"
         f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}" + (sessions if record else "")
     )

@@ -59,7 +59,7 @@ def up(
     """Start the stack and return when all of it answers. On failure nothing of the stack is left, and
     StackError is raised with one sentence."""
     if read_pid(folder) is not None:
-        raise StackError(f"the stack in {folder} is up already; `sf down` ends it")
+        raise StackError(f"the stack in {folder} runs already; stop it with `sf down`")
     # processes that a killed supervisor has left, such as a flow
     end_marked(str(folder))
     check_open_files()
