@@ -16,12 +16,12 @@ from storage.json_files import json_lines
 
 
 class Prompts(Environment):
-    """One answer to each line of a JSONL file: {"prompt": TEXT}, or {"messages": [...]}."""
+    """Each line of a JSONL file is one task: {"prompt": TEXT} or {"messages": [...]}."""
 
     file: str = Field(min_length=1)
-    """Path of the file, on every agent worker."""
+    """Path of the file, the same on every agent worker."""
     sha256: str | None = None
-    """SHA-256 of the file. If it is given, a file that has changed is refused. Empty: whatever is there."""
+    """SHA-256 of the file. A file with another SHA-256 is refused. Empty: no check."""
 
     @cached_property
     def _content(self) -> bytes:

@@ -97,13 +97,14 @@ class Dataset(Splits):
 
 
 class ReasoningGym(Environment):
-    """Datasets of reasoning-gym, in equal parts, each task answered in one turn."""
+    """Tasks of reasoning-gym, each answered in one turn. Every dataset gives the same share of tasks."""
 
     datasets: dict[str, dict[str, Any]] = Field(min_length=1)
-    """Names of datasets, each with its parameters."""
+    """Datasets by their names in reasoning-gym, each with its parameters. The parameter `level` is a level of
+    difficulty of the dataset, from 0."""
     held_out: int = Field(HOLDOUT_SIZE, ge=1)
-    """Held-out tasks of each dataset. Every process that has tasks makes them first, which takes long for
-    some datasets."""
+    """Number of held-out tasks per dataset. Every process creates them before the first task, which takes
+    long for some datasets."""
 
     @field_validator("datasets")
     @classmethod

@@ -19,15 +19,16 @@ from sf_core.types import Endpoint, Task
 
 
 class Verifiers(Environment):
-    """An environment of verifiers that is installed here. A rubric reads the state of its rollout, so an
-    answer is scored where the agent runs; the text of another agent is scored as one answer to the prompt."""
+    """An installed environment of the library verifiers. Its rubric reads the state of the rollout, so an
+    answer is scored where the agent runs. The text of another agent is scored as a single answer to the
+    prompt."""
 
     name: str = Field(min_length=1)
-    """Name of the environment, as `verifiers.load_environment` takes it."""
+    """Name of the environment, as in `verifiers.load_environment(name)`."""
     arguments: dict[str, Any] = Field({})
-    """Arguments of its `load_environment`."""
+    """Arguments of the environment's function `load_environment`."""
     held_out: int = Field(128, ge=1)
-    """Rows of the training data that are held out, if the environment has none to evaluate on."""
+    """Number of training rows that are held out, if the environment has no evaluation data."""
 
     @field_validator("name")
     @classmethod

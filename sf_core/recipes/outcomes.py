@@ -13,11 +13,11 @@ SAME = 1e-6
 
 
 class Success(Settings):
-    """A session is right if its reward, or a named part of the reward, reaches a bound."""
+    """A session is right if its reward, or one named part of the reward, is at least `at_least`."""
 
     part: str | None = Field(None, min_length=1)
-    """Name of the part of the reward to compare. A reward without this part fails its session. Empty: compare
-    the reward itself."""
+    """Name of the part of the reward to compare. If the reward of a session lacks this part, the session
+    fails. Empty: compare the reward itself."""
     at_least: float = Field(1.0, ge=-1e9, le=1e9)
     """Minimum value for a session to be right."""
 
