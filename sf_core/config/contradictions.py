@@ -18,7 +18,7 @@ from sf_core.recipes.weights import CustomWeight, EntropyConfidence, Fresh, Gate
 
 
 class Sections(NamedTuple):
-    """What the table compares of a configuration."""
+    """The sections of a configuration that the table compares."""
 
     environment: EnvironmentConfig
     rollout: RolloutConfig

@@ -35,14 +35,15 @@ _EXPECTED = {
 
 
 class SettingPlace(NamedTuple):
-    """Where a setting is."""
+    """The place of a setting in a configuration."""
 
     path: list[str]
-    """As a user writes it."""
+    """Names of the sections and of the setting, as in YAML."""
     section: type[BaseModel]
-    """The model in which its last name is."""
+    """The model that has the setting as a field."""
     annotation: Any
-    """What it may be; None if there is no such setting, or if that depends on the kind of a section."""
+    """Type of the setting. None if the setting is unknown, or if its type depends on the kind of a
+    section."""
 
 
 class ConfigError(ValueError):

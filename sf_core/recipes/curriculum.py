@@ -91,13 +91,13 @@ class Curriculum(Settings):
 
 
 class PastGroup(NamedTuple):
-    """What is remembered of a group."""
+    """A remembered group."""
 
     group: int
     need: int
-    """Sessions that it needed."""
+    """Number of sessions that the group needed."""
     scores: tuple[float, ...]
-    """Scores of its sessions that count; empty if none does."""
+    """Scores of the group's sessions that count. Empty: no session counts."""
 
 
 class Tasks:

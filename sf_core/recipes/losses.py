@@ -24,16 +24,16 @@ MAX_LOG_SEQUENCE_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """M trained tokens of some rows, all of each row's."""
+    """M trained tokens: all trained tokens of one or more rows."""
 
     logprobs: Tensor
-    """[M] under the policy; the gradient flows through them."""
+    """[M] log-probs under the policy. The gradient flows through them."""
     old: Tensor
-    """[M] under the policy that the ratio is to."""
+    """[M] log-probs under the policy in the denominator of the ratio."""
     advantages: Tensor
     """[M]"""
     row: Tensor
-    """[M] int64, number of each token's row, from 0."""
+    """[M] int64, number of the token's row, from 0."""
     num_rows: int
 
     @property

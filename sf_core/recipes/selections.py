@@ -25,7 +25,7 @@ class Extremes(Settings):
     """Number of sessions per group that train. Must be even and below `rollout.group_size`."""
 
     reason: ClassVar[str] = "not_extreme"
-    """Why the others do not train, in one word as batches have it."""
+    """Reason why the other sessions do not train, as stored with the batch."""
 
     def __call__(self, samples: Samples) -> npt.NDArray[np.bool_]:
         """[S] whether each session trains."""
