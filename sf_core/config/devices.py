@@ -64,7 +64,7 @@ def find_device(kind: str) -> Device:
     """The device of this kind, in any case of letters. Raises ValueError if the kind is not in the table."""
     if (device := DEVICES.get(kind.lower())) is None:
         raise ValueError(
-            f"device kind {kind!r} is not known; known are {', '.join(sorted(DEVICES))}; others are measured "
+            f"unknown device kind {kind!r}; use one of {', '.join(sorted(DEVICES))}, or measure the device "
             "with sf worker --probe"
         )
     return device

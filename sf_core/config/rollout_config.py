@@ -62,13 +62,13 @@ class JudgeConfig(Settings):
     def _is_somewhere(self) -> JudgeConfig:
         if (self.url is None) == (self.model is None):
             given = "neither" if self.url is None else "both"
-            raise ValueError(f"give either url or model, which say where the judge is; given: {given}")
+            raise ValueError(f"give either url or model for the judge; given: {given}")
         if self.name is not None and self.url is None:
             raise ValueError("name selects a model at url; a judge given by model needs no name")
         if self.max_tokens_per_iteration is not None and self.max_tokens_per_iteration < self.max_tokens:
             raise ValueError(
-                f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is less than max_tokens of "
-                f"one reply ({self.max_tokens}): raise it, or leave it out"
+                f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is less than max_tokens of one "
+                f"reply ({self.max_tokens}): raise max_tokens_per_iteration, or leave it out"
             )
         return self
 

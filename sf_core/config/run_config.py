@@ -312,8 +312,8 @@ class RunConfig(Settings):
         allowed = PIPELINES[self.pipeline].overlap
         if self.rollout.overlap not in (None, *allowed):
             raise ValueError(
-                f"pipeline {self.pipeline} means rollout.overlap: {str(allowed[0]).lower()}; "
-                "leave one of the two out"
+                f"pipeline {self.pipeline} requires rollout.overlap: {str(allowed[0]).lower()}; leave one "
+                "of the two out"
             )
         return self
 

@@ -20,9 +20,8 @@ PATTERNS = {
 """What the regular expression of a setting, or of the entries of a list, requires, in words."""
 
 _NEW_WORKER = (
-    ", because a worker of another name is a new one; to edit one of those that are there, name it: "
-    "--set cluster.workers.NAME.FIELD=VALUE; to have others in their place, give all of them, as "
-    "cluster.workers in a file"
+    ", because a new name adds a worker; to change an existing worker, use its name: --set "
+    "cluster.workers.NAME.FIELD=VALUE; to replace all workers, give cluster.workers in a file"
 )
 
 

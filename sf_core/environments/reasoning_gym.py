@@ -54,13 +54,13 @@ class Dataset(Splits):
         datasets, name = _library().DATASETS, self.environment
         if name not in datasets:
             near = difflib.get_close_matches(name, datasets, n=3) or sorted(datasets)
-            raise ValueError(f"reasoning-gym has no dataset {quote(name)}; there are {', '.join(near)}")
+            raise ValueError(f"reasoning-gym has no dataset {quote(name)}; use for example {', '.join(near)}")
         kind, given = datasets[name][1], dict(self._parameters)
         known = {field.name for field in dataclasses.fields(kind)}.difference(OURS)
         level = given.pop("level", None)
         if unknown := sorted(given.keys() - known):
             allowed = ", ".join(["level", *sorted(known)])
-            raise ValueError(f"{name} has no parameter {', '.join(unknown)}; there are {allowed}")
+            raise ValueError(f"{name} has no parameter {', '.join(unknown)}; use one of {allowed}")
         try:
             settings = dataclasses.replace(self._at_level(kind, level), **given)
             if hasattr(settings, "validate"):
@@ -74,7 +74,7 @@ class Dataset(Splits):
         if level is None:
             return kind(**ours)
         if self.environment not in _library().CURRICULA or not isinstance(level, int) or level < 0:
-            raise ValueError(f"there is no level {quote(level)}")
+            raise ValueError(f"{self.environment} has no level {quote(level)}")
         curriculum = _library().create_curriculum(self.environment)
         curriculum.set_global_level(level)
         return curriculum.generate_configuration(ours)

@@ -40,7 +40,7 @@ class Verifiers(Environment):
         module = name.replace("-", "_").split("/")[-1]
         if not module.isidentifier() or find_spec(module) is None:
             raise ValueError(
-                f"there is no module {quote(module)} here, the environment {quote(name)} of verifiers"
+                f"the module {quote(module)} of the verifiers environment {quote(name)} is not installed here"
             )
         return name
 
@@ -61,7 +61,7 @@ class Verifiers(Environment):
         train = self._environment.get_dataset()
         if self._environment.build_eval_dataset() is None:
             if len(train) <= self.held_out:
-                raise ValueError(f"{self.name} has {len(train)} rows, and {self.held_out} are to be held out")
+                raise ValueError(f"{self.name} has {len(train)} rows, but {self.held_out} are to be held out")
             held_out = train.select(range(self.held_out))
         else:
             held_out = self._environment.get_eval_dataset()

@@ -297,7 +297,7 @@ def check_values(values: Values, samples: Samples, source: str) -> Values:
     number for every token of every row."""
     rows = [np.asarray(row, dtype=np.float32) for row in values]
     if [row.shape for row in rows] != [mask.shape for mask in samples.masks]:
-        raise ValueError(f"{source}: expected for each of {len(samples.masks)} rows one number per token")
+        raise ValueError(f"{source}: expected one number per token for each of {len(samples.masks)} rows")
     for number, (row, mask) in enumerate(zip(rows, samples.masks, strict=True)):
         if not np.isfinite(row[mask]).all():
             raise ValueError(f"{source}: a trained token of row {number} has no finite number")

@@ -18,7 +18,7 @@ from sf_core.types import Endpoint, Task
 
 def _is_kind(name: str) -> str:
     if name not in KINDS:
-        raise ValueError(f"there is no kind {quote(name)}; there are {', '.join(KINDS)}")
+        raise ValueError(f"unknown kind {quote(name)}; use one of {', '.join(KINDS)}")
     return name
 
 

@@ -104,7 +104,7 @@ class Repositories(Environment):
             number = list(self.instances).index(instance_id) + 1
             raise ValueError(
                 f"{self.dataset}, row {number}: {instance_id}: {fault}: correct the row or leave it out; "
-                "python -m sf_core.environments.repositories.check tries all of them"
+                "python -m sf_core.environments.repositories.check checks all rows"
             )
         return failing
 
@@ -179,7 +179,7 @@ class Repositories(Environment):
         for split, instances in splits.items():
             if not instances:
                 raise ValueError(
-                    f"of the {len(self.instances)} instances of {self.dataset} none falls to {split} with "
-                    f"held_out {self.held_out:g}"
+                    f"none of the {len(self.instances)} instances of {self.dataset} is in the split {split} "
+                    f"with held_out {self.held_out:g}"
                 )
         return splits
