@@ -165,8 +165,8 @@ def _judge(name: str, plan: Plan, config: RunConfig) -> str:
     else:
         where = f"{judge.name or 'the model'} at {judge.url}, asked by {asking}"
     bound = judge.max_tokens_per_iteration
-    most = "no limit on tokens" if bound is None else f"at most {bound:,} tokens from batch to batch"
-    return f"{where}; {judge.concurrency} calls at once by each, {most}"
+    most = "no limit on tokens" if bound is None else f"at most {bound:,} tokens per iteration"
+    return f"{where}; {judge.concurrency} calls at once per worker, {most}"
 
 
 def _outside(plan: Plan, config: RunConfig) -> str:
