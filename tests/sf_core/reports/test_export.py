@@ -273,9 +273,9 @@ def test_the_command_says_what_it_wrote(sampled_run: RunDirectory, tmp_path: Pat
 @pytest.mark.parametrize(
     ("to", "out", "sentence"),
     [
-        ("csv", "out.csv", "csv: no such format; there are trl, verl, sharegpt, atif"),
-        ("verl", "out.jsonl", "out.jsonl: verl reads files whose names end in .parquet; choose such a name"),
-        ("trl", "taken.jsonl", "taken.jsonl: is there already; choose another name or remove it"),
+        ("csv", "out.csv", "unknown format csv; use one of trl, verl, sharegpt, atif"),
+        ("verl", "out.jsonl", "out.jsonl: the name of a file for verl must end in .parquet"),
+        ("trl", "taken.jsonl", "taken.jsonl already exists; choose another name or remove it"),
         ("trl", "file/out.jsonl", "is a file"),
     ],
 )

@@ -137,7 +137,7 @@ CALL = Quickstart().demonstrate(1)
         (PLAIN, "shows no tools"),
         (TOOLS + PLAIN, "does not render the assistant's calls"),
         (PLAIN.replace("<|im_end|>\n", "\n"), "does not end the assistant's turn with an end mark"),
-        ("{{ messages | length }}" + PLAIN, "rewrites earlier messages when later ones come"),
+        ("{{ messages | length }}" + PLAIN, "changes earlier messages when later messages are added"),
         ("{{ raise_exception('no such role') }}" + PLAIN, "no such role"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_setting_of_a_section_that_is_empty_by_default_is_described(path: str,
 def test_an_unknown_setting_is_told_similar_ones(path: str, hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         settings_page(path)
-    assert str(refused.value).startswith(f"{path}: there is no such setting; {hint}")
+    assert str(refused.value).startswith(f"{path}: unknown setting;  {hint}")
 
 
 def test_every_listed_path_is_on_the_page() -> None:

@@ -95,7 +95,7 @@ def test_padding_of_the_policy_beyond_the_teachers_is_refused(small_policy: str,
     size = len(make_tokenizer())
     rewrite(policy_copy, vocab_size=size + 28)
     config = configured({"model": small_policy}, {"model": str(policy_copy)})
-    refused(config, f"knows {size:,} ids, and the policy may sample {size + 28:,}")
+    refused(config, f"has {size:,} ids, but the policy can sample {size + 28:,}")
 
 
 def test_a_teacher_of_fewer_positions_is_refused_and_bounds_what_is_derived(
@@ -109,7 +109,7 @@ def test_a_teacher_of_fewer_positions_is_refused_and_bounds_what_is_derived(
     check_start(configured(teacher, engine={"context_length": 300}))
     open_context = configured(teacher, {"model": small_policy}, rollout={"max_tokens": 100})
     derived = derive(open_context, count_parameters(small_policy), small_policy)["engine.context_length"]
-    assert derived.value == 300 and "the most that the model is for" in derived.reason
+    assert derived.value == 300 and "the longest context of the model" in derived.reason
 
 
 @pytest.mark.parametrize(
