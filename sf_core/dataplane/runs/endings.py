@@ -318,7 +318,8 @@ def _fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError
     given = sorted(name for name, value in report.reward_parts.items() if value is not None)
     if success.part in given:
         return None
-    way_out = f"its parts are {', '.join(map(repr, given))}: set rollout.success.part to one of these, or return the missing part"
+    parts = ", ".join(map(repr, given))
+    way_out = f"its parts are {parts}: set rollout.success.part to one of these, or return the missing part"
     if not given:
         way_out = "it has no parts: return a mapping of named parts, or remove rollout.success.part"
     sentence = f"The reward has no part {success.part!r} (rollout.success.part); {way_out}."
