@@ -263,9 +263,8 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "train.select out": select(8),
     **{
         f"train.advantage {kind} compares sessions of the whole batch, but train.select extremes keeps the "
-        "best and the worst sessions of each group: use train.advantage group, or leave train.select out": select(
-            4, advantage=kind, critic={} if kind == "gae" else None
-        )
+        "best and the worst sessions of each group: use train.advantage group, or leave train.select "
+        "out": select(4, advantage=kind, critic={} if kind == "gae" else None)
         for kind in ("gae", "whitened", "role_baseline")
     },
     "mean_over: constant and session_tokens need each other": loss(mean_over="constant"),
@@ -290,7 +289,8 @@ def test_what_goes_by_earlier_groups_needs_a_pool(rules: dict[str, Any]) -> None
     (error,) = refused.value.errors()
     assert error["msg"] == (
         "Value error, rollout.curriculum with order draw, with sizes, or with solved or unsolved below 1 "
-        "uses the earlier results of tasks, but without a pool no task is sampled twice: set rollout.curriculum.pool"
+        "uses the earlier results of tasks, but without a pool no task is sampled twice: set "
+        "rollout.curriculum.pool"
     )
 
 

@@ -26,7 +26,10 @@ def test_overrides_replace_values_of_the_file_and_add_new_ones(config_file: Path
 
 
 def test_an_override_within_a_list_says_how_to_give_it() -> None:
-    sentence = "--set train.weights.0.kind=fresh: weights is a list: give the whole list, as --set train.weights=[...]"
+    sentence = (
+        "--set train.weights.0.kind=fresh: weights is a list: give the whole list, as --set "
+        "train.weights=[...]"
+    )
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         load_config("dapo", ["train.weights.0.kind=fresh"])
 

@@ -181,7 +181,8 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
         ({"use_dora": True}, "describes DoRA (use_dora), which training here does not support"),
         (
             {"use_rslora": True},
-            "describes rank-stabilised scaling (rsLoRA) (use_rslora), which training here does not support; the same "
+            "describes rank-stabilised scaling (rsLoRA) (use_rslora), which training here does not "
+            "support; the same "
             "adapter has use_rslora false and lora_alpha 16",
         ),
         ({"modules_to_save": ["lm_head"]}, "describes whole modules beside its factors (modules_to_save)"),

@@ -178,13 +178,15 @@ def test_a_pipeline_gives_workers_their_duties_by_their_tags(
             "disaggregated",
             1,
             {"t0": "rollout train"},
-            r"disaggregated needs a worker that carries rollout in addition to the trainers t0; workers: t0 \{",
+            r"disaggregated needs a worker that carries rollout in addition to the trainers t0; workers: "
+            r"t0 \{",
         ),
         (
             "multiplexed",
             2,
             {"t0": "rollout train", "t1": "rollout train"},
-            r"pipeline multiplexed needs a worker that carries rollout in addition to the trainers t0, t1; workers: ",
+            r"pipeline multiplexed needs a worker that carries rollout in addition to the trainers t0, "
+            r"t1; workers: ",
         ),
         (
             "multiplexed",

@@ -327,7 +327,8 @@ def test_an_address_is_refused_in_one_sentence(plane: ServedPlane) -> None:
     response = ask(plane, CHAT, show_in_chat(url="https://example.com/a.png")[0])
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": "messages[0].content[1] has a picture whose bytes are not in the request: send the picture "
+        "message": "messages[0].content[1] has a picture whose bytes are not in the request: send the "
+        "picture "
         "as base64, in a field for URLs as a data URL; pictures are not downloaded, and files cannot be "
         "uploaded",
         "type": "invalid_request_error",

@@ -46,7 +46,8 @@ class Dropping(Driver):
 RULES: dict[str, Any] = {"groups_per_batch": 2, "session_attempts": 1, "gate": "varied"}
 
 FAULT = (
-    "the last 20 groups were all dropped (equal_rewards 20), so no batch can be completed: rollout.gate varied "
+    "the last 20 groups were all dropped (equal_rewards 20), so no batch can be completed: rollout.gate "
+    "varied "
     "rejects every group; use tasks that the policy sometimes solves, correct rollout.success, or set "
     "rollout.gate to all"
 )

@@ -221,7 +221,8 @@ def test_judges_that_never_answer_end_the_run(play: Play) -> None:
             [session] = await driver.answered()
             await driver.unjudge(session)
         assert driver.run.fault == (
-            "the last 10 groups were all dropped (not_judged 10), so no batch can be completed: check that the "
+            "the last 10 groups were all dropped (not_judged 10), so no batch can be completed: check "
+            "that the "
             "judges answer; the last error was away"
         )
 

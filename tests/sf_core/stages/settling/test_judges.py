@@ -74,7 +74,8 @@ def test_judges_that_nobody_asks_are_refused() -> None:
 def test_a_function_that_asks_judges_is_refused_without_any() -> None:
     check_sentence(
         refusal(judged({}, reward=asks)),
-        f"environment.judges: {__name__}:asks ({place_of(asks)}) has a parameter `judges`, but no judges are configured",
+        f"environment.judges: {__name__}:asks ({place_of(asks)}) has a parameter `judges`, but no judges "
+        f"are configured",
     )
 
 

@@ -180,7 +180,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "more layers": (
         with_factors(lambda factors: factors | {FACTOR.replace(".0.", ".7."): torch.ones(2, 32)}),
-        "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' does not belong to this model (1 tensors)",
+        "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' does not belong to this model "
+        "(1 tensors)",
     ),
 }
 

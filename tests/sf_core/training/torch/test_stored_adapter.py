@@ -117,8 +117,8 @@ def test_a_run_goes_on_from_checkpoints_for_its_own_base_alone(
     opened = OpenRun(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
     TorchBackend(WorkerDevice()).rebuild_trainer(opened, 3, SingleRank())
     is_refused = (
-        "belongs to an adapter of other weights than the weights at the start of the run; the previous checkpoint"
-        in caplog.text
+        "belongs to an adapter of other weights than the weights at the start of the run; the previous "
+        "checkpoint" in caplog.text
     )
     assert is_refused == (changed == "start/model.safetensors")
     assert ("version 3 is computed again from version 0" in caplog.text) == is_refused
