@@ -57,7 +57,9 @@ def find_runs(root: str) -> list[RunDirectory]:
         return [itself]
     runs = [run for run in map(RunDirectory, files.list_folders(itself.uri)) if run.exists()]
     if not runs:
-        raise ValueError(f"{root}: no runs here (folders with a config.json); name a run or its storage.root")
+        raise ValueError(
+            f"{root}: no runs here (no folders with a config.json); name a run or its storage.root"
+        )
     return runs
 
 

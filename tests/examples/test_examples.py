@@ -39,9 +39,13 @@ def commands(example: str) -> str:
 
 
 def shortened(script: str, **settings: object) -> str:
-    """The script, each training with these settings behind its own; `a__b` is `a.b`, and None leaves one out."""
+    """The script, each training with these settings behind its own; `a__b` is `a.b`, and None leaves "
+    "one out."""
     given = SMALL | {name.replace("__", "."): value for name, value in settings.items()}
-    options = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in given.items() if value is not None)
+    options = (
+        " ".join(f"--set "
+        "{shlex.quote(f'{name}={value}')}"
+    ) for name, value in given.items() if value is not None)
     return re.sub(r"^(sf train .*?)( +#.*)?$", rf"\1 {options}", script, flags=re.M)
 
 
@@ -62,7 +66,8 @@ class Clone:
         self.env.pop("PREFECT_API_URL", None)
 
     def run(self, script: str, quiet_s: float = 600) -> str:
-        """Output of a script of bash that starts at the top of the clone. Raises AssertionError if a command fails."""
+        """Output of a script of bash that starts at the top of the clone. Raises AssertionError if a "
+        "command fails."""
         done = subprocess.run(
             ["bash", "-e", "-o", "pipefail", "-c", script],
             cwd=self.home,

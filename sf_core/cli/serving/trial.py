@@ -163,7 +163,7 @@ async def _unless_engine_fails(running: Awaitable[Any], served: _Served) -> Any:
 def _at(elsewhere: Endpoint, printer: Printer) -> Iterator[_Served]:
     async def finish(report: dict[str, Any]) -> None: ...
 
-    printer.say("policy", f"{elsewhere.model} at {elsewhere.base_url}, whose tokens are not known here")
+    printer.say("policy", f"{elsewhere.model} at {elsewhere.base_url}, which reports no token ids")
     forward = Forward(elsewhere.base_url, elsewhere.api_key, printer)
     with serve_app(forward) as url:
         endpoint = Endpoint(f"{url}/v1", "try", elsewhere.model)

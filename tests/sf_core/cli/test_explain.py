@@ -78,7 +78,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             {
                 "pipeline": "async; t1: train steps only; r0, t0: rollout, during train steps too",
                 "lag": "bound 1: sampling continues during training; "
-                "training waits for sessions that would exceed it",
+                "training waits for sessions that would exceed this lag",
                 "t0": "rollout train rolls out: others train first",
                 "t1": "train trains as rank 0: does not carry rollout",
             },

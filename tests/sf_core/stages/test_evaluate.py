@@ -110,5 +110,5 @@ def test_a_run_without_a_policy_cannot_be_measured(tmp_path: Path) -> None:
 
 
 def test_a_form_must_name_the_run() -> None:
-    with pytest.raises(ValueError, match="run_id: say which run to evaluate"):
+    with pytest.raises(ValueError, match="run_id: name the run to evaluate"):
         open_evaluation(RunConfig())
