@@ -62,7 +62,7 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         loaded(tmp_path, text)
-    told = f"the key {key} is in line {lines[0]} and again in line {lines[1]}: write its settings once"
+    told = f"the key {key} is in line {lines[0]} and again in line {lines[1]}: merge the two"
     assert str(refused.value) == f"{tmp_path}/mine.yaml: not valid YAML: {told}"
 
 

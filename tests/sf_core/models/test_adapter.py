@@ -185,7 +185,10 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
             "support; the same "
             "adapter has use_rslora false and lora_alpha 16",
         ),
-        ({"modules_to_save": ["lm_head"]}, "describes whole modules beside its factors (modules_to_save)"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "describes whole modules in addition to its factors (modules_to_save)",
+        ),
         (
             {"lora_dropout": 0.05},
             "describes dropout (lora_dropout), which training here does not support; set it to 0",

@@ -246,7 +246,7 @@ def test_a_branch_is_left_out_if_its_sampled_answers_cannot_be_told(tmp_path: Pa
     sample(run, 0, [forked, last])
     assert trainable(run, tmp_path / "out.parquet") == [[False, True]]
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
-    assert (code, "1 left out: which answers were sampled cannot be told" in output) == (0, True)
+    assert (code, "1 left out: it is unknown which answers were sampled" in output) == (0, True)
     # this format says nothing of it
     assert export(run.uri, "sharegpt", str(tmp_path / "all.jsonl")).rows == 2
 
@@ -383,7 +383,7 @@ def test_pictures_are_marked_in_the_texts_of_verl_and_sharegpt(tmp_path: Path) -
 @pytest.mark.parametrize(("to", "name"), [("verl", "out.parquet"), ("sharegpt", "out.jsonl")])
 def test_texts_that_spell_the_mark_of_pictures_are_left_out(tmp_path: Path, to: str, name: str) -> None:
     run, _ = seen_run(tmp_path, "what is an <image>?")
-    assert export(run.uri, to, str(tmp_path / name)).left_out == {"a text of it spells <image>": 1}
+    assert export(run.uri, to, str(tmp_path / name)).left_out == {"a text contains <image>": 1}
 
 
 def test_pictures_are_parts_with_files_in_atif(tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ def test_a_configuration_of_the_built_in_policy_ruins_no_model(setting: dict[str
     policy = config.policy.model_copy(update={"model": "m"})
     with pytest.raises(ValueError) as refused:
         check_demonstrations(config.model_copy(update={"policy": policy}))
-    check_sentence(str(refused.value), f"policy.warmstart.{next(iter(setting))}", "would ruin a model")
+    check_sentence(
+        str(refused.value), f"policy.warmstart.{next(iter(setting))}", "would damage a pretrained model"
+    )
 
 
 PLAIN = (

@@ -57,7 +57,7 @@ def as_codes(dtype: torch.dtype) -> Callable[[Path], None]:
     return store
 
 
-ADAPTER = " holds an adapter (adapter_config.json): name the folder of its model here, and this one"
+ADAPTER = " holds an adapter (adapter_config.json): name the folder of its base model as policy.model"
 FULL = "; training needs unquantised weights: name the folder of the original model"
 CAUSAL = ": name a folder of a causal language model (...ForCausalLM in its config.json)"
 
@@ -91,11 +91,11 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "for images too": (
         be(architectures=["Qwen3VLForConditionalGeneration"], model_type="qwen3_vl"),
-        " is Qwen3VLForConditionalGeneration, of which transformers has no causal language model" + CAUSAL,
+        " is Qwen3VLForConditionalGeneration, which is not a causal language model in transformers" + CAUSAL,
     ),
     "encoder and decoder": (
         be(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
-        f" is T5ForConditionalGeneration, which reads by an encoder and answers by a decoder{CAUSAL}",
+        f" is T5ForConditionalGeneration, an encoder-decoder model{CAUSAL}",
     ),
 }
 

@@ -166,7 +166,7 @@ def test_a_row_without_sampled_tokens_has_no_version_range() -> None:
 
 
 def test_arrays_of_different_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"branch 0 of session .* must have one length, got \[8, 9\]"):
+    with pytest.raises(ValueError, match=r"branch 0 of session .* must have equal lengths, got \[8, 9\]"):
         to_table("run-1", [example(token_ids=np.arange(8, dtype=np.int32))])
 
 
