@@ -43,9 +43,10 @@ def page_of(example: str) -> str:
     return (ROOT / "examples" / example / "README.md").read_text()
 
 
-def commands(example: str) -> str:
-    """The blocks of the page that are run as they stand."""
-    return "\n".join(re.findall(r"^```bash\n(.*?)^```$", page_of(example), re.M | re.S))
+def commands(example: str, language: str = "bash") -> str:
+    """The blocks of the page that are run as they stand; other blocks have no language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page_of(example), re.M | re.S)
+    return "".join(block for found, block in blocks if found == language)
 
 
 def shortened(script: str, settings: dict[str, object] | None = None) -> str:
@@ -262,8 +263,7 @@ def test_product(clone: Clone) -> None:
         port = str(free.getsockname()[1])
     callers = clone.folder / "callers.py"
     callers.write_text(callers.read_text().replace("9000", port))
-    [others] = re.findall(r"^```\n(.*?)^```$", page_of("product"), re.M | re.S)
-    service, calls = others.replace("9000", port).splitlines()
+    service, calls = commands("product", "").replace("9000", port).splitlines()
     # the small policy: that SmolLM2 learns of stars takes minutes
     small = {"policy.model": "null", "rollout.outside_groups": 4}
     _, cd, train = shortened(commands("product"), small).splitlines()
