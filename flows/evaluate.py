@@ -29,7 +29,7 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
         if evaluation.measured is not None:
             return evaluation.measured.data
         config, version = evaluation.config, evaluation.version
-        check_held_out(config)
+        check_held_out(config, is_trained=False)
         plan = await_plan(scheduler_address(), config)
         run = begin_attempt(config, evaluate_only=True)
         OpenRun(run).register(evaluate_only=True)

@@ -41,7 +41,9 @@ def _show(command: Any) -> Iterator[str]:
     context = command.make_context(f"sf {command.name}", [], resilient_parsing=True)
     usage = " ".join(context.get_usage().removeprefix("Usage:").split())
     yield f"\n### `sf {command.name}` {{#{command.name}}}\n"
-    yield escape(" ".join((command.help or "").split())) + "\n"
+    for part in (command.help or "").split("\n\n"):
+        # what is indented is code, in Markdown too
+        yield (part if part.startswith("    ") else escape(" ".join(part.split()))) + "\n"
     yield f"```\n{usage}\n```\n"
     yield from _parameters(command, context)
 

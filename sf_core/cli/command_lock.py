@@ -27,8 +27,8 @@ def hold(folder: Path) -> TextIO:
         holder = _holder(file.read())
         file.close()
         raise HeldError(
-            f"run {folder.name} is worked on by {holder}: wait for its end, or end it there with Ctrl-C and "
-            "give this command again; --set run_id=NAME begins another run"
+            f"run {folder.name} is in use by {holder}: wait until that command ends, or stop it with Ctrl-C; "
+            "then run this command again; --set run_id=NAME starts a new run"
         ) from None
     except OSError:
         return file

@@ -41,7 +41,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     if sight := read_sight(folder) if folder else None:
         facts.append(("pictures", sight.limit(config.rollout.max_picture_tokens).describe()))
     elif config.policy.sees:
-        facts.append(("pictures", "the policy is shown them"))
+        facts.append(("pictures", "the policy sees pictures"))
     if config.rollout.outside_groups:
         facts.append(("outside", _outside(plan, config)))
     facts += explain_sizes(config, sizes).items()
@@ -50,13 +50,13 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     able = list_able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):
-        hint = "device_kind or sf worker --probe would say whether they should train"
+        hint = "set device_kind or use sf worker --probe to choose trainers by speed"
         facts.append(("unknown", f"the devices of {', '.join(unknown)}; {hint}"))
     address = scheduler or scheduler_of(config)
     if address is None:
         facts.append(("devices", _devices(config)))
     if address and (held := tell_holders(address, config.run_id)):
-        facts.append(("held", f"{held}, which a run that starts now waits for"))
+        facts.append(("held", f"{held}; a run that starts now waits for them"))
     shown = make_table()
     shown.show_header = False
     for subject, text in facts:
@@ -69,7 +69,7 @@ def _devices(config: RunConfig) -> str:
     tags = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
     computing = {n: w for n, w in workers_here(config).items() if tags & {*w.tags}}
     found = ", ".join(f"{name} {worker.device}" for name, worker in computing.items())
-    return f"{found}; all others the CPU"
+    return f"{found}; all other workers use the CPU"
 
 
 def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:
@@ -108,7 +108,7 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
         return "runs agents"
     if worker.name in plan.reward:
         served = ", ".join(config.environment.served_judges)
-        return "scores what agents answer" + (f", and serves {served} to itself" if served else "")
+        return "scores the answers of agents" + (f", and serves the judges {served}" if served else "")
     if "cpu" in worker.tags:
         return "filters, publishes, evaluates"
     if "train" in worker.tags:
@@ -120,7 +120,7 @@ def _why_trainer(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
     able = list_able_to_train(workers, config)
     chosen, left = able[: len(plan.trainers)], able[len(plan.trainers) :]
     if not left:
-        return "no other could"
+        return "no other worker can train"
     reasons = ("tags of cluster.prefer", "higher train_priority", "does not carry rollout", "first by name")
     last, next_best = trainer_order_key(chosen[-1], config), trainer_order_key(left[0], config)
     return next(reason for reason, a, b in zip(reasons, last, next_best, strict=True) if a != b)
@@ -132,7 +132,7 @@ def _pipeline(plan: Plan, config: RunConfig) -> str:
     meanwhile = f"; {others}: rollout{', during train steps too' if config.overlap else ''}" if others else ""
     decides = "tags and rollout.overlap"
     if lends(config) is False:
-        decides = "rollout.overlap, as vLLM with train.lora lends no trainer"
+        decides = "rollout.overlap; vLLM with train.lora lends no trainer"
     named = config.pipeline or f"{_name(plan, config.overlap)} by {decides}"
     return f"{named}; {trainers}: {lending}{meanwhile}"
 
@@ -149,10 +149,10 @@ def _lag(config: RunConfig) -> str:
     if config.lag_bound == 0:
         return "0: every token is trained on by the version that sampled it"
     older = {
-        "wait": "training waits for sessions that would grow older",
-        "drop": "groups that would grow older are dropped",
+        "wait": "training waits for sessions that would exceed it",
+        "drop": "groups that would exceed it are dropped",
     }
-    return f"{config.lag_bound}: sampling goes on while training; {older[config.rollout.on_max_lag]}"
+    return f"{config.lag_bound}: sampling continues during training; {older[config.rollout.on_max_lag]}"
 
 
 def _judge(name: str, plan: Plan, config: RunConfig) -> str:
@@ -165,12 +165,12 @@ def _judge(name: str, plan: Plan, config: RunConfig) -> str:
     else:
         where = f"{judge.name or 'the model'} at {judge.url}, asked by {asking}"
     bound = judge.max_tokens_per_iteration
-    most = "no bound on its tokens" if bound is None else f"at most {bound:,} tokens from batch to batch"
+    most = "no limit on tokens" if bound is None else f"at most {bound:,} tokens from batch to batch"
     return f"{where}; {judge.concurrency} calls at once by each, {most}"
 
 
 def _outside(plan: Plan, config: RunConfig) -> str:
     rollout = config.rollout
     share = f"{rollout.outside_groups} of {rollout.groups_per_batch} groups of each batch"
-    held_out = "" if plan.agent else "; so are held-out tasks, since no worker carries agent"
-    return f"{share} are those of agents that declare them (POST /runs/RUN/groups){held_out}"
+    held_out = "" if plan.agent else "; so do held-out tasks, because no worker carries agent"
+    return f"{share} come from agents outside (POST /runs/RUN/groups){held_out}"

@@ -6,22 +6,20 @@ from typing import Annotated
 
 import typer
 
+from sf_core.cli.arguments.addresses import AnyPort, Port, address
 from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import fail, report_bad_input
-from sf_core.config.addresses import MAX_PORT
+from sf_core.config.addresses import LOOPBACK
 from sf_core.dataplane.options import DataplaneOptions, Fsync
 
 commands = App()
-Host = typer.Option(help="Address to listen on. Addresses other than loopback need TLS.")
 
 
 @commands.command()
 @report_bad_input()
 def server(
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Addresses other than loopback need a password.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port to listen on.")] = 4200,
+    host: Annotated[str, address("a password")] = LOOPBACK,
+    port: Annotated[int, Port] = 4200,
 ) -> None:
     """Run a Prefect server.
 
@@ -35,8 +33,8 @@ def server(
 @commands.command()
 @report_bad_input()
 def scheduler(
-    host: Annotated[str, Host] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=MAX_PORT, help="Port to listen on.")] = 8786,
+    host: Annotated[str, address("TLS")] = LOOPBACK,
+    port: Annotated[int, Port] = 8786,
 ) -> None:
     """Run the Dask scheduler of a cluster."""
     from sf_core.cli.host_processes import become_scheduler
@@ -61,7 +59,7 @@ def worker(
     threads: Annotated[
         int | None, typer.Option(help="Number of CPU threads for numerical libraries.")
     ] = None,
-    host: Annotated[str, Host] = "127.0.0.1",
+    host: Annotated[str, address("TLS")] = LOOPBACK,
 ) -> None:
     """Run a Dask worker for one device."""
     from sf_core.config.validation import worker_config
@@ -75,12 +73,8 @@ def worker(
 @commands.command()
 @report_bad_input()
 def dataplane(
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Addresses other than loopback need a key.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=MAX_PORT, help="Port to listen on. 0: any free port.")
-    ] = 8700,
+    host: Annotated[str, address("a key")] = LOOPBACK,
+    port: Annotated[int, AnyPort] = 8700,
     journal_dir: Annotated[
         str | None,
         typer.Option(

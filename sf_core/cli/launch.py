@@ -88,7 +88,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
             # first: the caller may ask for more iterations than are done
             config = settle_config(config, tell)
             if is_finished(RunView(directory), config.train.iterations):
-                more = "a larger train.iterations makes it go on, another run_id begins another"
+                more = "a larger train.iterations continues it, another run_id starts a new run"
                 tell(f"run {name} is already finished; {more}")
                 return _print_result(directory, config, console)
         scheduler = scheduler_of(config)
@@ -98,7 +98,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         if not scheduler:
             make_plan(workers, config)
         check_memory(sizes, workers)
-        check_held_out(config)
+        check_held_out(config, is_trained=flow == "train")
         explained = explain_sizes(config, sizes) if flow == "train" else {}
     except ValueError as error:
         raise LaunchError(str(error)) from None
@@ -187,7 +187,7 @@ def _run(
         lost: list[str] = []
         for _ in range(FLOW_STARTS):
             if lost:
-                progress.note(f"{', '.join(lost)} ended, and the flow with it; both are started again")
+                progress.note(f"{', '.join(lost)} ended, and the flow failed with it; both are restarted")
                 ready()
             failure, lost = _run_once(part, stack, watch)
             if not (failure and lost):
@@ -214,7 +214,7 @@ def _note_end(config: RunConfig, dataplane: str) -> None:
 
 
 def _how_to_go_on(flow: str, run_id: str) -> str:
-    return "go on with the same command" + (f" and --set run_id={run_id}" if flow == "train" else "")
+    return "continue with the same command" + (f" and --set run_id={run_id}" if flow == "train" else "")
 
 
 def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) -> tuple[str, list[str]]:

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from sf_core.cli.arguments.addresses import Port
 from sf_core.cli.arguments.completion import complete_config, complete_override, complete_setting
 from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.hosts import commands as host_commands
@@ -25,7 +26,6 @@ from sf_core.cli.serving.command import commands as serve_commands
 from sf_core.cli.terminal import console, errors, interrupt, print_json, report_bad_input, say_error
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
-from sf_core.config.addresses import MAX_PORT
 from sf_core.config.programs import Command
 from sf_core.config.yaml_file import builtin_configs, load_config, override_config
 from sf_core.surroundings import STACK_FOLDER
@@ -60,7 +60,6 @@ Overrides = Annotated[
 StackFolder = Annotated[
     Path, typer.Option(help="Folder for the configuration, logs and journals of the stack.")
 ]
-Port = typer.Option(min=1, max=MAX_PORT, help="Port on this machine.")
 
 
 def _print_version(is_asked: bool) -> None:

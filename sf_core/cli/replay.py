@@ -46,14 +46,17 @@ def replay(uri: str, iteration: int) -> Replay:
     _read_committed(directory, iteration, "filter")
     run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
     if not trainer_kind(run.config).computes_weights:
-        raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
+        raise ValueError(f"{directory.run_id}: the run is emulated and has no weights")
     batch = read_stored_batch(run, iteration)
     workers = run.config.cluster.workers.values()
     # sums are split among threads: another number of threads rounds differently
     torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
     device = train.data["device"]
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
+        raise ValueError(
+            f"iteration {iteration} was trained on a GPU, but this machine has none, and a CPU rounds "
+            "differently"
+        )
     hide_progress_bars()
     backend = cast(TorchBackend, trainer_backend(run.config, WorkerState("replay")))
     trainer = backend.rebuild_trainer(run, iteration, SingleRank(), device)
@@ -75,8 +78,8 @@ def _read_committed(directory: RunDirectory, iteration: int, stage: str) -> Mani
     manifest = directory.read_manifest(iteration, stage)
     if manifest is None:
         raise ValueError(
-            f"{directory.run_id}: {stage} of iteration {iteration} is not committed; "
-            f"`sf inspect {directory.uri}` shows what is"
+            f"{directory.run_id}: {stage} of iteration {iteration} is not committed; `sf inspect "
+            f"{directory.uri}` shows the committed stages"
         )
     return manifest
 

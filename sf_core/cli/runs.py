@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -15,18 +17,17 @@ from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import console, errors, fail, print_json, report_bad_input, tell
 from sf_core.config import StorageConfig
 
+if TYPE_CHECKING:
+    from sf_core.reports.cleanup import Spare
+
 commands = App()
 
 
 def find_run(run: str) -> str:
     """Directory of a run that is given by its directory, or by its name in the default of `storage.root`."""
-    if "/" in run or os.path.exists(run):
-        return run
-    from storage.files import join
-    from storage.run_directory import RunDirectory
-
-    inside = join(StorageConfig().root, run)
-    return inside if RunDirectory(inside).exists() else run
+    root = StorageConfig().root
+    is_name = "/" not in run and not os.path.exists(run)
+    return os.path.join(root, run) if is_name and os.path.isdir(root) else run
 
 
 RunDir = Annotated[
@@ -111,9 +112,9 @@ def gc(
                 raise
             warn(f"skipped: {error}")
             continue
+        if not as_json:
+            _print_spares(run.run_id, found)
         for spare in found:
-            if not as_json:
-                console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}")
             if yes:
                 spare.remove()
             spared.append({"run": run.run_id, "name": spare.name, "bytes": spare.bytes})
@@ -207,6 +208,15 @@ def replay(
     for name, (now, then) in result.metrics.items():
         console.print(f"  {name}: {now:.6g}, was {then:.6g}")
     raise typer.Exit(1)
+
+
+def _print_spares(run_id: str, found: Sequence[Spare]) -> None:
+    """A line for each kind of things that can be removed."""
+    for _, group in groupby(found, key=lambda spare: spare.kind):
+        spares = [*group]
+        first, last = spares[0].name, spares[-1].name.rpartition("/")[2]
+        names = first if len(spares) == 1 else f"{first} to {last} ({len(spares)} items)"
+        console.print(f"{run_id}  {names}  {_megabytes(sum(spare.bytes for spare in spares))}")
 
 
 def _check_folder(file: str | None) -> None:

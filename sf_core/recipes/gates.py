@@ -25,8 +25,9 @@ class All(Settings):
 
 
 class Varied(Settings):
-    """Drops groups of equal rewards, which teach nothing (dynamic sampling; DAPO, Yu et al. 2025, eq. 11);
-    with `rollout.success`, groups whose sessions are all right or all wrong."""
+    """Drops groups in which all rewards are equal, because they do not change the policy (dynamic sampling;
+    DAPO, Yu et al. 2025, eq. 11). With `rollout.success`: drops groups with only right or only wrong
+    sessions."""
 
     kind: Literal["varied"] = "varied"
 
@@ -38,12 +39,12 @@ class Varied(Settings):
 
 
 class Mixed(Settings):
-    """Drops groups with fewer than `least` right or `least` wrong sessions."""
+    """Drops groups with fewer than `least` right or fewer than `least` wrong sessions."""
 
     kind: Literal["mixed"] = "mixed"
     least: int = Field(1, ge=1)
-    """Fewest right sessions, and fewest wrong ones. 1 drops groups of one outcome; 2 also those in which one
-    session differs, which a noisy reward may have made."""
+    """Minimum number of right sessions, and of wrong sessions, in a group. 1: drops groups with a single
+    outcome. 2: also drops groups in which one session differs, perhaps because of a noisy reward."""
 
     def refusal(self, results: Sequence[Result], success: Success | None) -> str:
         right = num_right(results, success or Success())

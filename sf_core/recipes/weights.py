@@ -25,23 +25,25 @@ class Weight(Component):
 
 
 class Overlong(Weight):
-    """Sessions that the token budget or the context cut off teach nothing (overlong filtering; DAPO, Yu et
-    al. 2025, section 3.4; SRPO, Zhang et al. 2025)."""
+    """Leaves out sessions whose last answer was cut off by the token limit or by the context length (overlong
+    filtering; DAPO, Yu et al. 2025, section 3.4; SRPO, Zhang et al. 2025)."""
 
     kind: Literal["overlong"] = "overlong"
     effect: Literal["advantage", "weight"] = "weight"
-    """weight: their tokens leave the mean of the loss. advantage: they stay in it, with advantage 0."""
+    """Effect on the tokens of these sessions. weight: they do not count in the mean of the loss. advantage:
+    they count in the mean, with advantage 0."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         return _without(samples.truncated, self.effect, samples, advantages)
 
 
 class Unparsed(Weight):
-    """Sessions that failed because an answer had a tool call that could not be parsed teach nothing."""
+    """Leaves out sessions that failed because the policy wrote a tool call that could not be parsed."""
 
     kind: Literal["unparsed"] = "unparsed"
     effect: Literal["advantage", "weight"] = "weight"
-    """weight: their tokens leave the mean of the loss. advantage: they stay in it, with advantage 0."""
+    """Effect on the tokens of these sessions. weight: they do not count in the mean of the loss. advantage:
+    they count in the mean, with advantage 0."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         failed = np.array([status == "unparsed_call" for status in samples.statuses])
@@ -49,12 +51,12 @@ class Unparsed(Weight):
 
 
 class Fresh(Weight):
-    """Tokens of weights that are too old are left out, others of the same session are not: after a long
-    interruption, what was sampled before it."""
+    """Leaves out tokens that were sampled with weights that are too old, for example before a long
+    interruption. The other tokens of the session train."""
 
     kind: Literal["fresh"] = "fresh"
     max_lag: int = Field(1, ge=0)
-    """Largest lag, in policy versions, of a token that counts."""
+    """Maximum lag of tokens that train, in policy versions."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         fresh = [samples.iteration - versions <= self.max_lag for versions in samples.versions]
@@ -62,11 +64,11 @@ class Fresh(Weight):
 
 
 class Surprising(Weight):
-    """Only the tokens of highest entropy count (Wang et al. 2025, "Beyond the 80/20 rule")."""
+    """Trains only on the tokens with the highest entropy (Wang et al. 2025, "Beyond the 80/20 rule")."""
 
     kind: Literal["surprising"] = "surprising"
     share: float = Field(0.2, gt=0, le=1)
-    """Share of the batch's trained tokens that counts."""
+    """Share of the batch's tokens that train."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -80,13 +82,13 @@ class Surprising(Weight):
 
 
 class EntropyConfidence(Weight):
-    """Advantages times 1 + strength z, where z says how uncertain the policy was: the standard score of the
-    token's entropy plus that of its surprise, within 2 of 0 (the update of ECHO, arXiv 2602.02150, with the
-    sampled token's probability as confidence)."""
+    """Multiplies advantages by 1 + strength * z. z measures the policy's uncertainty: the standard score of
+    the token's entropy plus the standard score of one minus its probability, clipped to the range from -2 to
+    2 (the update of ECHO, arXiv 2602.02150, with the sampled token's probability as confidence)."""
 
     kind: Literal["entropy_confidence"] = "entropy_confidence"
     strength: float = Field(0.1, gt=0, lt=0.5)
-    """Largest change of an advantage, as a share of it, is twice this."""
+    """Factor of z. The largest relative change of an advantage is twice this value."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -103,14 +105,13 @@ class EntropyConfidence(Weight):
 
 
 class Gated(Weight):
-    """Advantages times 1 + tanh(strength * d), within 0 and 2, where d is how much more reward the critic
-    expects after the token than before it (the gate of HABC, arXiv 2606.17043, whose sign stays the
-    advantage's): of what ended well, the tokens after which that was more likely. It needs
-    `train.advantage: gae`."""
+    """Multiplies advantages by 1 + tanh(strength * d), a factor between 0 and 2. d is the rise of the
+    critic's predicted reward: the prediction after the token minus the prediction before it (the gate of
+    HABC, arXiv 2606.17043, with the sign of the advantage). Needs `train.advantage: gae`."""
 
     kind: Literal["gated"] = "gated"
     strength: float = Field(1.0, gt=0)
-    """Factor of the difference of two values."""
+    """Factor of d."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -130,8 +131,9 @@ class CustomWeight(Weight):
 
     kind: Literal["custom"] = "custom"
     function: Reference
-    """Function (Samples of sf_core.recipes.samples, advantages) -> for each row an array with a factor, not
-    negative, of each token's weight; it runs on the workers."""
+    """Name of a function that takes Samples (sf_core.recipes.samples) and the advantages. It returns one
+    array per row, with a factor for the weight of each token. Factors must not be negative. The function runs
+    on the workers."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         source = f"train.weights {self.function}"

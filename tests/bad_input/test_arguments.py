@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(60)
 
 ARGUMENTS: list[tuple[str, str]] = [
     ("trian", "trian"),
-    ("train", "config"),
+    ("train", "CONFIG"),
     ("train nowhere.yaml", "nowhere.yaml"),
     ("train run.yaml --iterations 3", "--iterations"),
     ("evaluate nowhere", "nowhere"),
@@ -25,6 +25,11 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("inspect run.yaml", "run.yaml"),
     ("report nowhere", "nowhere"),
     ("report nowhere --max-mb much", "--max-mb"),
+    ("report nowhere elsewhere", "nowhere"),
+    ("report nowhere -o missing/page.html", "missing"),
+    ("export nowhere missing/out.jsonl --to trl", "missing"),
+    ("settings train.lerning_rate", "train.learning_rate"),
+    ("settings train --schema", "--schema"),
     ("export nowhere out.jsonl --to trl", "nowhere"),
     ("export nowhere out.jsonl --to csv", "csv"),
     ("export nowhere out.jsonl", "--to"),

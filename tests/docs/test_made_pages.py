@@ -60,9 +60,11 @@ def test_a_setting_says_its_type_default_and_range() -> None:
 def test_each_command_has_its_part_with_its_options() -> None:
     page, group = commands_page(), typer.main.get_command(app)
     for name, command in group.commands.items():  # type: ignore[attr-defined]
-        part = page.partition(f"### `sf {name}` {{#{name}}}\n")[2].partition("\n### ")[0]
-        for parameter in command.params:
-            assert parameter.hidden or parameter.name == "help" or parameter.opts[0] in part
+        part = re.split(r"\n##+ ", page.partition(f"### `sf {name}` {{#{name}}}\n")[2])[0]
+        shown = [known for known in command.params if not (known.hidden or known.name == "help")]
+        assert part.count("\n- ") == len(shown)
+        for parameter in shown:
+            assert parameter.param_type_name == "argument" or parameter.opts[0] in part
 
 
 def test_each_route_has_its_part() -> None:

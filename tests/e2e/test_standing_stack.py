@@ -152,4 +152,4 @@ def test_down_ends_exactly_this_stack(standing_stack: Stack) -> None:
         assert standing_stack.processes() == []
         assert stranger.poll() is None
         stranger.kill()
-    assert "no stack is up" in standing_stack.sf("down").stdout
+    assert "no stack runs" in standing_stack.sf("down").stdout

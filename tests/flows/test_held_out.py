@@ -20,7 +20,7 @@ from storage.run_directory import RunDirectory
 from tests.bench.runs import commit, configure
 
 REFUSAL = (
-    'evaluate.num_tasks 2050: quickstart.tasks("holdout", 2049) raises ValueError: '
+    'evaluate.num_tasks 2050: quickstart.tasks("holdout", 2049) raised ValueError: '
     "held-out index 1024: calculator has 1024 held-out tasks"
 )
 
@@ -72,10 +72,16 @@ def test_few_tasks_are_asked_for_and_the_line_that_has_none_is_named() -> None:
     asked.clear()
     check_held_out(drawing("three_tasks", 3))
     with pytest.raises(
-        ValueError, match=r"raises IndexError: list index out of range, .*test_held_out.py:\d+$"
+        ValueError, match=r"raised IndexError: list index out of range, .*test_held_out.py:\d+$"
     ):
         check_held_out(drawing("three_tasks", 4))
     assert asked == [("holdout", 2)] * 2 + [("train", 0)] * 2 + [("train", 1)] * 2 + [("holdout", 3)]
+
+
+def test_an_evaluation_asks_for_no_training_task() -> None:
+    asked.clear()
+    check_held_out(drawing("three_tasks", 3), is_trained=False)
+    assert asked == [("holdout", 2)] * 2
 
 
 def test_tasks_that_change_are_refused_with_the_function_and_what_differs() -> None:

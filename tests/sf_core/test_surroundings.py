@@ -64,7 +64,7 @@ def test_a_file_first_on_the_path_is_named_wherever_the_command_is_called(tmp_pa
 
 def test_a_folder_that_is_gone_is_no_place_for_a_command(tmp_path: Path) -> None:
     script = f"mkdir gone; cd gone; rmdir ../gone; exec {SF} settings"
-    check_refused(call(tmp_path, "sh", "-c", script), "the current folder is not there any more")
+    check_refused(call(tmp_path, "sh", "-c", script), "the current folder does not exist any more")
 
 
 def test_a_process_that_somebody_else_started_refuses_too(tmp_path: Path) -> None:

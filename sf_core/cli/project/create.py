@@ -27,13 +27,15 @@ def create_project(name: str) -> list[Path]:
     module = folder.name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module):
         raise ValueError(
-            f"{name}: the module in it is named like the folder, and {folder.name!r} cannot name one: take "
-            "letters, digits and _, with a letter first"
+            f"{name}: {folder.name!r} cannot be the name of a Python module: use letters, digits and _, and "
+            "begin with a letter"
         )
     if (taken := find_spec(module)) is not None:
-        raise ValueError(f"{name}: {module} is the name of {taken.origin or 'a package'}: take another one")
+        raise ValueError(
+            f"{name}: {module} is the name of {taken.origin or 'a package'}: choose another name"
+        )
     if folder.exists():
-        raise ValueError(f"{name}: is there already; choose another name or remove it")
+        raise ValueError(f"{name} already exists; choose another name or remove it")
     names = {source: Template(target).substitute(module=module) for source, target in _FILES.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     # a disk that is full leaves nothing half written

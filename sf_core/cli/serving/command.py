@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from sf_core.cli.arguments.addresses import AnyPort, address
 from sf_core.cli.arguments.completion import complete_run
 from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import interrupt, report_bad_input, tell
-from sf_core.config.addresses import LOOPBACK, MAX_PORT
+from sf_core.config.addresses import LOOPBACK
 
 commands = App()
 
@@ -25,12 +26,8 @@ def serve(
             help="Run, or RUN@VERSION. By default the newest version is served.", autocompletion=complete_run
         ),
     ],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Addresses other than loopback need --key.")
-    ] = LOOPBACK,
-    port: Annotated[
-        int, typer.Option(min=0, max=MAX_PORT, help="Port to listen on. 0: any free port.")
-    ] = 8800,
+    host: Annotated[str, address("--key")] = LOOPBACK,
+    port: Annotated[int, AnyPort] = 8800,
     key: Annotated[str | None, typer.Option(help="Key that clients send. By default a random key.")] = None,
     engine: Annotated[
         Literal["builtin", "vllm"], typer.Option(help="Engine: the built-in engine, or a vLLM server.")

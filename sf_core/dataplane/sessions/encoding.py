@@ -1,6 +1,6 @@
 """The tokens of a request: recorded ones as far as they match its rendering, newly encoded ones after them.
 
-Owns where encoding begins: always at a special token (docs/concepts/token-truth.md), never inside recorded tokens.
+Owns where encoding begins: at a special token (docs/concepts/token-truth.md), never inside recorded tokens.
 """
 
 from __future__ import annotations

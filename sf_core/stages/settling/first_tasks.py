@@ -30,21 +30,21 @@ def foresee(config: RunConfig) -> list[str]:
     if not both:
         return []
     return [
-        f"{len(both)} of the first {len(held_out)} held-out tasks are training tasks too, such as "
-        f"{both[0].task_id}: their reward tells what was learned by heart; keep the splits apart in "
+        f"{len(both)} of the first {len(held_out)} held-out tasks are also training tasks, for example "
+        f"{both[0].task_id}, so their reward does not measure new tasks; keep the splits apart in "
         f"{source_of_tasks(environment)}"
     ]
 
 
-def check_held_out(config: RunConfig) -> None:
+def check_held_out(config: RunConfig, *, is_trained: bool = True) -> None:
     """Raises ValueError with one sentence if the environment cannot be used, lacks a source of the curriculum
     or has too few held-out tasks, because a missing one would count as one that earned nothing, or if a task
-    that is requested twice changes. Only the last held-out one and the first ones of training are
-    requested."""
+    that is requested twice changes. Requests only the last held-out task and, if the run is trained, the
+    first training tasks."""
     _check_sources(config)
     last, first = config.evaluate.num_tasks - 1, first_index(config.seed)
     check_task(config, "holdout", last, f"evaluate.num_tasks {last + 1}")
-    for index in (first, first + 1):
+    for index in (first, first + 1) if is_trained else ():
         check_task(config, "train", index, "environment.tasks")
 
 
@@ -75,7 +75,9 @@ def check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
         told = f"{type(error).__name__}: {error}" + (f", {place}" if place else "")
         raise ValueError(f"{setting}: {asked} raised {' '.join(told.split())}") from error
     if differs := find_difference(one, other):
-        changed = f'{source_of_tasks(environment)} changes between two calls with ("{split}", {index})'
+        changed = (
+            f'{source_of_tasks(environment)} gave different tasks in two calls with ("{split}", {index})'
+        )
         raise ValueError(
             f"environment.tasks: {changed}: {differs}. Equal arguments must give equal tasks, "
             "in every process"

@@ -1,7 +1,8 @@
 """Conversations as agents hold them, with real tokenizers, and the invariants of their records.
 
 Owns the model folders of three families (their chat templates lie in templates/), a sampler whose ids are not
-those the tokenizer would make of the same text, and the check of invariants 1 to 3 (docs/concepts/token-truth.md).
+those the tokenizer would make of the same text, and the check of invariants 1 to 3
+(docs/concepts/token-truth.md).
 """
 
 from __future__ import annotations

@@ -51,16 +51,15 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             {
                 "pipeline": "colocated; d0, d1: train steps and rollout in turn",
                 "lag": "bound 0: every token is trained on by the version that sampled it",
-                "d0": "rollout train trains as rank 0, rolls out between steps: no other could",
-                "d1": "rollout train trains as rank 1, rolls out between steps: no other could",
+                "d0": "rollout train trains as rank 0, rolls out between steps: no other worker can train",
+                "d1": "rollout train trains as rank 1, rolls out between steps: no other worker can train",
             },
         ),
         (
             {"r0": R0, "t0": BOTH},
             {"rollout": {"groups_per_batch": 4, "outside_groups": 3}},
             {
-                "outside": "3 of 4 groups of each batch are those of agents that declare them "
-                "(POST /runs/RUN/groups)",
+                "outside": "3 of 4 groups of each batch come from agents outside (POST /runs/RUN/groups)",
             },
         ),
         (
@@ -70,7 +69,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
                 "pipeline": "disaggregated; t0: train steps only; r0: rollout",
                 "lag": "bound 0: every token is trained on by the version that sampled it",
                 "r0": "rollout rolls out: does not carry train",
-                "t0": "train trains as rank 0: no other could",
+                "t0": "train trains as rank 0: no other worker can train",
             },
         ),
         (
@@ -78,7 +77,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             {"pipeline": "async"},
             {
                 "pipeline": "async; t1: train steps only; r0, t0: rollout, during train steps too",
-                "lag": "bound 1: sampling goes on while training; "
+                "lag": "bound 1: sampling continues during training; "
                 "training waits for sessions that would grow older",
                 "t0": "rollout train rolls out: others train first",
                 "t1": "train trains as rank 0: does not carry rollout",
@@ -90,7 +89,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             {
                 "pipeline": "multiplexed; t0: train steps and rollout in turn; "
                 "r0: rollout, during train steps too",
-                "t0": "rollout train trains as rank 0, rolls out between steps: no other could",
+                "t0": "rollout train trains as rank 0, rolls out between steps: no other worker can train",
                 "t1": "train nothing: not chosen to train, and does not carry rollout",
             },
         ),

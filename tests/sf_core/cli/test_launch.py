@@ -47,7 +47,7 @@ def test_a_finished_run_is_shown_and_not_run_again(finished_run: RunDirectory) -
     code, output = sf("resume", finished_run.uri)
     assert code == 0, output
     assert output.startswith(
-        "run r is already finished; a larger train.iterations makes it go on, another run_id begins another "
+        "run r is already finished; a larger train.iterations continues it, another run_id starts a new run "
         "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
     )
     assert "tokens 1,000 sampled, 20 per second" in output, "of an earlier version"
@@ -93,8 +93,8 @@ def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped_run: RunDirec
         assert first.stdout
         first.stdout.readline()
         code, output = sf("resume", stopped_run.uri)
-        who = f"run r is worked on by another command, process {first.pid} on {socket.gethostname()} since "
-        assert (code, who in output, "end it there with Ctrl-C" in output) == (1, True, True), output
+        who = f"run r is in use by another command, process {first.pid} on {socket.gethostname()} since "
+        assert (code, who in output, "stop it with Ctrl-C" in output) == (1, True, True), output
         assert first.poll() is None
         first.kill()
     with hold(Path(stopped_run.uri)):

@@ -43,11 +43,11 @@ def test_a_project_passes_its_own_tests_and_names_its_functions(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("2nd", "2nd: the module in it is named like the folder, and '2nd' cannot name one"),
-        ("class", "'class' cannot name one"),
-        ("my agent", "'my agent' cannot name one"),
+        ("2nd", "2nd: '2nd' cannot name the Python module in the folder"),
+        ("class", "'class' cannot name the"),
+        ("my agent", "'my agent' cannot name the"),
         ("json", "json: json is the name of "),
-        ("there", "there: is there already; choose another name or remove it"),
+        ("there", "there already exists; choose another name or remove it"),
     ],
 )
 def test_a_name_that_cannot_be_taken_leaves_nothing(tmp_path: Path, name: str, sentence: str) -> None:
@@ -67,5 +67,5 @@ def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -
         command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.strip() == "error: shop: cannot be written: File too large"
+    assert done.stderr.strip() == "error: shop cannot be written: File too large"
     assert list(tmp_path.iterdir()) == []

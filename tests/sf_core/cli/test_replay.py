@@ -65,7 +65,7 @@ def test_a_step_of_a_gpu_is_not_done_again_where_none_is(
     files.write_atomic(copy.manifest_file(0, "train"), changed.model_dump_json().encode())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, output = sf("replay", copy.uri, "--iteration", "0")
-    assert (code, "was trained on a GPU, which rounds otherwise; here is none" in output) == (2, True)
+    assert (code, "was trained on a GPU, which rounds differently; here is none" in output) == (2, True)
 
 
 def test_nothing_is_written_into_the_run(run_to_replay: RunDirectory) -> None:
@@ -75,7 +75,7 @@ def test_nothing_is_written_into_the_run(run_to_replay: RunDirectory) -> None:
 
     before = content()
     code, output = sf("replay", run_to_replay.uri, "--iteration", "1")
-    assert code == 0 and output.endswith("iteration 1: the weights came out equal, bit for bit")
+    assert code == 0 and output.endswith("iteration 1: the weights are equal, bit for bit")
     assert content() == before
 
 
@@ -89,10 +89,10 @@ def test_other_weights_are_told_by_how_much(copy: RunDirectory) -> None:
     changed = manifest.model_copy(update={"outputs": [ref]})
     files.write_atomic(copy.manifest_file(0, "train"), changed.model_dump_json().encode())
     code, output = sf("replay", copy.uri, "--iteration", "0")
-    assert code == 1 and output.endswith("the weights came out different, by at most 0.5")
+    assert code == 1 and output.endswith("the weights differ, by at most 0.5")
     files.remove_folder(copy.weights_dir(1))
     code, output = sf("replay", copy.uri, "--iteration", "0")
-    assert code == 1 and output.endswith("the weights came out different, the stored weights are gone")
+    assert code == 1 and output.endswith("the weights differ, the stored weights are gone")
 
 
 def test_weights_that_are_gone_are_compared_by_their_checksum(copy: RunDirectory) -> None:

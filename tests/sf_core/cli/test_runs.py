@@ -28,6 +28,7 @@ def test_a_run_is_found_by_its_name_in_the_usual_folder(here: Path) -> None:
     for command in ("inspect", "gc"):
         assert sf(command, "mine") == sf(command, "runs/mine")
     assert sf("inspect", "mine")[0] == 0
+    assert "runs/mnie: no run here (config.json is missing); did you mean mine?" in sf("inspect", "mnie")[1]
     (here / "mine").mkdir()
     code, output = sf("inspect", "mine")
     assert (code, "mine: no run here" in output) == (2, True), output
@@ -65,3 +66,12 @@ def test_programs_read_runs_what_can_be_removed_and_iterations_as_json(here: Pat
     assert (iteration["iteration"], iteration["stages"], iteration["sessions"]) == (0, ["rollout"], 1)
     code, output = sf("inspect", "sampled", "--json", "--timeline")
     assert (code, "leave --session, --timeline and --tasks out" in output) == (2, True)
+
+
+def test_a_missing_folder_is_not_made_for_an_output(here: Path) -> None:
+    write_config(RunDirectory(str(here / "runs" / "mine")))
+    page, rows = ("report", "mine", "-o", "no/page.html"), ("export", "mine", "no/x.jsonl", "--to", "trl")
+    for command in (page, rows):
+        code, output = sf(*command)
+        assert (code, "no does not exist: create this folder first" in output) == (2, True), output
+    assert not (here / "no").exists()

@@ -72,11 +72,11 @@ def test_the_page_of_settings_shows_the_other_kinds_and_loads_as_the_default() -
     page = settings_page()
     for shown in (
         "# kind leave_one_out: Reward of a session",
-        "# kind surprising: Only the tokens",
+        "# kind surprising: Trains only on",
         "# kind m2po: ",
     ):
         assert shown in page
-    assert "#   budget: Largest mean of the squared log-ratio. By default 0.04." in page
+    assert "#   budget: Maximum mean of the squared log-ratio. By default 0.04." in page
     assert "#   coefficient: Weight of the penalty." in page
     assert RunConfig.model_validate(yaml.safe_load(page)) == RunConfig()
 
@@ -277,7 +277,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         for kind in ("gae", "whitened", "role_baseline")
     },
     "mean_over: constant needs session_tokens": loss(mean_over="constant"),
-    "session_tokens go together": loss(session_tokens=10),
+    "and session_tokens needs it: give both or neither": loss(session_tokens=10),
 }
 
 

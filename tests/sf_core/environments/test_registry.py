@@ -77,7 +77,8 @@ class TestContractOfTheUsers(EnvironmentTests):
 
 def shop_of_the_docs() -> Environment:
     page = Path(__file__).parents[3] / "docs" / "guides" / "agents" / "environments.md"
-    [code] = re.findall(r"```python\n(from random.*?)```", page.read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    [code] = [block for block in blocks if "class Shop" in block]
     exec(code, found := {"__name__": "my_shop"})
     return found["Shop"](goods=300)
 

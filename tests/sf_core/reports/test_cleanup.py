@@ -250,7 +250,7 @@ def test_a_run_that_is_only_linked_is_listed_and_cleaned_where_it_is_named(root:
     (root / "a").symlink_to(run.uri)
     assert "a stopped 3/4" in sf("ls", str(root))[1]
     code, output = sf("gc", str(root), "--yes")
-    assert code == 0 and f"left alone: {root / 'a'}: is a link to a run in another folder" in output
+    assert code == 0 and f"skipped: {root / 'a'}: is a link to a run in another folder" in output
     assert "removed 4 items" in output and len(names(run)) == 4
     assert "removed 4 items" in sf("gc", str(root / "a"), "--yes")[1]
     assert names(run) == []
@@ -288,7 +288,7 @@ def test_nothing_is_removed_without_yes(root: Path) -> None:
     run = make(root, "a", 4)
     code, output = sf("gc", run.uri)
     assert code == 0
-    assert "a checkpoints/00001 0.0 MB" in output
+    assert "a checkpoints/00001 to 00003 (3 items) 0.0 MB" in output
     assert output.endswith("would remove 6 items, 0.0 MB; nothing is removed without --yes")
     assert len(names(run)) == 6
     code, output = sf("gc", run.uri, "--yes", "--journals")
@@ -320,7 +320,7 @@ def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Pa
         code, output = sf("gc", busy.uri, "--yes")
         assert (code, output) == (2, "error: busy: is being worked on; stop it or wait for its end")
         code, output = sf("gc", str(root), "--yes")
-        assert code == 0 and "left alone: busy: is being worked on" in output
+        assert code == 0 and "skipped: busy: is being worked on" in output
         assert names(idle) == []
         assert "busy running 3/4" in sf("ls", str(root))[1]
         http.post("/runs/busy/release", json={})
@@ -378,7 +378,7 @@ def test_on_loopback_of_another_machine_a_data_plane_cannot_be_asked(root: Path)
     )
     assert (code, output) == (2, sentence)
     code, output = sf("gc", str(root))
-    assert (code, "left alone: a: whether anybody" in output) == (0, True)
+    assert (code, "skipped: a: whether anybody" in output) == (0, True)
     assert "b checkpoints/00001" in output and "c checkpoints/00001" in output
     Path(attempt).write_text('{"dataplane": ""}')
     assert "a stopped 3/4" in sf("ls", run.uri)[1]
@@ -445,13 +445,14 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(root: Path) -> No
     other, run = make(root, "other", 3), make(root, "run", 3)
     shutil.copytree(run.uri, root / "copy")
     fault = f"{root / 'copy'}/manifests/00002/publish.json: manifest is for run_id 'run', expected 'copy'"
+    fault += "; name the folder of the run run again"
     code, output = sf("ls", str(root))
     assert code == 0
     assert "copy unreadable 0/? - - 0.0 MB other stopped 3/4" in output
-    assert f"unreadable: {fault}" in output
+    assert f"cannot be read: {fault}" in output
     assert sf("ls", str(root / "copy")) == (2, f"error: {fault}")
     code, output = sf("gc", str(root), "--yes")
-    assert code == 0 and f"left alone: {root / 'copy'}/manifests/00000/" in output
+    assert code == 0 and f"skipped: {root / 'copy'}/manifests/00000/" in output
     assert names(other) == names(run) == []
     assert sf("gc", str(root / "copy"), "--yes")[0] == 2
 
@@ -463,9 +464,9 @@ def test_a_summary_that_makes_no_sense_hides_no_other_run(root: Path) -> None:
     code, output = sf("ls", str(root))
     assert code == 0
     assert "a unreadable 0/? - - 0.0 MB b stopped 3/4" in output
-    assert f"unreadable: {fault}" in output
+    assert f"cannot be read: {fault}" in output
     code, output = sf("gc", str(root))
-    assert code == 0 and f"left alone: {fault}" in output
+    assert code == 0 and f"skipped: {fault}" in output
 
 
 @pytest.mark.parametrize("command", ["ls", "gc"])

@@ -88,4 +88,4 @@ def test_a_second_run_is_refused_by_a_first_that_does_not_end_and_the_first_goes
     said = CliRunner().invoke(
         app, ["plan", str(ROOT / "configs" / "quickstart.yaml"), "--scheduler", scheduler]
     )
-    assert "worker a1 is held by run first, which a run that starts now" in " ".join(said.output.split())
+    assert "worker a1 is held by run first; a run that starts now" in " ".join(said.output.split())

@@ -124,7 +124,7 @@ def test_tools_that_parquet_fills_with_nulls_are_told(tmp_path: Path) -> None:
     run = talk.store(tmp_path)
     code, output = sf("export", run.uri, "--to", "verl", str(tmp_path / "out.parquet"))
     assert code == 0
-    assert "1 render to something else than the policy saw: as_seen is false there" in output
+    assert "1 conversations render to other tokens than the policy saw: their as_seen is false" in output
     [tools] = pd.read_parquet(tmp_path / "out.parquet", dtype_backend="pyarrow")["tools"]
     assert tools[0]["function"]["parameters"]["properties"] == {"x": {"type": "integer"}, "where": None}
 
@@ -155,7 +155,7 @@ def test_rows_that_render_otherwise_are_told_apart(tmp_path: Path) -> None:
     rows[0].token_ids[2] += 1
     sample(run, 1, rows)
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
-    assert (code, "1 render to something else than the policy saw" in output) == (0, True)
+    assert (code, "1 conversations render to other tokens than the policy saw" in output) == (0, True)
     told = [json.loads(line)["as_seen"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert told == [True, False]
 
@@ -181,7 +181,7 @@ def test_without_a_tokenizer_nothing_is_checked(tmp_path: Path) -> None:
     shutil.rmtree(run.start_dir)
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert code == 0
-    assert "not checked against what the policy saw: run-1 has no tokenizer" in output
+    assert "not compared with the tokens that the policy saw: run-1 has no tokenizer" in output
     assert json.loads((tmp_path / "out.jsonl").read_text())["as_seen"] is None
 
 
