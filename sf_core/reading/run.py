@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -238,7 +239,7 @@ class Run:
         return rows
 
 
-def open_run(uri: str) -> Run:
+def open_run(uri: str | Path) -> Run:
     """Open a run to read its tables, for example in a notebook. The run may still be training.
 
     `uri` is the run directory: a folder such as `runs/quickstart`, or a URL such as
@@ -251,6 +252,7 @@ def open_run(uri: str) -> Run:
     curve.plot(x="iteration", y=["reward", "held_out"])
     ```
     """
+    uri = str(uri)
     is_in_runs = "/" not in uri and not RunDirectory(uri).exists() and RunDirectory(f"runs/{uri}").exists()
     return Run(f"runs/{uri}" if is_in_runs else uri)
 
