@@ -57,8 +57,8 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class NameKind:
-    """Adds `kind` to settings of one of several kinds. A mapping without `kind` gets the default kind. A name
-    alone becomes the kind of this name with its defaults."""
+    """Adds `kind` to settings that have several kinds. A mapping without `kind` gets the default kind. A
+    plain name stands for this kind with its defaults."""
 
     default: str
 

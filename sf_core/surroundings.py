@@ -89,8 +89,8 @@ def vllm_python() -> str:
     python = os.environ.get("SF_VLLM_PYTHON") or str(ROOT / ".venvs" / "vllm" / "bin" / "python")
     if not os.access(python, os.X_OK):
         raise FileNotFoundError(
-            "engine.kind: vllm, and judges that are given as model, need a Python that has vLLM, and there "
-            f"is no {python}: `make vllm` in a clone makes it, or SF_VLLM_PYTHON names another"
+            f"engine.kind: vllm, and judges that are given as model, need a Python with vLLM, but {python} "
+            "does not exist: run `make vllm` in a clone, or set SF_VLLM_PYTHON to another Python"
         )
     return python
 
@@ -190,7 +190,7 @@ FEWEST_OPEN_FILES = 1024
 PREFECT_HOME = ("PREFECT_HOME", "where Prefect keeps its database")
 
 
-CACHE_DIR = ("SF_CACHE_DIR", "where policies that were warm-started or fetched are kept")
+CACHE_DIR = ("SF_CACHE_DIR", "where policies are kept that were warm-started or downloaded")
 
 
 def check_names(path: Iterable[str]) -> None:
@@ -208,7 +208,7 @@ def check_names(path: Iterable[str]) -> None:
         if not found.is_relative_to(ROOT / name):
             raise ImportError(
                 f"{found} has the name of a package of SeamlessFlow, {name} ({ROOT / name}), and would be "
-                "imported in its place: rename it, or call the command in another folder and keep this one "
+                "imported instead: rename it, or run the command in another folder and keep this folder "
                 "out of PYTHONPATH"
             )
 

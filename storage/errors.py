@@ -24,7 +24,7 @@ def storage_errors(uri: str) -> Iterator[None]:
         # a missing bucket must not pass for a missing file: the run would start over
         if _code(error) == "NoSuchBucket":
             raise StorageError(
-                f"{uri}: there is no such bucket; create it or correct storage.root"
+                f"{uri}: the bucket does not exist; create it or correct storage.root"
             ) from error
         raise
     except Exception as error:
@@ -36,11 +36,11 @@ def storage_errors(uri: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     name, text = type(error).__name__, " ".join(str(error).split())
     if isinstance(error, PermissionError) or name in ("NoCredentialsError", "PartialCredentialsError"):
-        return f"access denied ({text}); look at who may write there, for S3 at the AWS_* variables"
+        return f"access denied ({text}); check who may write there, for S3 the AWS_* variables"
     if isinstance(error, TimeoutError) or "Timeout" in name:
-        return f"the storage did not answer in time ({text or name}), repeated tries included"
+        return f"the storage did not answer in time ({text or name}), also after retries"
     if isinstance(error, ConnectionError) or name in ("EndpointConnectionError", "ClientConnectorError"):
-        return f"the storage cannot be reached ({text}); for S3 look at AWS_ENDPOINT_URL"
+        return f"the storage cannot be reached ({text}); for S3 check AWS_ENDPOINT_URL"
     return f"the storage failed ({text or name})"
 
 

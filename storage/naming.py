@@ -41,7 +41,7 @@ def _rename_new(temporary: str, path: str) -> None:
     if code in _NO_SUCH_RENAME:
         # not a lock file: that of a killed process stays, and most such mounts lock on one host only
         raise OSError(
-            "this file system has neither hard links nor a rename that keeps an existing file, so of two "
-            "attempts on a run both could win; use a local disk, NFS or the store's own URL"
+            "this file system has neither hard links nor a rename that keeps an existing file, so two "
+            "attempts on a run could both commit; use a local disk, NFS or the store's own URL"
         )
     raise OSError(code, os.strerror(code), temporary, None, path)

@@ -212,7 +212,9 @@ class RunDirectory:
         for ref in manifest.outputs:
             self._refuse_size(manifest, ref)
             if files.describe(self.path(ref.uri)).sha256 != ref.sha256:
-                raise ValueError(f"{self.path(ref.uri)}: content differs from what {manifest.label} wrote")
+                raise ValueError(
+                    f"{self.path(ref.uri)}: the content differs from what {manifest.label} wrote"
+                )
 
     def _refuse_size(self, manifest: Manifest, ref: FileRef) -> None:
         uri = self.path(ref.uri)
@@ -221,7 +223,7 @@ class RunDirectory:
         except FileNotFoundError:
             raise ValueError(f"{uri}: missing, but {manifest.label} is committed") from None
         if found != ref.bytes:
-            raise ValueError(f"{uri}: has {found} bytes, {manifest.label} wrote {ref.bytes}")
+            raise ValueError(f"{uri}: has {found} bytes, but {manifest.label} wrote {ref.bytes}")
 
     def discard_start(self) -> None:
         """Undo the start stage. Only for a start folder from which no work can have begun."""

@@ -59,7 +59,7 @@ class Gang:
                 if not waited.left_s:
                     for worker in late:
                         log.warning(
-                            "%s did not yield within %g s: its process is ended", worker, plan.yield_s
+                            "%s did not yield within %g s: its process is killed", worker, plan.yield_s
                         )
                         kill_worker(scheduler_address(), worker)
                     return
@@ -160,7 +160,7 @@ def _addresses() -> dict[str, str]:
 def _end_of(future: TaskFuture) -> RankEnd:
     error = outcome_of(future)
     if error is None:
-        return RankEnd(GangError("how a rank ended was lost with its worker"), "others")
+        return RankEnd(GangError("the result of a rank was lost with its worker"), "others")
     if not isinstance(error, BaseException):
         return RankEnd()
     if isinstance(error, GangError):

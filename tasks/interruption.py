@@ -59,7 +59,7 @@ def _free_workers(run: RunRef) -> None:
     _release(run)
     ended = end_tasks(scheduler_address(), owner_of(run.run_id, run.attempt), PATIENCE_S)
     if ended:
-        log.warning("still busy after %g s, and ended: %s", PATIENCE_S, ", ".join(ended))
+        log.warning("still busy after %g s, now killed: %s", PATIENCE_S, ", ".join(ended))
 
 
 def _release(run: RunRef) -> None:

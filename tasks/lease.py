@@ -98,7 +98,7 @@ class Leases:
         for lease_id in self._leases.to_await(begun):
             self._futures[lease_id].wait(timeout=max(0.0, deadline - time.monotonic()))
             if not self._futures[lease_id].wrapped_future.done():
-                log.warning("lease %s was released and did not end", lease_id)
+                log.warning("lease %s was released but did not end", lease_id)
         for future in self._futures.values():
             if not future.wrapped_future.done():
                 # queued, or its worker is gone or hangs; if the lease begins, it finds nothing to do
@@ -143,6 +143,6 @@ class Leases:
             status = self._run.dataplane.status()
             self._run.dataplane.release(self._ref.attempt)
         except UNANSWERED as error:
-            log.warning("the leases end by themselves, later, because they cannot be released: %s", error)
+            log.warning("the leases cannot be released and end later: %s", error)
             return set()
         return {*(engine["id"] for engine in status["engines"]), *status["runners"]}

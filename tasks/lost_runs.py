@@ -58,14 +58,14 @@ def _once_lost(run: FlowRun, retries: int) -> State:
         return Cancelled(message="its process is gone")
     if run.run_count > retries:
         return Crashed(message=f"its process is gone, and it was started {run.run_count} times")
-    return AwaitingRetry(message="its process is gone; it is started again where it stopped")
+    return AwaitingRetry(message="its process is gone; the run is restarted from where it stopped")
 
 
 def _once_ended(run: FlowRun) -> State:
     assert run.state
     if run.state.is_cancelling():
         return Cancelled(message="its process was ended")
-    return AwaitingRetry(message="sf down ended it; the next sf up starts it again where it stopped")
+    return AwaitingRetry(message="sf down stopped it; the next sf up continues it from where it stopped")
 
 
 def _move(client: SyncPrefectClient, run: FlowRun, state: State) -> str:

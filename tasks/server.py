@@ -87,7 +87,7 @@ def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
             ChangeFlowRunState(
                 state=StateType.SCHEDULED,
                 name="AwaitingRetry",
-                message="it crashed; started again where its run stopped",
+                message="it crashed; restarted from where its run stopped",
                 # like the button Retry: a run that has ended may otherwise not be scheduled
                 force=True,
             )
@@ -120,7 +120,9 @@ def main(pool: str, retries: str, silence_s: str) -> str | None:
         except (httpx.TransportError, OSError):
             return f"no Prefect server answers at {client.api_url}: start one, or set PREFECT_API_URL"
         except PrefectHTTPStatusError as error:
-            return f"the Prefect server at {client.api_url} refused: {' '.join(str(error).split())}"
+            return (
+                f"the Prefect server at {client.api_url} refused the request: {' '.join(str(error).split())}"
+            )
     return None
 
 

@@ -81,7 +81,9 @@ class CommandAgent:
         self._command, self._grace_s = command, grace_s
         program = shutil.which(command.command[0], path=command.variables.get("PATH"))
         if program is None:
-            raise ValueError(f"this host has no program {quote(command.command[0])} that can be executed")
+            raise ValueError(
+                f"the program {quote(command.command[0])} does not exist on this host, or cannot be executed"
+            )
         if command.sandbox is not None and (reason := why_no_sandbox(command.sandbox.image)):
             raise ValueError(f"sandbox: {reason}")
         self._words = [os.path.abspath(program), *command.command[1:]]
@@ -174,7 +176,7 @@ class CommandAgent:
                 case file:
                     return answer_in(folder, file.removeprefix("file:"))
         except NoAnswerError as error:
-            raise NoAnswerError(f"its exit status is 0, but {error}") from None
+            raise NoAnswerError(f"the exit status is 0, but {error}") from None
 
 
 class _KeptProcess:
@@ -210,7 +212,7 @@ class _KeptProcess:
             _, ear = await loop.connect_read_pipe(partial(Ear, take), pipe)
             self._ears.append(ear)
         if (error := (await self._read_facts())["error"]) is not None:
-            raise NoAnswerError(f"it cannot be started: {error}")
+            raise NoAnswerError(f"the program cannot be started: {error}")
 
     async def status(self) -> int:
         """Its exit status, or minus the signal that killed it, once all that it started has ended."""
@@ -229,7 +231,7 @@ class _KeptProcess:
                 for ear in self._ears:
                     await ear.has_ended.wait()
         except TimeoutError:
-            log.warning("processes of a command still run %g s after its end", self._end_s)
+            log.warning("processes of an ended command still run after %g s", self._end_s)
         finally:
             self._writer.close()
             for ear in self._ears:
@@ -238,7 +240,7 @@ class _KeptProcess:
     async def _read_facts(self) -> dict[str, Any]:
         line = await self._reader.readline()
         if not line:
-            raise NoAnswerError("its keeper was killed")
+            raise NoAnswerError("the process that supervises the command was killed")
         facts: dict[str, Any] = json.loads(line)
         return facts
 
@@ -297,4 +299,4 @@ def _describe_task(task: Task) -> bytes:
 
 
 def _in_words(status: int) -> str:
-    return f"its exit status is {status}" if status > 0 else f"it was killed by signal {-status}"
+    return f"the exit status is {status}" if status > 0 else f"the program was killed by signal {-status}"

@@ -98,7 +98,7 @@ class Ear(asyncio.Protocol):
 def text_of(answer: bytes, what: str) -> str:
     """Raises NoAnswerError if it is too large or no UTF-8."""
     if len(answer) > MAX_ANSWER:
-        raise NoAnswerError(f"{what} is over the limit of {MAX_ANSWER} bytes")
+        raise NoAnswerError(f"{what} is larger than the limit of {MAX_ANSWER} bytes")
     try:
         return answer.decode()
     except UnicodeDecodeError as error:
@@ -112,7 +112,7 @@ def answer_in(folder: int, name: str) -> str:
     except LeadsOutError as error:
         raise NoAnswerError(str(error)) from None
     if file is None:
-        raise NoAnswerError(f"there is no file {name} in its folder")
+        raise NoAnswerError(f"the file {name} does not exist in the command's folder")
     with file:
         return text_of(file.read(MAX_ANSWER + 1), name)
 
@@ -129,12 +129,12 @@ def files_in(folder: int, except_for: dict[str, bytes]) -> dict[str, str | dict[
                 continue
             left -= len(os.fsencode(name)) + len(content)
             if left < 0:
-                raise NoAnswerError(f"its folder is over the limit of {MAX_ANSWER} bytes")
+                raise NoAnswerError(f"the command's folder is over the limit of {MAX_ANSWER} bytes")
             shown = os.fsencode(name).decode(errors="replace")
             try:
                 found[shown] = content.decode()
             except UnicodeDecodeError:
                 found[shown] = {"base64": base64.b64encode(content).decode()}
     except TooManyFilesError as error:
-        raise NoAnswerError(f"its folder is {error}") from None
+        raise NoAnswerError(f"the command's folder is {error}") from None
     return found

@@ -52,7 +52,7 @@ def file_in(folder: int, name: str) -> BinaryIO | None:
         return _regular(_open_in(folder, name, os.O_NONBLOCK, _BENEATH | _NO_MAGIC))
     except OSError as error:
         if error.errno == errno.EXDEV:
-            raise LeadsOutError(f"{name} is a path to a place outside its folder") from None
+            raise LeadsOutError(f"{name} leads outside its folder") from None
         return None
 
 

@@ -37,8 +37,8 @@ def watch_for_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
             if has_turned.wait(BLOCKED_S) or is_over.is_set():
                 continue
             log.warning(
-                "%s blocks the event loop, which has not turned for %g s: the %d sessions of this worker "
-                "wait. Await there what takes long, or make it a plain function, which gets a thread",
+                "%s has blocked the event loop for %g s, and the %d sessions of this worker wait: await "
+                "slow calls there, or make it a plain function, which runs in a thread",
                 place_of_step(sys._current_frames()[thread]),
                 BLOCKED_S,
                 num_sessions(),

@@ -30,7 +30,7 @@ Phase = Literal["tasks", "prepare", "agent", "reward"]
 Prepare = Callable[[Task], AbstractAsyncContextManager[Any]]
 
 
-_COROUTINE = "a coroutine: `await` it in an `async def`"
+_COROUTINE = "a coroutine: use an `async def` and `await` the coroutine there"
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 """Seconds between two times that an answer is scored because it was not judged: twice as many each time."""
@@ -178,8 +178,8 @@ class Phases:
         except Exception as error:
             if answer is not None or isinstance(error, LateError | NotJudged):
                 raise
-            told = f"the agent {name_function(self._agent)} answered None, of which the reward function"
-            raise ValueError(f"{told} {self._reward_name} made {type(error).__name__}: {error}") from error
+            told = f"the agent {name_function(self._agent)} returned None, for which the reward function"
+            raise ValueError(f"{told} {self._reward_name} raised {type(error).__name__}: {error}") from error
 
     async def _until_judged(self, work: Work, function: Callable[..., Any], *args: Any) -> Any:
         """What a reward function returns, which is called again when it raises NotJudged. Raises that if its
@@ -202,7 +202,7 @@ class Phases:
                         pause = min(2 * pause, LONGEST_PAUSE_S)
             except LateError as error:
                 if record.num_awaited and unjudged is None:
-                    unjudged = NotJudged(f"{error}, and waited for a judge")
+                    unjudged = NotJudged(f"{error} while it waited for a judge")
                 if unjudged is None:
                     raise
                 raise unjudged from None

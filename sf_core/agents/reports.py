@@ -49,8 +49,8 @@ class Reports:
             self._waiting.put_nowait((session_id, orjson.dumps(report | {"session_id": session_id})))
         except TypeError as error:
             raise ValueError(
-                f"what is reported of the session cannot be written as JSON ({error}): task_id, environment "
-                "and the names of the reward's parts must be text"
+                f"the report of the session cannot be written as JSON ({error}): task_id, environment and "
+                "the names of the reward's parts must be text"
             ) from None
 
     def add_failure(self, session_id: str, reason: str, cause: Cause = "agent", **facts: Any) -> None:
@@ -86,7 +86,7 @@ class Reports:
             reason = refusal_of(response)
             log.warning("the report on session %s was refused: %s", session_id, reason)
             if not instead:
-                failure = _failure(session_id, f"the report on it was refused: {reason}", "reward")
+                failure = _failure(session_id, f"the report of the session was refused: {reason}", "reward")
                 return await self._deliver(http, [failure], instead=True)
         for session_id, _ in reports:
             self._on_answer(session_id)

@@ -121,7 +121,7 @@ class AgentRunner:
                             reporter.result()  # raises what ended it
             except ConnectionError:
                 if num_lost := sum(task.done() for task in self._sessions.values()):
-                    log.warning("%d sessions have ended and could not be reported", num_lost)
+                    log.warning("%d sessions have ended, but their reports could not be sent", num_lost)
                 raise
             finally:
                 tasks = [*self._sessions.values(), reporter]
@@ -335,7 +335,7 @@ def _describe_error(error: BaseException, phase: Phase) -> str:
     try:
         text = str(error)
     except Exception:  # __str__ is user code too
-        text = "it cannot say why"
+        text = "(the error has no readable message)"
     sentence = f"{type(error).__name__}: {text}"
     return f"{place}: {phase} raised {sentence}" if (place := own_place(error)) else sentence
 
@@ -346,6 +346,6 @@ def as_json(answer: Any) -> str:
         return orjson.dumps(answer, option=orjson.OPT_PASSTHROUGH_DATACLASS).decode()
     except TypeError as error:
         raise ValueError(
-            f"the agent answered {type(answer).__name__}, which is not JSON ({error}); "
-            "answers that `reward` workers score, or that are scored again, must be"
+            f"the agent returned {type(answer).__name__}, which cannot be written as JSON ({error}); "
+            "answers must be JSON if `reward` workers score them, or if they are scored again"
         ) from None

@@ -41,7 +41,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     if sight := read_sight(folder) if folder else None:
         facts.append(("pictures", sight.limit(config.rollout.max_picture_tokens).describe()))
     elif config.policy.sees:
-        facts.append(("pictures", "the policy is shown them"))
+        facts.append(("pictures", "the policy sees pictures"))
     if config.rollout.outside_groups:
         facts.append(("outside", _outside(plan, config)))
     facts += explain_sizes(config, sizes).items()
@@ -50,7 +50,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     able = list_able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):
-        hint = "device_kind or sf worker --probe would say whether they should train"
+        hint = "set device_kind or use sf worker --probe to choose trainers by speed"
         facts.append(("unknown", f"the devices of {', '.join(unknown)}; {hint}"))
     address = scheduler or scheduler_of(config)
     if address is None:
@@ -69,7 +69,7 @@ def _devices(config: RunConfig) -> str:
     tags = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
     computing = {n: w for n, w in workers_here(config).items() if tags & {*w.tags}}
     found = ", ".join(f"{name} {worker.device}" for name, worker in computing.items())
-    return f"{found}; all others the CPU"
+    return f"{found}; all other workers use the CPU"
 
 
 def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:
@@ -108,7 +108,7 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
         return "runs agents"
     if worker.name in plan.reward:
         served = ", ".join(config.environment.served_judges)
-        return "scores what agents answer" + (f", and serves {served} to itself" if served else "")
+        return "scores the answers of agents" + (f", and serves the judges {served}" if served else "")
     if "cpu" in worker.tags:
         return "filters, publishes, evaluates"
     if "train" in worker.tags:
@@ -132,7 +132,7 @@ def _pipeline(plan: Plan, config: RunConfig) -> str:
     meanwhile = f"; {others}: rollout{', during train steps too' if config.overlap else ''}" if others else ""
     decides = "tags and rollout.overlap"
     if lends(config) is False:
-        decides = "rollout.overlap, as vLLM with train.lora lends no trainer"
+        decides = "rollout.overlap; vLLM with train.lora lends no trainer"
     named = config.pipeline or f"{_name(plan, config.overlap)} by {decides}"
     return f"{named}; {trainers}: {lending}{meanwhile}"
 
@@ -149,8 +149,8 @@ def _lag(config: RunConfig) -> str:
     if config.lag_bound == 0:
         return "0: every token is trained on by the version that sampled it"
     older = {
-        "wait": "training waits for sessions that would grow older",
-        "drop": "groups that would grow older are dropped",
+        "wait": "training waits for sessions that would exceed it",
+        "drop": "groups that would exceed it are dropped",
     }
     return f"{config.lag_bound}: sampling continues during training; {older[config.rollout.on_max_lag]}"
 
@@ -165,7 +165,7 @@ def _judge(name: str, plan: Plan, config: RunConfig) -> str:
     else:
         where = f"{judge.name or 'the model'} at {judge.url}, asked by {asking}"
     bound = judge.max_tokens_per_iteration
-    most = "no bound on its tokens" if bound is None else f"at most {bound:,} tokens from batch to batch"
+    most = "no limit on tokens" if bound is None else f"at most {bound:,} tokens from batch to batch"
     return f"{where}; {judge.concurrency} calls at once by each, {most}"
 
 

@@ -46,9 +46,7 @@ def _make(source: str, folder: Path | None) -> Path:
     """The folder of the policy, which is made unless it is there."""
     if is_gguf(source):
         if folder is None:
-            raise ValueError(
-                f"{source} is a GGUF file: say where to make the folder, `sf model {source} DIR`"
-            )
+            raise ValueError(f"{source} is a GGUF file: name the folder to create, `sf model {source} DIR`")
         _refuse_existing(folder)
         make_folder(Path(source), folder)
         return folder
@@ -69,5 +67,5 @@ def _make(source: str, folder: Path | None) -> Path:
 def _refuse_existing(folder: Path) -> None:
     if folder.exists():
         raise ValueError(
-            f"{folder} is there already: name a new folder, or check this one by `sf model {folder}`"
+            f"{folder} already exists: name a new folder, or check this folder with `sf model {folder}`"
         )

@@ -54,7 +54,8 @@ def replay(uri: str, iteration: int) -> Replay:
     device = train.data["device"]
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            f"iteration {iteration} was trained on a GPU, which rounds differently, and this machine has none"
+            f"iteration {iteration} was trained on a GPU, but this machine has none, and a CPU rounds "
+            "differently"
         )
     hide_progress_bars()
     backend = cast(TorchBackend, trainer_backend(run.config, WorkerState("replay")))
@@ -77,8 +78,8 @@ def _read_committed(directory: RunDirectory, iteration: int, stage: str) -> Mani
     manifest = directory.read_manifest(iteration, stage)
     if manifest is None:
         raise ValueError(
-            f"{directory.run_id}: {stage} of iteration {iteration} is not committed; "
-            f"`sf inspect {directory.uri}` shows what is"
+            f"{directory.run_id}: {stage} of iteration {iteration} is not committed; `sf inspect "
+            f"{directory.uri}` shows the committed stages"
         )
     return manifest
 

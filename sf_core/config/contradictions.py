@@ -18,7 +18,7 @@ from sf_core.recipes.weights import CustomWeight, EntropyConfidence, Fresh, Gate
 
 
 class Sections(NamedTuple):
-    """What the table compares of a configuration."""
+    """The sections of a configuration that the table compares."""
 
     environment: EnvironmentConfig
     rollout: RolloutConfig
@@ -117,58 +117,59 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         lambda c: c.rollout.group_size == 1 and c.rollout.gate.kind == "varied",
-        "rollout.gate varied drops groups of equal rewards, which all are with rollout.group_size 1",
+        "rollout.gate varied drops groups in which all rewards are equal; with rollout.group_size 1 these "
+        "are all groups",
     ),
     (
         lambda c: isinstance(c.rollout.gate, Mixed) and c.rollout.group_size < _least_to_pass(c),
-        "rollout.gate mixed wants {c.rollout.gate.least} right and {c.rollout.gate.least} wrong sessions, "
-        "which no group of {c.rollout.group_size} has (rollout.group_size): lower `least`",
+        "rollout.gate mixed needs {c.rollout.gate.least} right and {c.rollout.gate.least} wrong sessions, "
+        "but a group has {c.rollout.group_size} (rollout.group_size): lower `least`",
     ),
     (
         lambda c: (c.rollout.least_sessions or 0) > c.rollout.group_size,
         "rollout.least_sessions ({c.rollout.least_sessions}) must not exceed rollout.group_size "
-        "({c.rollout.group_size}): lower it",
+        "({c.rollout.group_size})",
     ),
     (
         _without_pool,
-        "rollout.curriculum with order draw, sizes, or solved or unsolved below 1 goes by what came of a "
-        "task before, and without a pool no task comes twice: give rollout.curriculum.pool",
+        "rollout.curriculum with order draw, with sizes, or with solved or unsolved below 1 uses the "
+        "earlier results of tasks, but without a pool no task is sampled twice: set rollout.curriculum.pool",
     ),
     (
         _is_small,
-        "rollout.curriculum.pool ({c.rollout.curriculum.pool}) must exceed the groups in flight, "
-        "rollout.groups_per_batch ({c.rollout.groups_per_batch}) times 1 + lag ({c.lag_bound}), because no "
-        "task is sampled by two groups at once: raise it",
+        "rollout.curriculum.pool ({c.rollout.curriculum.pool}) must exceed the number of groups in flight, "
+        "rollout.groups_per_batch ({c.rollout.groups_per_batch}) times 1 + lag ({c.lag_bound}), because "
+        "two groups never sample a task at the same time",
     ),
     (
         _are_out_of_order,
-        "rollout.curriculum.stages: each but the last needs an `until` above that of the stage before, and "
-        "the last has none",
+        "rollout.curriculum.stages: each stage except the last needs an `until` above the `until` of the "
+        "previous stage; the last stage must not have one",
     ),
     (
         lambda c: any((end or 0) >= c.train.iterations for end in _ends(c)),
-        "rollout.curriculum.stages has a stage that begins when train.iterations ({c.train.iterations}) are "
-        "done: lower the `until` of the stage before it, or leave it out",
+        "rollout.curriculum.stages has a stage that begins after the last iteration (train.iterations "
+        "{c.train.iterations}): lower the `until` of the previous stage, or leave this stage out",
     ),
     (
         lambda c: bool(_rules(c).stages) and c.environment.tasks is not None,
-        "rollout.curriculum.stages weigh the parts of an environment, which environment.tasks, a function of "
-        "your own, does not have: leave one of the two out",
+        "rollout.curriculum.stages are shares of an environment's parts, but environment.tasks, a function "
+        "of your own, has no parts: leave one of the two out",
     ),
     (
         _draws_nothing,
-        "rollout.curriculum.explore and utility have no effect with order epochs: take order draw, or leave "
+        "rollout.curriculum.explore and utility have no effect with order epochs: use order draw, or leave "
         "them out",
     ),
     (
         lambda c: c.rollout.curriculum is not None and c.rollout.is_outside,
-        "rollout.curriculum chooses tasks of the environment, and all groups are from outside "
+        "rollout.curriculum chooses tasks of the environment, but all groups come from outside "
         "(rollout.outside_groups): leave one of the two out",
     ),
     (
         lambda c: (sizes := _rules(c).sizes) is not None and sizes.fewer >= c.rollout.group_size,
         "rollout.curriculum.sizes.fewer ({c.rollout.curriculum.sizes.fewer}) must be below "
-        "rollout.group_size ({c.rollout.group_size}): lower it",
+        "rollout.group_size ({c.rollout.group_size})",
     ),
     (
         lambda c: (sizes := _rules(c).sizes) is not None and sizes.fewer == 1 and _compares(c),
@@ -179,23 +180,23 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         lambda c: (
             (sizes := _rules(c).sizes) is not None and sizes.fewer < _least_to_pass(c) <= c.rollout.group_size
         ),
-        "rollout.gate {c.rollout.gate.kind} drops every group of {c.rollout.curriculum.sizes.fewer} sessions "
-        "(rollout.curriculum.sizes.fewer): raise it",
+        "rollout.gate {c.rollout.gate.kind} drops every group of {c.rollout.curriculum.sizes.fewer} "
+        "sessions: raise rollout.curriculum.sizes.fewer",
     ),
     (
         lambda c: c.environment.group_reward is not None and c.rollout.spare_sessions > 0,
-        "environment.group_reward waits for the answers of all sessions of a group, and "
-        "rollout.spare_sessions ends those that answer last: leave one of the two out",
+        "environment.group_reward waits for the answers of all sessions of a group, but "
+        "rollout.spare_sessions stops the slowest sessions: leave one of the two out",
     ),
     (
         lambda c: c.environment.group_reward is not None and c.rollout.outside_groups > 0,
-        "environment.group_reward scores the answers of the run's own agents, and rollout.outside_groups are "
-        "rewarded from outside: leave one of the two out",
+        "environment.group_reward scores the answers of the run's own agents, but the rewards of "
+        "rollout.outside_groups come from outside: leave one of the two out",
     ),
     (
         lambda c: c.rollout.outside_groups > c.rollout.groups_per_batch,
-        "rollout.outside_groups ({c.rollout.outside_groups}) are some of the rollout.groups_per_batch "
-        "({c.rollout.groups_per_batch}) groups of a batch, and cannot be more",
+        "rollout.outside_groups ({c.rollout.outside_groups}) must not exceed rollout.groups_per_batch "
+        "({c.rollout.groups_per_batch})",
     ),
     (
         lambda c: isinstance(c.train.advantage, Relative) and c.rollout.failed_reward < 0,
@@ -204,8 +205,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         lambda c: _has_weight(c, Surprising, EntropyConfidence) and c.rollout.temperature == 0,
-        "rollout.temperature 0 draws no token by chance, so train.weights cannot tell certain ones from "
-        "uncertain ones by their entropy",
+        "train.weights cannot rank tokens by entropy at rollout.temperature 0 (greedy sampling)",
     ),
     (
         lambda c: c.train.loss.entropy > 0 and c.rollout.temperature == 0,
@@ -213,16 +213,16 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         lambda c: isinstance(c.train.loss.policy, SequenceClip) and c.train.loss.mean_over == "token",
-        "train.loss.policy sequence_clip has one ratio for each row, and with train.loss.mean_over token "
-        "long rows would count for more: take mean_over session",
+        "train.loss.policy sequence_clip has one ratio per row, but train.loss.mean_over token gives long "
+        "rows more weight: use mean_over session",
     ),
     (
         lambda c: isinstance(c.train.loss.policy, Plain) and c.train.loss.ratio_to == "step_start",
-        "train.loss.policy plain has no ratio, so leave train.loss.ratio_to out",
+        "train.loss.policy plain has no ratio: leave train.loss.ratio_to out",
     ),
     (
         lambda c: isinstance(c.train.loss.policy, M2po) and c.train.loss.ratio_to == "step_start",
-        "train.loss.policy m2po fits its bounds to the ratio to the policy that sampled: leave "
+        "train.loss.policy m2po computes its bounds from the ratio to the policy that sampled: leave "
         "train.loss.ratio_to out",
     ),
     (
@@ -231,12 +231,12 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
             and c.train.loss.ratio_to == "behaviour"
             and not isinstance(c.train.loss.policy, Plain)
         ),
-        "train.loss.correction repeats what the ratio to behaviour corrects already: add train.loss.ratio_to "
-        "step_start, or leave it out",
+        "train.loss.correction repeats the correction of the ratio to behaviour: set train.loss.ratio_to "
+        "step_start, or leave train.loss.correction out",
     ),
     (
         lambda c: (dual := _dual(c)) is not None and dual.cap is None,
-        "train.loss.policy.beyond dual needs a cap",
+        "train.loss.policy.beyond dual needs train.loss.policy.cap",
     ),
     (
         lambda c: (dual := _dual(c)) is not None and dual.cap is not None and dual.cap <= 1 + dual.high,
@@ -245,8 +245,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         _is_fresh_anyway,
-        "train.weights fresh leaves nothing out: no token of this run lags by more than {c.lag_bound} "
-        "versions (rollout.max_lag, and 0 without overlap)",
+        "train.weights fresh has no effect: the lag of this run's tokens is at most {c.lag_bound} versions "
+        "(rollout.max_lag, or 0 without overlap)",
     ),
     (
         lambda c: isinstance(c.train.advantage, Gae) and c.train.critic is None,
@@ -254,43 +254,44 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         lambda c: c.train.critic is not None and not isinstance(c.train.advantage, Gae),
-        "train.critic has no use with train.advantage {c.train.advantage.kind}: take gae, or leave it out",
+        "train.critic has no effect with train.advantage {c.train.advantage.kind}: use train.advantage "
+        "gae, or leave train.critic out",
     ),
     (
         lambda c: _has_weight(c, Gated) and not isinstance(c.train.advantage, Gae),
-        "train.weights gated needs the values of a critic: take train.advantage gae",
+        "train.weights gated needs the values of a critic: use train.advantage gae",
     ),
     (
         lambda c: isinstance(c.train.advantage, Pair) and not isinstance(c.train.loss.policy, Plain),
-        "train.advantage pair is the gradient of its loss with train.loss.policy plain alone",
+        "train.advantage pair needs train.loss.policy plain",
     ),
     (
         lambda c: isinstance(c.train.advantage, Pair) and c.train.minibatches > 1,
-        "train.advantage pair is made before the first optimiser step, so train.minibatches must be 1",
+        "train.advantage pair is computed before the first optimiser step, so train.minibatches must be 1",
     ),
-    (_repeats_a_weight, "train.weights has the same kind twice"),
+    (_repeats_a_weight, "train.weights lists the same kind twice"),
     (
         lambda c: (kl := c.train.loss.kl) is not None and (kl.renew_every or 0) >= c.train.iterations,
-        "train.loss.kl.renew_every is not reached within train.iterations ({c.train.iterations}): leave it "
-        "out for the policy at the start",
+        "train.loss.kl.renew_every has no effect within train.iterations ({c.train.iterations}): leave it "
+        "out to use the policy at the start",
     ),
     (
         lambda c: (keep := _num_kept(c)) is not None and keep >= c.rollout.group_size,
         "train.select.keep ({c.train.select.keep}) must be below rollout.group_size "
-        "({c.rollout.group_size}), or nothing is left out: lower it, or leave train.select out",
+        "({c.rollout.group_size}): lower train.select.keep, or leave train.select out",
     ),
     (
         lambda c: (
             c.train.advantage.kind == "none"
             and (c.train.teacher is None or c.train.teacher.weights is not None)
         ),
-        "train.advantage none learns nothing from rewards, so it needs a teacher that is not the policy at "
-        "its start: name one as train.teacher, or take train.advantage group",
+        "train.advantage none ignores rewards, so it needs a teacher other than the policy at its start: "
+        "name a teacher as train.teacher, or use train.advantage group",
     ),
     (
         _goes_by_idle_rewards,
-        "rollout.gate, rollout.curriculum, train.select and train.loss.kl with place reward go by rewards, "
-        "which teach nothing with train.advantage none: leave them out",
+        "rollout.gate, rollout.curriculum, train.select and train.loss.kl with place reward use rewards, "
+        "which have no effect with train.advantage none: leave them out",
     ),
     (
         lambda c: (
@@ -298,9 +299,9 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
             and (c.rollout.temperature, c.rollout.top_p, c.rollout.top_k, c.rollout.outside_groups)
             != (1, 1, 0, 0)
         ),
-        "train.teacher.url tells log-probs at temperature 1 of the whole vocabulary: leave "
-        "rollout.temperature, top_p, top_k and outside_groups, whose agents choose their own, out, or name "
-        "the teacher as train.teacher.model",
+        "train.teacher.url gives log-probs at temperature 1 of the whole vocabulary: leave out "
+        "rollout.temperature, top_p, top_k and outside_groups (outside agents choose their own sampling), "
+        "or name the teacher as train.teacher.model",
     ),
     (
         lambda c: _num_kept(c) is not None and isinstance(c.train.advantage, Gae | Whitened | RoleBaseline),

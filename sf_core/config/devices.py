@@ -55,16 +55,16 @@ class WorkerDevice:
     """The device of a worker's process."""
 
     figures: Device | None = None
-    """What the worker declares; None: the configuration's figures."""
+    """Figures that the worker declares. None: the figures of the configuration."""
     tag: str | None = None
-    """The tag for which an emulated device was used last: to switch to another one takes time."""
+    """Tag for which an emulated device was last used. A switch to another tag takes time."""
 
 
 def find_device(kind: str) -> Device:
     """The device of this kind, in any case of letters. Raises ValueError if the kind is not in the table."""
     if (device := DEVICES.get(kind.lower())) is None:
         raise ValueError(
-            f"device kind {kind!r} is not known; known are {', '.join(sorted(DEVICES))}; others are measured "
+            f"unknown device kind {kind!r}; use one of {', '.join(sorted(DEVICES))}, or measure the device "
             "with sf worker --probe"
         )
     return device
@@ -105,7 +105,7 @@ class EmulationConfig(Settings):
     Qwen3-8B."""
 
     peak_flops: float = Field(989e12, gt=0)
-    """Peak FLOP/s of the device in the dtype it computes in."""
+    """Peak FLOP/s of the device, for the number format in which it computes."""
     memory_bandwidth: float = Field(3.35e12, gt=0)
     """Memory bandwidth of the device, in bytes/s."""
     utilisation: float = Field(0.4, gt=0, le=1)
@@ -117,25 +117,25 @@ class EmulationConfig(Settings):
     kv_bytes_per_token: float = Field(147456.0, ge=0)
     """Bytes of KV cache per token: 2 x layers x KV heads x head width x bytes per element."""
     kv_tokens: int = Field(180_000, ge=0)
-    """Capacity of the KV cache, in tokens. A turn reuses the entries that an earlier turn left. 0: no
-    reuse."""
+    """Capacity of the KV cache, in tokens. A turn reuses the cache entries of earlier turns. 0: no reuse."""
     stored_bytes_per_parameter: float = Field(2.0, gt=0)
     """Bytes per parameter that a trainer writes per version: 2 in bfloat16, 4 in float32."""
     delta_bytes_per_parameter: float = Field(0.03, gt=0)
-    """Bytes per parameter that an engine's host reads per version: about 0.03 for a delta in bfloat16, 4 in
-    float32, which has no deltas."""
+    """Bytes per parameter that an engine's host reads per version: about 0.03 in bfloat16, where deltas are
+    read; 4 in float32, where there are no deltas."""
     write_bandwidth: float = Field(0.45e9, gt=0)
     """Speed at which a trainer copies, hashes and writes weights and checkpoints, in bytes/s."""
     verify_bandwidth: float = Field(2e9, gt=0)
-    """Speed at which an engine's host checks its copy of the weights and passes it to the engine, in
+    """Speed at which an engine's host verifies its copy of the weights and gives the copy to the engine, in
     bytes/s."""
     load_bandwidth: float = Field(0.7e9, gt=0)
     """Speed at which an engine's host reads stored weights, in bytes/s."""
     to_rollout_s: float | None = Field(None, ge=0)
-    """Emulated time until a device can sample, in seconds. Empty: the time to load the weights that its host
-    has."""
+    """Emulated time for a device to switch from training to rollout, in seconds. Empty: the size of the
+    weights divided by `verify_bandwidth`."""
     to_train_s: float = Field(0.0, ge=0)
-    """Emulated time until a device that has sampled can train, in seconds. The trainer stays loaded."""
+    """Emulated time for a device to switch from rollout to training, in seconds. By default 0, because the
+    trainer stays loaded."""
     time_dilation: float = Field(1.0, gt=0)
-    """Emulated seconds per real second; every duration is divided by it. Below 1 the run is slower than the
-    real devices, so that one data plane can carry the tokens/s of many devices."""
+    """Emulated seconds per real second. Every duration is divided by this number. Below 1 the run is slower
+    than the real devices, so that one data plane can serve the tokens/s of many devices."""

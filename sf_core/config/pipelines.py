@@ -13,10 +13,9 @@ PipelineName = Literal["colocated", "disaggregated", "async", "multiplexed"]
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     lent: bool | None
-    """Whether trainers are lent to rollout between train steps; None: if their tags allow it."""
+    """True if trainers are lent to rollout between train steps. None: the tags of the workers decide."""
     overlap: tuple[bool, ...]
-    """Allowed values of whether sampling for the next batch continues while this one is trained on, the
-    default first."""
+    """Allowed values of `rollout.overlap`, the default first."""
 
 
 PIPELINES: dict[PipelineName | None, Pipeline] = {

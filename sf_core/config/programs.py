@@ -28,13 +28,14 @@ def _can_be_shown(path: str) -> str:
 
 
 class SandboxLimits(Settings):
-    """Limits of programs in a sandbox. They see a read-only system, and nothing else of the host."""
+    """Limits of programs in a sandbox. The programs see a read-only system and no other files of the host."""
 
     memory_mb: int = Field(2048, ge=64)
-    """Maximum memory of all processes together, in MB. Files that they write count."""
+    """Maximum memory of all processes together, in MB. Files that the programs write count toward this
+    limit."""
     disk_mb: int = Field(512, ge=1)
-    """Maximum size of the work folder and of /tmp, in MB each. Files are kept in memory and also count toward
-    `memory_mb`."""
+    """Maximum size of the work folder, in MB, and of /tmp, each. Files are kept in memory and also count
+    toward `memory_mb`."""
     processes: int = Field(128, ge=1)
     """Maximum number of processes and threads at once."""
     open_files: int = Field(1024, ge=16)
@@ -42,15 +43,15 @@ class SandboxLimits(Settings):
     cpu_s: int = Field(3600, ge=1)
     """Maximum CPU time per process, in seconds."""
     output_mb: int = Field(64, ge=1)
-    """Maximum size of what a command writes on standard output and standard error, in MB. A command that
-    writes more is ended."""
+    """Maximum output of a command, in MB: standard output and standard error together. A command that writes
+    more is killed."""
     image: str | None = Field(None, pattern=r"^[^-\s]\S*$")
-    """OCI image whose system replaces the host's in the sandbox, which podman then makes. The image needs
-    python3, version 3.9 or later. Empty: the host's system."""
+    """OCI image that gives the sandbox its file system; podman then creates the sandbox. The image needs
+    python3, version 3.9 or later. Empty: programs see the host's system."""
     paths: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
-    """Additional files and folders of the host that programs can read in the sandbox."""
+    """Additional files and folders of the host that programs in the sandbox can read."""
     hidden: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
-    """Folders of the host that appear empty in the sandbox. Has no effect with an image."""
+    """Folders of the host that appear empty in the sandbox. No effect with `image`."""
 
 
 def _are_words(command: Any) -> Any:
@@ -75,23 +76,24 @@ def _is_variable(name: str) -> str:
 
 
 class Command(Settings):
-    """A program as agent. Each session runs one process in a folder of its own. The program reads the task on
-    standard input or in task.json. Environment variables name the endpoint; the SDKs of OpenAI, Anthropic and
-    Google read them."""
+    """A program as agent. Each session runs one process in a separate folder. The program reads the task from
+    standard input or from task.json. Environment variables give the address and the key of the endpoint; the
+    SDKs of OpenAI, Anthropic and Google read these variables."""
 
     command: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1), BeforeValidator(_are_words)
     ]
-    """The program and its arguments, as a list of words; no shell reads them. The program is looked up on the
-    PATH of the agent worker. A name with a slash is relative to the folder in which the worker runs."""
+    """The program and its arguments, as a list of words; no shell reads them. The agent worker looks the
+    program up on its PATH. A name with a slash is relative to the worker's current folder."""
     answer: Annotated[str, AfterValidator(_is_inside)] = Field("output", pattern=r"^(output|folder|file:.+)$")
     """The answer that the reward function receives. output: the text that the program prints. file:NAME: the
-    text of this file in its folder. folder: the files in its folder, as a mapping of names to texts."""
+    text of the file NAME in the program's folder. folder: all files in the program's folder, as a mapping of
+    names to texts."""
     timeout_s: float = Field(3600.0, gt=0)
-    """Timeout of the program, in seconds, pauses included. After it, or after `rollout.session_timeout_s`,
-    `rollout.on_failure.timeout` applies."""
+    """Timeout of the program, in seconds; time without a serving engine counts. Then
+    `rollout.on_failure.timeout` applies. `rollout.session_timeout_s` applies too."""
     variables: dict[Annotated[str, AfterValidator(_is_variable)], str] = Field({})
-    """Additional environment variables. They are stored with the run, so do not put keys here."""
+    """Additional environment variables. They are stored with the run, so do not put secrets here."""
     sandbox: SandboxLimits | None = None
     """Limits of the sandbox in which the program runs; {} uses the default limits. Empty: no sandbox; the
     program has all rights of the worker."""

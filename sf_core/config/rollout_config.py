@@ -62,13 +62,13 @@ class JudgeConfig(Settings):
     def _is_somewhere(self) -> JudgeConfig:
         if (self.url is None) == (self.model is None):
             given = "neither" if self.url is None else "both"
-            raise ValueError(f"give either url or model, which say where the judge is; given: {given}")
+            raise ValueError(f"give either url or model for the judge; given: {given}")
         if self.name is not None and self.url is None:
             raise ValueError("name selects a model at url; a judge given by model needs no name")
         if self.max_tokens_per_iteration is not None and self.max_tokens_per_iteration < self.max_tokens:
             raise ValueError(
-                f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is less than max_tokens of "
-                f"one reply ({self.max_tokens}): raise it, or leave it out"
+                f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is less than max_tokens of one "
+                f"reply ({self.max_tokens}): raise max_tokens_per_iteration, or leave it out"
             )
         return self
 
@@ -118,26 +118,26 @@ class RolloutConfig(Settings):
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
     """Groups per batch; each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of groups per batch that agents outside the cluster declare; the environment gives the others.
-    If it equals `groups_per_batch`, no worker needs the tag `agent`. 0: all groups come from the
+    """Number of groups per batch whose agents run outside the cluster. The environment gives the other
+    groups. If it equals `groups_per_batch`, no worker needs the tag `agent`. 0: all groups come from the
     environment."""
     success: Success | None = None
-    """When a session counts as right, for `gate` and `curriculum`. Empty: when its reward is at least 1. The
-    gate `varied` then compares rewards instead."""
+    """Condition for a session to count as right, for `gate` and `curriculum`. Empty: the session's reward is
+    at least 1, and the gate `varied` compares rewards instead."""
     gate: AnyGate = All()
-    """Which complete groups enter the batch. Other groups are discarded and replaced."""
+    """Condition for a complete group to enter the batch. Other groups are discarded and replaced."""
     curriculum: Curriculum | None = None
-    """How tasks are chosen from their earlier results. Empty: each task is sampled once, in order."""
+    """Rules that choose tasks by their earlier results. Empty: each task is sampled once, in order."""
     spare_sessions: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of sessions per group that start in addition to the needed ones. The first sessions to finish
-    count; the rest are stopped. Short sessions finish first, so long answers count less often. 0: no
+    """Number of sessions per group that start in addition to `group_size`. The first sessions to finish
+    count; the rest are stopped. Short sessions finish first, so long answers are underrepresented. 0: no
     additional sessions."""
     least_sessions: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Minimum number of sessions with which a group counts when other sessions of the group have failed at
-    their last attempt. Empty: the whole group."""
+    """Minimum number of successful sessions for a group to count, when all attempts of its other sessions
+    have failed. Empty: every session of the group must succeed."""
     overlap: bool | None = None
-    """Sample the next batch while the trainer works on the current one. false: strictly on-policy. Empty: the
-    default of `pipeline`; true without a pipeline."""
+    """true: the next batch is sampled while the trainer works on the current batch. false: strictly
+    on-policy. Empty: the default of `pipeline`, or true without a pipeline."""
     max_lag: int = Field(1, ge=0)
     """Maximum lag of a token, in policy versions: the version being updated minus the version that sampled
     the token."""
@@ -145,23 +145,24 @@ class RolloutConfig(Settings):
     """Rule for unfinished sessions that would exceed `max_lag` in a later batch. wait: the current batch
     waits for them. drop: their groups are discarded and counted."""
     temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature of all sessions of the run, held-out sessions included. It overrides the agent's
-    request."""
+    """Sampling temperature of all sessions of the run, held-out sessions included. This value overrides the
+    agent's request."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: total probability of the tokens to choose from. It overrides the agent's request. 1:
-    all tokens."""
+    """Nucleus sampling: only the most likely tokens whose probabilities sum to this value can be sampled.
+    This value overrides the agent's request. 1: no limit."""
     top_k: int = Field(0, ge=0)
-    """Number of most likely tokens to choose from. It overrides the agent's request. 0: no limit."""
+    """Number of most likely tokens that can be sampled. This value overrides the agent's request. 0: no
+    limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of tokens sampled per turn. Empty: 64 for the built-in policy. With `policy.model` 256,
-    or half of `engine.context_length` if that setting is given and its half is less than 256."""
+    """Maximum number of tokens sampled per turn. Empty: 64 for the built-in policy. With `policy.model`: 256,
+    or half of `engine.context_length` if that is set and smaller than 512."""
     ignored_fields: tuple[UndoneField, ...] = ()
     """Unsupported request fields that are ignored, for example `presence_penalty`. Use this for clients that
     always send such a field. Requests with other unsupported fields are refused."""
     unseen_parts: Literal["replace", "refuse"] = "replace"
-    """Rule for parts of tool results that the policy cannot see, for example images for a policy that reads
-    only text. replace: a short text such as `[image left out]` replaces the part, and the replacement is
-    counted. refuse: the request is refused. A user's message with such a part is always refused."""
+    """Rule for parts of tool results that the policy cannot read, for example images if the policy reads only
+    text. replace: the part is replaced by a short text such as `[image left out]`, and the replacement is
+    counted. refuse: the request is refused. In a user's message such a part is always refused."""
     max_picture_tokens: int | None = Field(None, ge=1)
     """Maximum number of tokens per picture, for a policy that sees pictures. Larger pictures are scaled down.
     Empty: the limit of the model's processor."""
@@ -172,39 +173,38 @@ class RolloutConfig(Settings):
     """Number of sessions that one agent worker runs at once."""
     prepare_ahead: int = Field(0, ge=0, le=MAX_TOGETHER)
     """Number of sessions that each agent worker prepares in advance, by `environment.prepare`, in addition to
-    the sessions that it runs. 0: a session is prepared when it starts, and preparation counts toward its
-    timeout."""
+    the sessions that it runs. 0: a session is prepared when it starts, and preparation counts toward the
+    session's timeout."""
     score_concurrency: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Number of sessions that one worker scores at once, in addition to the sessions that it runs. Empty: a
-    session that is being scored counts toward `concurrency`."""
+    """Number of sessions that one worker scores at once, in addition to the sessions that it runs. Empty:
+    sessions being scored count toward `concurrency`."""
     prepare_timeout_s: float = Field(600.0, gt=0)
-    """Timeout of preparing a session, in seconds; then the session fails with prepare_error."""
+    """Timeout of preparing a session, in seconds; then the session fails with the reason prepare_error."""
     session_timeout_s: float = Field(120.0, gt=0)
-    """Timeout of a session's agent, in seconds without pauses; then `on_failure.timeout` applies."""
+    """Timeout of a session's agent, in seconds; then `on_failure.timeout` applies. Time without a serving
+    engine, for example while the run is paused, does not count."""
     score_timeout_s: float = Field(600.0, gt=0)
-    """Timeout of scoring a session, in seconds; then `on_failure.reward_error` applies. If the reason is a
-    judge that cannot judge, another worker scores the answer again, with up to `session_attempts` attempts in
-    all."""
+    """Timeout of scoring a session, in seconds; then `on_failure.reward_error` applies. If a judge was
+    unavailable, another worker scores the answer again, up to `session_attempts` attempts in all."""
     reward_patience_s: float = Field(600.0, gt=0)
-    """Longest wait for the reward of an answer that an agent outside the cluster gave, in seconds without
-    pauses; then `on_failure.reward_error` applies."""
+    """Timeout, in seconds, between the answer of an agent outside the cluster and its reward; then
+    `on_failure.reward_error` applies. Time without a serving engine does not count."""
     request_patience_s: float = Field(600.0, gt=0)
-    """Longest wait of a request for an engine, in seconds, pauses included; then the request is refused
-    (503). Must exceed the time of a train step if no worker rolls out during the step."""
+    """Longest time, in seconds, that a request waits for an engine, pauses included; then the request is
+    refused (503). Must exceed the time of a train step if no worker rolls out during the step."""
     session_attempts: int = Field(3, ge=1)
-    """Maximum number of attempts at a session, the first included. Further attempts follow failures that are
+    """Maximum number of attempts per session, the first included. `on_failure` says which failures are
     retried."""
     on_failure: FailureRules = FailureRules()
     failed_reward: float = Field(0.0, ge=-1e9, le=1e9)
     """Reward of a failed session that is neither retried nor excluded. Held-out sessions are never
     excluded."""
     batch_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for a batch or an evaluation, in seconds; then the run fails and says what it waited
-    for."""
+    """Longest wait for a batch or an evaluation, in seconds; then the run fails and names the cause."""
     absence_timeout_s: float = Field(900.0, gt=0)
     """Longest wait for a batch or an evaluation, in seconds, while no engine or no agent worker is connected;
-    then the run fails and says which of them is missing. An engine that is still loading counts as connected.
-    Must exceed the time to replace a host. Has no effect unless it is below `batch_timeout_s`."""
+    then the run fails and names the missing part. An engine that is loading counts as connected. Must exceed
+    the time to replace a host. Has no effect unless it is below `batch_timeout_s`."""
 
     @property
     def turn_tokens(self) -> int:

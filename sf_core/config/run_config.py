@@ -37,13 +37,13 @@ class WarmstartConfig(Settings):
     steps: int | None = Field(None, ge=0)
     """Number of optimiser steps; 0 trains nothing. Empty: 150 for the built-in policy, 0 for `model`."""
     batch_size: int = Field(64, ge=1)
-    """Demonstrations per step."""
+    """Number of demonstrations per optimiser step."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate. For the built-in policy it decays to a tenth on a cosine schedule. Empty: 3e-3 for the
-    built-in policy, five times `train.learning_rate` for `model`."""
+    """Learning rate. For the built-in policy the rate decays to a tenth on a cosine schedule. Empty: 3e-3 for
+    the built-in policy, five times `train.learning_rate` for `model`."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
-    """Label smoothing of the built-in policy: about this fraction of tokens is sampled off the demonstration
-    at temperature 1, which leaves reinforcement learning something to improve. Empty: 0.18."""
+    """Label smoothing of the built-in policy. At temperature 1 about this fraction of sampled tokens differs
+    from the demonstration, which leaves reinforcement learning something to improve. Empty: 0.18."""
     demonstrations: FilePath | None = None
     """Path or URL of a JSONL file that every worker can read. Each line is {"messages": [...], "tools":
     [...]}, as chat templates expect. Empty: the environment's demonstrations."""
@@ -56,20 +56,20 @@ class PolicyConfig(Settings):
     """Folder of a Hugging Face causal LM to start from, or the name of a model that `sf model` has made.
     Empty: a small Qwen3 policy is created."""
     adapter: FilePath | None = None
-    """Folder of a PEFT adapter of this model to start from, with `train.lora`. Empty: a new adapter that does
-    not change the model yet."""
+    """Folder of a PEFT adapter of `model` to start from, with `train.lora`. Empty: a new adapter, which does
+    not change the model at first."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
     """Hidden size of the built-in policy."""
     num_layers: int = Field(4, ge=1, le=64)
     """Number of layers of the built-in policy."""
     sees: bool = False
-    """Let the built-in policy see pictures; it is then a small Qwen2.5-VL. A `model` sees pictures if its
-    files say so."""
+    """Let the built-in policy see pictures. The built-in policy is then a small Qwen2.5-VL. With `model`, the
+    files of the model decide."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
     """Supervised start on demonstrations. null: no supervised start."""
     dtype: DtypeName | None = None
     """Number format in which the policy is computed, published and exported. The trainer always keeps its own
-    weights in float32. auto: bfloat16 if the worker that makes version 0 computes bfloat16 at full speed (a
+    weights in float32. auto: bfloat16 if the worker that creates version 0 computes bfloat16 at full speed (a
     GPU, or a CPU with avx512_bf16 or amx_bf16 in /proc/cpuinfo), otherwise float32. Empty: auto for `model`,
     float32 for the built-in policy."""
 
@@ -117,8 +117,8 @@ class VllmConfig(Settings):
     arguments: tuple[Annotated[str, Field(pattern=r"^--[\w.-]+(=.*)?$")], ...] = ()
     """Additional arguments of the servers that workers start, for example --gpu-memory-utilization=0.6."""
     sleep_level: int = Field(2, ge=1, le=2)
-    """Where a server on a GPU keeps its weights between leases. 1: in the host's memory. 2: nowhere; the
-    server reads the weights again. On the CPU a server keeps all of its memory."""
+    """Memory for the weights of a vLLM server on a GPU, between leases. 1: the host's memory. 2: none; the
+    server reads the weights from storage again. On the CPU the server always keeps its memory."""
 
     @property
     def follows_grammars(self) -> bool:
@@ -130,25 +130,25 @@ class EngineConfig(Settings):
     """The inference engine of a rollout worker."""
 
     kind: EngineName = "torch"
-    """torch: the built-in engine. vllm: a vLLM server, which `make vllm` installs. scripted: fixed answers
-    without a model, for tests and benchmarks. emulated: engines sleep for the time that the device of
-    `emulation` would compute; trainers do so too, unless `train.backend` is set."""
+    """Engine that samples. torch: the built-in engine. vllm: a vLLM server, which `make vllm` installs.
+    scripted: fixed answers without a model, for tests and benchmarks. emulated: engines sleep for the time
+    that the device of `emulation` would compute; trainers do so too, unless `train.backend` is set."""
     max_running: int = Field(128, ge=1)
     """Maximum number of requests that one engine decodes at once."""
     context_length: int | None = Field(None, ge=16)
     """Maximum number of tokens of one sequence, prompt included. Empty: 512 for the built-in policy. With
-    `policy.model` the longest of the first 64 training prompts (`Task.prompt`) plus four times
-    `rollout.max_tokens`, up to the model's own limit. If agents are commands or run outside the cluster, a
-    prompt of 3,072 tokens is assumed."""
+    `policy.model`: the longest of the first 64 training prompts (`Task.prompt`) plus four times
+    `rollout.max_tokens`, up to the model's own limit. If agents are commands or run outside the cluster, the
+    prompt is assumed to have 3,072 tokens."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """Rule for the KV cache of running requests when weights change. recompute: computed again with the new
-    weights. keep: kept as it is."""
+    """Rule for the KV cache of running requests when weights change. recompute: the cache is computed again
+    with the new weights. keep: the cache stays as it is."""
     vllm: VllmConfig = VllmConfig()
     script: Reference | None = None
     """Function of the scripted engine: (prompt_ids, seed) -> token ids of the answer. The ids belong to the
     vocabulary of `policy.model` or of the built-in policy (RUN/start/tokenizer.json). The turn ends after the
-    last id, or at an end-of-turn token. With a forced tool call, prompt_ids end with the start of the call,
-    which is not part of the answer."""
+    last id, or at an end-of-turn token. If a tool call is forced, prompt_ids end with the start of the call;
+    the answer does not repeat that start."""
 
     @property
     def context(self) -> int:
@@ -173,11 +173,11 @@ class WorkerConfig(Settings):
     tagged rollout or train gets its own GPU while torch finds a free one, trainers first; every other worker
     gets the CPU. The environment variable SF_DEVICE=cpu gives the CPU to all workers without this setting."""
     device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
-    """Kind of that device, for example h100. It decides which of several possible workers train. Empty:
+    """Kind of the worker's device, for example h100. If several workers could train, the kind decides. Empty:
     unknown."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of the numerical libraries in this worker. Workers may share cores, because idle threads
-    sleep. Empty: one thread per core, up to 8."""
+    """Number of CPU threads of the numerical libraries in this worker. Workers may share cores, because idle
+    threads sleep. Empty: one thread per core, up to 8."""
 
 
 class RunnersConfig(Settings):
@@ -199,7 +199,7 @@ class RunnersConfig(Settings):
 
 
 class ClusterConfig(Settings):
-    """The Dask workers of a run, and how they are shared between its tasks."""
+    """The Dask workers of a run, and their work."""
 
     scheduler: str | None = None
     """Address of a Dask scheduler whose workers carry tags as resources. Empty: local workers are started."""
@@ -214,21 +214,22 @@ class ClusterConfig(Settings):
     """Local workers by name; not used with `scheduler`. On a machine with one GPU the default leaves out r0,
     unless `pipeline` needs it; t0 then samples and trains in turn."""
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
-    """Order of choice where several workers could train or roll out. With {"train": ["h800"], "rollout":
-    ["h20"]}, workers tagged h800 train first and workers tagged h20 train last."""
+    """Order in which workers are chosen if several could train or roll out. With {"train": ["h800"],
+    "rollout": ["h20"]}, workers tagged h800 train first and workers tagged h20 train last."""
     elastic: dict[Literal["agent", "reward"], RunnersConfig] = Field({})
-    """Bounds on the number of agent or reward workers, which follows the queue: {"agent": {"min": 1, "max":
-    4}}. For a tag without bounds, every worker that carries the tag works throughout the run."""
+    """Bounds on the number of agent or reward workers, for example {"agent": {"min": 1, "max": 4}}. Within
+    the bounds the number of workers follows the queue of sessions. For a tag without bounds, every worker
+    with the tag works throughout the run."""
     max_switches_per_minute: int = Field(120, ge=0)
-    """Maximum number of times per minute that a trainer switches between training and rollout. Above it the
-    trainer is not lent and waits for its batch. Not applied if no other worker rolls out."""
+    """Maximum number of times per minute that a trainer switches between training and rollout. At this number
+    the trainer is not lent to rollout until the minute is over. No limit if no other worker rolls out."""
     yield_timeout_s: float = Field(30.0, gt=0)
-    """Longest time from revoking a lease until training starts on its worker, in seconds; then the worker
-    process is killed and restarted. Must exceed one engine step. The time to read or write a checkpoint,
-    measured when the run starts, is added."""
+    """Timeout, in seconds, from the time that a lease is revoked until training starts on its worker; then
+    the worker process is killed and restarted. Must exceed one engine step. The time to read or write a
+    checkpoint, measured when the run starts, is added."""
     stage_timeout_s: float = Field(7200.0, gt=0)
-    """Timeout of one stage, in seconds, including the time that it waits for a worker; then the run fails.
-    Must exceed `rollout.batch_timeout_s` and the time of a train step."""
+    """Timeout of one stage, in seconds; then the run fails. The time that the stage waits for a worker
+    counts. Must exceed `rollout.batch_timeout_s` and the time of a train step."""
 
 
 class DataplaneConfig(Settings):
@@ -260,17 +261,17 @@ class RunConfig(Settings):
     """One training run."""
 
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    """Name of the run and of its directory. The name of an existing run continues that run with its stored
-    settings; settings given here that differ from the default override them. Empty: a new name is
+    """Name of the run and of its directory. If the run exists, it continues with its stored settings;
+    settings given now override the stored ones unless they equal the default. Empty: a new name is
     generated."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Random seed of the policy's initial weights, the order of tasks and all sampling."""
     pipeline: PipelineName | None = None
-    """How rollout and training share the devices. colocated: every device does both in turn. disaggregated:
-    trainers only train, and rollout waits while they do. async: trainers only train, and rollout continues
-    while they do. multiplexed: trainers also roll out between train steps, and the other workers always roll
-    out. Empty: the tags of the workers and `rollout.overlap` decide; with `train.lora` and vLLM trainers only
-    train."""
+    """Division of the devices between rollout and training. colocated: every device does both in turn.
+    disaggregated: trainers only train, and rollout waits during train steps. async: trainers only train, and
+    rollout continues during train steps. multiplexed: trainers also roll out between train steps; the other
+    workers always roll out. Empty: the tags of the workers and `rollout.overlap` decide; with `train.lora`
+    and vLLM, trainers only train."""
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -311,8 +312,8 @@ class RunConfig(Settings):
         allowed = PIPELINES[self.pipeline].overlap
         if self.rollout.overlap not in (None, *allowed):
             raise ValueError(
-                f"pipeline {self.pipeline} means rollout.overlap: {str(allowed[0]).lower()}; "
-                "leave one of the two out"
+                f"pipeline {self.pipeline} requires rollout.overlap: {str(allowed[0]).lower()}; leave one "
+                "of the two out"
             )
         return self
 

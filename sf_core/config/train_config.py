@@ -63,13 +63,13 @@ class LoraConfig(Settings):
     """A low-rank adapter (Hu et al. 2021). The adapter is trained; the policy's own weights do not change."""
 
     rank: int | None = Field(None, ge=1, le=LARGEST_RANK)
-    """Rank of the two factors of each layer. Empty: the rank of `policy.adapter`, or 32."""
+    """Rank of the adapter's two factors per layer. Empty: the rank of `policy.adapter`, or 32."""
     alpha: float | None = Field(None, gt=0)
-    """Scale of the adapter: the product of the factors is multiplied by alpha / rank. Empty: the alpha of
+    """Scale of the adapter: the product of the two factors is multiplied by alpha / rank. Empty: the alpha of
     `policy.adapter`, or twice the rank."""
     targets: tuple[str, ...] | None = Field(None, min_length=1)
-    """Linear layers that get factors, by the last part of their names, for example q_proj. Empty: the layers
-    of `policy.adapter`, or all linear layers of the blocks."""
+    """Linear layers that get an adapter, by the last part of their names, for example q_proj. Empty: the
+    layers of `policy.adapter`, or all linear layers of the blocks."""
 
 
 class TeacherConfig(Teacher):
@@ -80,18 +80,17 @@ class TeacherConfig(Teacher):
     model: FilePath | None = None
     """Folder of a Hugging Face causal LM, the name of a model that `sf model` has made, or RUN@VERSION: a
     version of the run in the folder RUN. Every training worker needs the folder, which must not change during
-    the run. The workers hold the model together."""
+    the run. Each worker holds a part of the teacher."""
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
-    """Address of a vLLM server, with `divergence: sampled`. The filter stage asks it for the log-probs of the
-    trained tokens. The environment variable SF_TEACHER_KEY holds its key."""
+    """Address of a vLLM server, with `divergence: sampled`. The filter stage asks the server for the
+    log-probs of the trained tokens. The environment variable SF_TEACHER_KEY holds its key."""
     weights: Literal["start"] | None = None
-    """start: the teacher is version 0 of the policy, which keeps later versions close to it. With
-    `train.lora` it takes no memory."""
+    """start: the teacher is version 0 of the policy, which keeps later versions close to version 0. With
+    `train.lora` this teacher needs no memory."""
     tokenizer: FilePath | None = None
     """Folder with the tokenizer of the teacher at `url`."""
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time, in seconds, for which the filter stage retries while the server at `url` does not
-    answer."""
+    """Timeout, in seconds, of the filter stage's retries while the server at `url` does not answer."""
 
     @model_validator(mode="after")
     def _is_named_once(self) -> TeacherConfig:
@@ -119,23 +118,24 @@ class TrainConfig(Settings):
     iterations: int = Field(40, ge=1)
     """Number of RL iterations of the run."""
     backend: TrainerName | None = None
-    """Code that trains. torch: PyTorch. megatron: Megatron-core, for a policy of model_type llama, qwen2 or
-    qwen3; install the extra [megatron] of seamlessflow. emulated: trainers sleep for the time that the device
-    of `emulation` would compute, and make no weights; `engine.kind` must not be torch. Empty: emulated with
-    emulated engines, otherwise torch."""
+    """Implementation of the trainer. torch: PyTorch. megatron: Megatron-core, for a policy of model_type
+    llama, qwen2 or qwen3; install the extra [megatron] of seamlessflow. emulated: trainers sleep for the time
+    that the device of `emulation` would compute, and produce no weights; `engine.kind` must not be torch.
+    Empty: emulated with emulated engines, otherwise torch."""
     workers: int = Field(1, ge=1)
     """Number of workers that train together. Each is one rank."""
     min_workers: int | None = Field(None, ge=1)
-    """Minimum number of training workers to continue with after one is lost. Empty: all of `workers`."""
+    """Minimum number of training workers. If a worker is lost, the run continues with this number or more.
+    Empty: `workers`."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of workers among which the megatron backend splits each layer of the policy."""
     pipeline_parallel: int = Field(1, ge=1)
     """Number of pipeline stages into which the megatron backend divides the layers."""
     gang_timeout_s: float = Field(180.0, gt=0)
-    """Longest time that a rank waits for another rank, at the start or at an exchange of gradients, in
-    seconds; then the train step fails, names the missing ranks, and is retried. A lost trainer is replaced by
-    another worker after the same time. The time to read or write a checkpoint, measured when the run starts,
-    is added."""
+    """Longest time, in seconds, that a rank waits for another rank, at the start or when gradients are
+    exchanged. Then the train step fails, names the missing ranks, and is retried. A lost trainer is replaced
+    by another worker after the same time. The time to read or write a checkpoint, measured when the run
+    starts, is added."""
     learning_rate: float | None = Field(None, gt=0)
     """Learning rate of AdamW, constant after `warmup_steps`. Empty: with `policy.model` 2e-5 x sqrt(135
     million / N) for N parameters, between 1e-6 and 3e-4. For the built-in policy 3e-4, and less above 1.5
@@ -149,42 +149,43 @@ class TrainConfig(Settings):
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down to it. 1e9: no scaling."""
     select: AnySelection | None = None
-    """Which sessions of a batch are trained on. Advantages are computed from these sessions alone. Empty: all
+    """Sessions of a batch that are trained on. Advantages are computed from these sessions alone. Empty: all
     sessions."""
     advantage: AnyAdvantage = Grpo()
-    """Formula for the advantage of every token, from the rewards."""
+    """Formula that computes the advantage of every token from the rewards."""
     weights: tuple[AnyWeight, ...] = ()
-    """Formulas that leave tokens out or scale their advantages; applied in this order."""
+    """Formulas that leave tokens out or scale their advantages, in the order in which they are applied."""
     loss: LossConfig = LossConfig()
     teacher: TeacherConfig | None = None
-    """Another model whose log-probs train the policy. Empty: none."""
+    """Another model whose log-probs train the policy. Empty: no teacher."""
     lora: LoraConfig | None = None
     """Adapter that is trained instead of the policy's own weights. Empty: all weights are trained."""
     critic: Critic | None = None
-    """Network that learns to predict the reward, for `advantage: gae`. Empty: none."""
+    """Network that learns to predict the reward, for `advantage: gae`. Empty: no critic."""
     max_engine_difference: float = Field(0.1, gt=0)
-    """Maximum mean difference, in nats, between the log-probs from the engines and those that the trainer
-    computes with the same weights. A train step above it fails. Raise it if `engine.kv_on_update: keep`
-    causes the difference."""
+    """Maximum mean difference, in nats, between the log-probs that engines recorded and the log-probs that
+    the trainer computes with the same weights. Above this value the train step fails. Raise it if
+    `engine.kv_on_update: keep` causes the difference."""
     minibatches: int = Field(1, ge=1)
-    """Number of optimiser steps per batch. Groups are never split."""
+    """Number of optimiser steps per batch. The sessions of a group are always in the same step."""
     tokens_per_microbatch: int = Field(8192, ge=64)
     """Maximum number of tokens, padding included, in one forward and backward pass."""
     recompute: bool = False
-    """Recompute each block of the network in the backward pass instead of keeping its activations. This costs
-    a third more computation; memory then hardly grows with the number of layers."""
+    """Recompute each block of the network in the backward pass instead of storing its activations. This takes
+    a third more computation, but memory then hardly grows with the number of layers."""
     checkpoint_every: int | None = Field(None, ge=1)
     """Number of iterations between checkpoints. After the loss of a trainer, the iterations since the newest
-    checkpoint are repeated from stored batches. Empty: 1 for the built-in policy. With `policy.model` 1 below
-    83 million trained parameters, where a checkpoint takes less than 1 GB, otherwise 10."""
+    checkpoint are repeated from stored batches. Empty: 1 for the built-in policy. With `policy.model`: 1 if a
+    checkpoint takes less than 1 GB (below 83 million trained parameters), otherwise 10."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints to keep. Older checkpoints are removed when a new one is complete."""
     keep_weights: int | None = Field(None, ge=1)
-    """Number of newest published versions whose weights are kept. Also kept: every tenth version, and
-    versions that are evaluated, referred to by `loss.kl`, used or loaded by an engine, or being published.
-    Empty: all versions if a version takes less than 50 MB, otherwise 2."""
+    """Number of newest published versions whose weights are kept. These versions are always kept: every tenth
+    version, evaluated versions, the reference of `loss.kl`, versions that an engine uses or loads, and
+    versions that are being published. Empty: all versions if a version takes less than 50 MB, otherwise 2."""
     keep_every: int | None = Field(None, ge=1)
-    """Keep the checkpoint of every Nth iteration for good. Empty: none."""
+    """Number of iterations between checkpoints that are never removed. Empty: only the newest checkpoints are
+    kept."""
 
     @property
     def rate(self) -> float:

@@ -20,9 +20,8 @@ PATTERNS = {
 """What the regular expression of a setting, or of the entries of a list, requires, in words."""
 
 _NEW_WORKER = (
-    ", because a worker of another name is a new one; to edit one of those that are there, name it: "
-    "--set cluster.workers.NAME.FIELD=VALUE; to have others in their place, give all of them, as "
-    "cluster.workers in a file"
+    ", because a new name adds a worker; to change an existing worker, use its name: --set "
+    "cluster.workers.NAME.FIELD=VALUE; to replace all workers, give cluster.workers in a file"
 )
 
 
@@ -35,14 +34,15 @@ _EXPECTED = {
 
 
 class SettingPlace(NamedTuple):
-    """Where a setting is."""
+    """The place of a setting in a configuration."""
 
     path: list[str]
-    """As a user writes it."""
+    """Names of the sections and of the setting, as in YAML."""
     section: type[BaseModel]
-    """The model in which its last name is."""
+    """The model that has the setting as a field."""
     annotation: Any
-    """What it may be; None if there is no such setting, or if that depends on the kind of a section."""
+    """Type of the setting. None if the setting is unknown, or if its type depends on the kind of a
+    section."""
 
 
 class ConfigError(ValueError):

@@ -55,8 +55,8 @@ def read_file(path: str | Path) -> tuple[str, dict[str, Any]]:
         data = _parse(text) or {}
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such file; give the path of a YAML configuration, or the name of one that is built "
-            f"in: {', '.join(builtin)}"
+            f"{path}: no such file; give the path of a YAML file or the name of a built-in configuration: "
+            f"{', '.join(builtin)}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
@@ -168,7 +168,7 @@ def _parse(text: str) -> Any:
     try:
         return parser.load(text)
     except RecursionError:
-        raise _NoYamlError("it is nested too deeply") from None
+        raise _NoYamlError("nested too deeply") from None
     except MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise _NoYamlError(line + " ".join(filter(None, (error.context, error.problem)))) from None
@@ -195,7 +195,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             child = node[name] = {}
         if isinstance(child, list):
             whole = ".".join(names[:at])
-            raise ConfigError(f"--set {override}: {name} is a list: give all of it, as --set {whole}=[...]")
+            raise ConfigError(
+                f"--set {override}: {name} is a list: give the whole list, as --set {whole}=[...]"
+            )
         if not isinstance(child, dict):
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
         node = child

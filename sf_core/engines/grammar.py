@@ -33,7 +33,7 @@ class Vocabulary:
 
     def _compile(self, grammar: str) -> LLMatcher:
         if fault := LLMatcher.validate_grammar(grammar, self._tokens):
-            raise ValueError(f"the grammar cannot be followed: {fault.splitlines()[0]}")
+            raise ValueError(f"the grammar cannot be used: {fault.splitlines()[0]}")
         return LLMatcher(self._tokens, grammar, log_level=0)
 
 

@@ -134,7 +134,7 @@ class HostWeights:
                 tensors = parse(uri, memoryview(mmap.mmap(file.fileno(), 0)))
             digest = tensors.digest()
             if header.metadata.get(DIGEST, digest) != digest:
-                raise ValueError(f"{uri}: its tensors differ from those that were written")
+                raise ValueError(f"{uri}: the tensors differ from those that were written")
             self._show(path)
         except BaseException:
             place.cleanup()

@@ -33,7 +33,7 @@ def check_call(
         signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError as error:
         called = ", ".join([*arguments, *named])
-        told = f"{add_place(source, function)} takes {signature} and is called with ({called})"
+        told = f"{add_place(source, function)} takes {signature}, but is called with ({called})"
         raise ValueError(f"{told}: {error}") from None
 
 
@@ -58,7 +58,7 @@ def _fault_of(given: Any) -> str:
         given.close()
         return f"a coroutine: it must not be async, and return {A_TASK}"
     if not isinstance(given, Task):
-        return f"{quote(given)}, which is no task: it must return {A_TASK}"
+        return f"{quote(given)}, which is not a task: it must return {A_TASK}"
     for name, value in (("task_id", given.task_id), ("environment", given.environment)):
         if not isinstance(value, str):
             return f"a task whose {name} is {quote(value)}: it must be a text"

@@ -93,11 +93,11 @@ def _can_be_joined(config: EnvironmentConfig) -> EnvironmentConfig:
 
 
 class Mixture(Environment):
-    """Environments that a run learns together. Tasks are of its parts in turn, or as the stages of
-    `rollout.curriculum` share them out."""
+    """Environments on which a run trains together. The parts take turns, or `rollout.curriculum.stages` gives
+    their shares."""
 
     parts: dict[str, Annotated[EnvironmentConfig, AfterValidator(_can_be_joined)]] = Field(min_length=1)
-    """Environments by the names of the parts, each as `environment` is written: name and settings, or
+    """The parts, by names of your choice. Each part is written like `environment`: a name and settings, or
     functions of your own."""
 
     @field_validator("parts")

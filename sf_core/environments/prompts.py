@@ -16,12 +16,12 @@ from storage.json_files import json_lines
 
 
 class Prompts(Environment):
-    """One answer to each line of a JSONL file: {"prompt": TEXT}, or {"messages": [...]}."""
+    """Each line of a JSONL file is one task: {"prompt": TEXT} or {"messages": [...]}."""
 
     file: str = Field(min_length=1)
-    """Path of the file, on every agent worker."""
+    """Path of the file, the same on every agent worker."""
     sha256: str | None = None
-    """SHA-256 of the file. If it is given, a file that has changed is refused. Empty: whatever is there."""
+    """SHA-256 of the file. A file with another SHA-256 is refused. Empty: no check."""
 
     @cached_property
     def _content(self) -> bytes:
@@ -40,7 +40,7 @@ class Prompts(Environment):
     def _prompts(self) -> list[list[dict[str, Any]]]:
         """The messages of each line. Raises ValueError with one sentence if a line has none."""
         if self.sha256 not in (None, self.digest):
-            raise ValueError(f"{self.file}: has changed since it was named")
+            raise ValueError(f"{self.file}: the file has another SHA-256 than the setting sha256")
         found = [_parse(where, row) for where, row in json_lines(self.file, self._content)]
         if not found:
             raise ValueError(f"{self.file}: has no prompts")
@@ -51,7 +51,7 @@ class Prompts(Environment):
 
     def tasks(self, split: Split, index: int) -> Task:
         if index >= len(self):
-            raise ValueError(f"{self.file}: has {len(self)} prompts; there is none with index {index}")
+            raise ValueError(f"{self.file}: has {len(self)} prompts; index {index} does not exist")
         messages = self._prompts[index]
         prompt = str(messages[-1].get("content") or "")
         return Task(f"prompts-{index}", "prompts", prompt, metadata={"messages": messages})

@@ -54,13 +54,13 @@ class Dataset(Splits):
         datasets, name = _library().DATASETS, self.environment
         if name not in datasets:
             near = difflib.get_close_matches(name, datasets, n=3) or sorted(datasets)
-            raise ValueError(f"reasoning-gym has no dataset {quote(name)}; there are {', '.join(near)}")
+            raise ValueError(f"reasoning-gym has no dataset {quote(name)}; use for example {', '.join(near)}")
         kind, given = datasets[name][1], dict(self._parameters)
         known = {field.name for field in dataclasses.fields(kind)}.difference(OURS)
         level = given.pop("level", None)
         if unknown := sorted(given.keys() - known):
             allowed = ", ".join(["level", *sorted(known)])
-            raise ValueError(f"{name} has no parameter {', '.join(unknown)}; there are {allowed}")
+            raise ValueError(f"{name} has no parameter {', '.join(unknown)}; use one of {allowed}")
         try:
             settings = dataclasses.replace(self._at_level(kind, level), **given)
             if hasattr(settings, "validate"):
@@ -74,7 +74,7 @@ class Dataset(Splits):
         if level is None:
             return kind(**ours)
         if self.environment not in _library().CURRICULA or not isinstance(level, int) or level < 0:
-            raise ValueError(f"there is no level {quote(level)}")
+            raise ValueError(f"{self.environment} has no level {quote(level)}")
         curriculum = _library().create_curriculum(self.environment)
         curriculum.set_global_level(level)
         return curriculum.generate_configuration(ours)
@@ -97,13 +97,14 @@ class Dataset(Splits):
 
 
 class ReasoningGym(Environment):
-    """Datasets of reasoning-gym, in equal parts, each task answered in one turn."""
+    """Tasks of reasoning-gym, each answered in one turn. Every dataset gives the same share of tasks."""
 
     datasets: dict[str, dict[str, Any]] = Field(min_length=1)
-    """Names of datasets, each with its parameters."""
+    """Datasets by their names in reasoning-gym, each with its parameters. The parameter `level` is a level of
+    difficulty of the dataset, from 0."""
     held_out: int = Field(HOLDOUT_SIZE, ge=1)
-    """Held-out tasks of each dataset. Every process that has tasks makes them first, which takes long for
-    some datasets."""
+    """Number of held-out tasks per dataset. Every process creates them before the first task, which takes
+    long for some datasets."""
 
     @field_validator("datasets")
     @classmethod

@@ -164,8 +164,8 @@ def _class_of(name: str) -> type[Environment]:
     reference = named.get(name, name)
     if ":" not in reference:
         raise ValueError(
-            f"environment.name: there is no environment {quote(name)}; there are {', '.join(named)}, and "
-            "your own as package.module:Class"
+            f"environment.name: unknown environment {quote(name)}; use one of {', '.join(named)}, or your "
+            "own class as package.module:Class"
         )
     if name in EXAMPLES:
         _find_example(name)
@@ -191,8 +191,8 @@ def _find_example(name: str) -> None:
         found = None
     if found is None:
         raise ValueError(
-            f"environment.name: {name} is an example, and there is no module {module} here: a checkout of "
-            "SeamlessFlow's repository has it, an installed package does not; name the checkout in PYTHONPATH"
+            f"environment.name: {name} is an example, and its module {module} cannot be imported here: only "
+            "a clone of SeamlessFlow's repository has it; add the clone to PYTHONPATH"
         )
 
 

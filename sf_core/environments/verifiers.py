@@ -19,15 +19,16 @@ from sf_core.types import Endpoint, Task
 
 
 class Verifiers(Environment):
-    """An environment of verifiers that is installed here. A rubric reads the state of its rollout, so an
-    answer is scored where the agent runs; the text of another agent is scored as one answer to the prompt."""
+    """An installed environment of the library verifiers. Its rubric reads the state of the rollout, so an
+    answer is scored where the agent runs. The text of another agent is scored as a single answer to the
+    prompt."""
 
     name: str = Field(min_length=1)
-    """Name of the environment, as `verifiers.load_environment` takes it."""
+    """Name of the environment, as in `verifiers.load_environment(name)`."""
     arguments: dict[str, Any] = Field({})
-    """Arguments of its `load_environment`."""
+    """Arguments of the environment's function `load_environment`."""
     held_out: int = Field(128, ge=1)
-    """Rows of the training data that are held out, if the environment has none to evaluate on."""
+    """Number of training rows that are held out, if the environment has no evaluation data."""
 
     @field_validator("name")
     @classmethod
@@ -39,7 +40,7 @@ class Verifiers(Environment):
         module = name.replace("-", "_").split("/")[-1]
         if not module.isidentifier() or find_spec(module) is None:
             raise ValueError(
-                f"there is no module {quote(module)} here, the environment {quote(name)} of verifiers"
+                f"the module {quote(module)} of the verifiers environment {quote(name)} is not installed here"
             )
         return name
 
@@ -60,7 +61,7 @@ class Verifiers(Environment):
         train = self._environment.get_dataset()
         if self._environment.build_eval_dataset() is None:
             if len(train) <= self.held_out:
-                raise ValueError(f"{self.name} has {len(train)} rows, and {self.held_out} are to be held out")
+                raise ValueError(f"{self.name} has {len(train)} rows, but {self.held_out} are to be held out")
             held_out = train.select(range(self.held_out))
         else:
             held_out = self._environment.get_eval_dataset()

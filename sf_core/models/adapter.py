@@ -76,10 +76,10 @@ _UNKNOWN = {
     "rank_pattern": "a rank for each layer",
     "lora_bias": "biases of its factors",
     "fan_in_fan_out": "transposed weights",
-    "layers_to_transform": "some of the layers alone",
+    "layers_to_transform": "only some of the layers",
     "exclude_modules": "excluded modules",
     "trainable_token_indices": "embeddings of tokens",
-    "target_parameters": "parameters that are no linear layers",
+    "target_parameters": "parameters that are not linear layers",
     "alora_invocation_tokens": "factors for the tokens after an invocation (aLoRA)",
 }
 
@@ -106,7 +106,8 @@ def read_adapter(folder: str) -> Adapter:
     for key, what in _UNKNOWN.items():
         if said.get(key):
             raise ValueError(
-                f"{file} describes {what} ({key}), which is not trained here{_tell_way_out(said, key)}"
+                f"{file} describes {what} ({key}), which training here does not "
+                f"support{_tell_way_out(said, key)}"
             )
     if (init := said.get("init_lora_weights")) not in _HARMLESS:
         raise ValueError(

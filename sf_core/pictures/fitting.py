@@ -49,12 +49,12 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
             if picture.size != (width, height):
                 picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
-        raise ValueError("it is broken, or in an unknown picture format") from None
+        raise ValueError("the picture is broken, or in an unknown format") from None
     except ValueError:
         raise
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
         told = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"it cannot be decoded: {told}") from None
+        raise ValueError(f"the picture cannot be decoded: {told}") from None
     file = io.BytesIO()
     _on_white(picture).save(file, "PNG", compress_level=_FAST)
     return Fitted(file.getvalue(), height, width)

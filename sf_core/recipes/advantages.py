@@ -22,7 +22,7 @@ class Advantage(Component):
 
 
 class NoAdvantage(Advantage):
-    """0 for every token. Rewards have no effect; the policy learns from `train.teacher` alone."""
+    """0 for every token. Rewards have no effect; only `train.teacher` trains the policy."""
 
     kind: Literal["none"] = "none"
 
@@ -39,7 +39,7 @@ class Grpo(Advantage):
     """Standard deviation to divide by. group: of the group's rewards. batch: of all rewards of the batch.
     none: no division (Dr. GRPO, Liu et al. 2025)."""
     ddof: Literal[0, 1] = 1
-    """Divisor of the variance of n rewards is n minus this number."""
+    """The variance of n rewards is their sum of squared deviations, divided by n minus this number."""
 
     def __call__(self, samples: Samples) -> Values:
         if self.scale == "group":
@@ -63,8 +63,8 @@ class LeaveOneOut(Advantage):
 
 class Relative(Advantage):
     """Reward of a session minus the mean of its group, divided by that mean (MaxRL, Tajwar et al. 2026).
-    Tasks that are rarely solved get more weight. Rewards must not be negative. A group without any reward
-    gets 0."""
+    Tasks that are rarely solved get more weight. Rewards must not be negative. If all rewards of a group are
+    0, its advantages are 0."""
 
     kind: Literal["relative"] = "relative"
 
@@ -75,12 +75,12 @@ class Relative(Advantage):
 
 
 class Whitened(Advantage):
-    """Reward of a session, standardised over all trained tokens of the batch: minus their mean, divided by
-    their standard deviation (REINFORCE++, Hu et al. 2025)."""
+    """Reward of a session, standardised over all trained tokens of the batch: minus the mean of these tokens,
+    divided by their standard deviation (REINFORCE++, Hu et al. 2025)."""
 
     kind: Literal["whitened"] = "whitened"
     baseline: bool = False
-    """Subtract the mean of the group before (REINFORCE++-baseline)."""
+    """Subtract the mean reward of the group first (REINFORCE++-baseline)."""
 
     def __call__(self, samples: Samples) -> Values:
         centred = centre(samples.rewards, samples.groups)
@@ -89,9 +89,9 @@ class Whitened(Advantage):
 
 
 class RoleBaseline(Advantage):
-    """Reward of a session minus the mean of all sessions of the batch in the same role. The role is the
-    environment of the task. For players of games with unequal sides (role-conditioned advantage of SPIRAL,
-    Liu et al. 2025, where the baseline is a moving average). Works with `rollout.group_size` 1."""
+    """Reward of a session minus the mean reward of all sessions of the batch in the same role (SPIRAL, Liu et
+    al. 2025, where the baseline is a moving average). The role is the name of the task's environment. Meant
+    for games in which the players have different roles. Works with `rollout.group_size` 1."""
 
     kind: Literal["role_baseline"] = "role_baseline"
 
@@ -101,15 +101,16 @@ class RoleBaseline(Advantage):
 
 
 class TwoLevel(Advantage):
-    """Standard score of the session's reward in its group, plus a standard score for each turn: of the
-    rewards from this turn on, among the turns of the group with the same number (UI-S1, Lu et al. 2025). The
-    rewards of turns are those that the reward function gives to single answers."""
+    """Standard score of the session's reward in its group, plus `omega` times a standard score of each turn
+    (UI-S1, Lu et al. 2025). A turn counts with the sum of its reward and the rewards of later turns,
+    standardised among the turns of the group with the same number. The reward function can give a reward to
+    each turn."""
 
     kind: Literal["two_level"] = "two_level"
     gamma: float = Field(0.5, ge=0, le=1)
-    """Discount, per turn, of the rewards of later turns of the row."""
+    """Discount of the rewards of later turns, per turn."""
     omega: float = Field(1.0, ge=0)
-    """Weight of the score of turns."""
+    """Weight of the standard scores of turns."""
 
     def __call__(self, samples: Samples) -> Values:
         turns, masks = samples.turns, samples.masks
@@ -131,9 +132,10 @@ class TwoLevel(Advantage):
 
 
 class Tree(Advantage):
-    """Mean, over the branches that hold a token, of the standard score of each branch among all branches of
-    the group (tree-structured rollouts; TRACE, arXiv 2606.11119). The reward of a branch is the session's
-    reward plus the rewards of its turns. Without branches and rewards of turns, equal to `group`."""
+    """For sessions that branch. Each branch gets its standard score among all branches of the group; a token
+    gets the mean score of the branches that contain it (TRACE, arXiv 2606.11119). The reward of a branch is
+    the session's reward plus the rewards of its turns. Without branches and rewards of turns, equal to
+    `group`."""
 
     kind: Literal["tree"] = "tree"
 
@@ -157,16 +159,17 @@ class Pair(Advantage):
 
         (d_policy - ratio * d_reference - (1 - ratio) * d_sampled - 1 / (2 * eta)) ** 2
 
-    where d is the difference of the two sessions' log-probs, summed over their tokens, under each policy
-    (MNPO, arXiv 2509.23102, with the policy that sampled as the only past opponent; with ratio 1 IPO, Azar et
-    al. 2024, eq. 17). The advantage is the negative derivative by the log-probs. Needs
-    `train.loss.policy: plain` and one minibatch. The other sessions of the group have no effect."""
+    where d is the log-prob of the best session minus the log-prob of the worst, each summed over its tokens:
+    under the policy, under the reference, and under the policy that sampled (MNPO, arXiv 2509.23102, with
+    that policy as the only past opponent; with ratio 1: IPO, Azar et al. 2024, eq. 17). The advantage of a
+    token is minus the derivative of the loss by its log-prob. Needs `train.loss.policy: plain` and one
+    minibatch. Other sessions of the group have no effect."""
 
     kind: Literal["pair"] = "pair"
     eta: float = Field(0.1, gt=0)
-    """Inverse strength of the preference. A smaller value separates the two sessions further."""
+    """Inverse strength of the preference. A smaller value pushes the two sessions further apart."""
     ratio: float = Field(1 / 3, ge=0, le=1)
-    """Share of the reference policy in the comparison. The rest is the policy that sampled."""
+    """Share of the reference policy in the comparison. The policy that sampled has the rest."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -191,18 +194,18 @@ class Pair(Advantage):
 
 class Gae(Advantage):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) over the trained tokens of each row.
-    Tokens that others wrote are skipped. The last token gets the session's reward; the last token of a turn
-    gets the reward of the turn. Needs `train.critic`."""
+    Tokens that the policy did not sample are skipped. The last token of a row gets the session's reward; the
+    last token of a turn gets the reward of the turn. Needs `train.critic`."""
 
     kind: Literal["gae"] = "gae"
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
-    """Weight of later tokens. 1: the advantage is the reward minus the value. 0: the difference to the next
-    token's value."""
+    """Weight of later tokens. 1: the advantage is the reward minus the critic's value of the token. 0: the
+    difference between the values of the next token and of this token."""
     whiten: bool = True
-    """Standardise over the trained tokens of the batch: subtract their mean, divide by their standard
-    deviation."""
+    """Standardise the advantages over the trained tokens of the batch: subtract their mean, divide by their
+    standard deviation."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -240,8 +243,8 @@ class CustomAdvantage(Advantage):
 
     kind: Literal["custom"] = "custom"
     function: Reference
-    """Name of a function that takes Samples (sf_core.recipes.samples) and returns, for each row, an array
-    with the advantage of each token. It runs on the workers."""
+    """Name of a function that takes Samples (sf_core.recipes.samples) and returns one array per row, with the
+    advantage of each token. The function runs on the workers."""
 
     def __call__(self, samples: Samples) -> Values:
         return check_values(load_object(self.function)(samples), samples, f"train.advantage {self.function}")
@@ -294,7 +297,7 @@ def check_values(values: Values, samples: Samples, source: str) -> Values:
     number for every token of every row."""
     rows = [np.asarray(row, dtype=np.float32) for row in values]
     if [row.shape for row in rows] != [mask.shape for mask in samples.masks]:
-        raise ValueError(f"{source}: expected for each of {len(samples.masks)} rows one number per token")
+        raise ValueError(f"{source}: expected one number per token for each of {len(samples.masks)} rows")
     for number, (row, mask) in enumerate(zip(rows, samples.masks, strict=True)):
         if not np.isfinite(row[mask]).all():
             raise ValueError(f"{source}: a trained token of row {number} has no finite number")

@@ -34,65 +34,70 @@ Weight = Annotated[FiniteFloat, Field(gt=0)]
 
 
 class Stage(Settings):
-    """Shares of the environment's parts, up to an iteration."""
+    """The shares of the environment's parts, for some iterations."""
 
     shares: dict[str, Weight] = Field(min_length=1)
-    """Share of the groups of each part of the environment. Shares need not sum to 1."""
+    """Share of groups for each part of the environment, by its name. Shares need not sum to 1."""
     until: int | None = Field(None, ge=1)
-    """First iteration of the next stage. Empty, in the last stage only: the stage lasts to the end."""
+    """Iteration at which this stage ends and the next stage begins. Empty, in the last stage only: the stage
+    lasts until the run ends."""
 
 
 class Sizes(Settings):
     """Fewer sessions for easy tasks (DART; Li et al. 2025)."""
 
     fewer: int = Field(ge=1)
-    """Number of sessions of a group with an easy task. Other groups have `group_size` sessions."""
+    """Number of sessions per group for easy tasks. Other tasks get `group_size` sessions."""
     above: Chance = 0.6
-    """A task is easy if the share of right sessions among its remembered ones is above this value."""
+    """Share of right sessions, among the remembered sessions of a task, above which the task is easy."""
 
 
 class Curriculum(Settings):
-    """Rules that choose tasks by their results. The run remembers the last 8 groups of each task, and which
-    of their sessions were right by `success`."""
+    """Rules that choose tasks by their earlier results. For each task the run remembers the last 8 groups
+    and, by `success`, how many of their sessions were right."""
 
     pool: int | None = Field(None, ge=1)
-    """Number of tasks that are sampled again and again; with `stages`, of each part. Must exceed the groups
-    in flight, `groups_per_batch` times 1 + `max_lag`. Empty: no pool; each task is sampled once, in order."""
+    """Number of tasks that are sampled repeatedly; with `stages`, number per part. Must exceed the number of
+    groups in flight, `groups_per_batch` times 1 + `max_lag`. Empty: no pool; each task is sampled once, in
+    order."""
     order: Literal["epochs", "draw"] = "epochs"
-    """Order of the tasks. epochs: each task of the pool once, shuffled, then again in another order. draw:
-    the task with the highest `utility` of 64 tasks of the pool."""
+    """Order of the tasks. epochs: all tasks of the pool once, shuffled; then all of them again, in another
+    order. draw: of 64 random tasks of the pool, the task with the highest `utility`."""
     solved: Chance = 1.0
-    """Chance to take a task after a solved group, when its turn comes; after n solved groups in a row, this
-    chance to the power of n. With `order: draw`, turns come only in the groups of `explore`. 0: never take a
-    solved task again (history resampling; SRPO, Zhang et al. 2025). 1: take solved tasks like others."""
+    """Probability of sampling a task again after a solved group, each time the order reaches the task. After
+    n solved groups in a row: this probability to the power of n. With `order: draw` this setting affects only
+    the groups of `explore`. 0: a solved task is never sampled again (history resampling; SRPO, Zhang et al.
+    2025). 1: solved tasks are sampled like other tasks."""
     unsolved: Chance = 1.0
-    """Chance to take a task after a group without a right session, likewise (GRESO; Zheng et al. 2025)."""
+    """Probability of sampling a task again after a group without a right session. After n such groups in a
+    row: this probability to the power of n (GRESO; Zheng et al. 2025). 1: these tasks are sampled like other
+    tasks."""
     solved_share: float = Field(1.0, gt=0, le=1)
-    """Minimum share of right sessions for a group to be solved. 1: all sessions. Lower it if rewards are
-    noisy."""
+    """Minimum share of right sessions in a solved group. 1: all sessions. Lower it if rewards are noisy."""
     floor: Chance = 0.0
-    """Lower bound of the chance by `solved` and `unsolved`. 0: no bound."""
+    """Lower bound of the probability that `solved` and `unsolved` give. 0: no bound."""
     utility: Literal["progress", "variance", "hard"] = "progress"
-    """Usefulness of a task, with `order: draw`. p is drawn from Beta(1 + right, 1 + wrong), the counts of the
-    task's remembered sessions (Thompson sampling). progress: |p of the newer half - p of the older half|,
-    highest if the share of right sessions changes (Matiisen et al. 2017); variance until a task has two
-    groups. variance: p (1 - p), highest at 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, highest at 1/3."""
+    """Measure of a task's usefulness, with `order: draw`. The task's success rate p is drawn from Beta(1 +
+    right, 1 + wrong), where right and wrong count the remembered sessions of the task (Thompson sampling).
+    progress: the absolute difference between p of the newer half of the groups and p of the older half, so
+    tasks whose success rate changes come first (Matiisen et al. 2017); tasks with fewer than two groups use
+    variance. variance: p (1 - p), highest at p = 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, highest at p = 1/3."""
     explore: Chance = 0.1
-    """Share of groups that take the next task of `order: epochs` instead, with `order: draw`."""
+    """Share of groups that take the next task in the order of `epochs` instead, with `order: draw`."""
     stages: tuple[Stage, ...] = ()
     """Shares of the environment's parts, by iteration. Empty: the parts take turns."""
     sizes: Sizes | None = None
-    """Number of sessions of a group, by its task. Empty: `group_size` for each group."""
+    """Number of sessions per group, depending on the task. Empty: always `group_size`."""
 
 
 class PastGroup(NamedTuple):
-    """What is remembered of a group."""
+    """A remembered group."""
 
     group: int
     need: int
-    """Sessions that it needed."""
+    """Number of sessions that the group needed."""
     scores: tuple[float, ...]
-    """Scores of its sessions that count; empty if none does."""
+    """Scores of the group's sessions that count. Empty: no session counts."""
 
 
 class Tasks:

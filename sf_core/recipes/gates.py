@@ -25,8 +25,9 @@ class All(Settings):
 
 
 class Varied(Settings):
-    """Drops groups of equal rewards, because they have no effect (dynamic sampling; DAPO, Yu et al. 2025, eq.
-    11). With `rollout.success`, drops groups with only right or only wrong sessions."""
+    """Drops groups in which all rewards are equal, because they do not change the policy (dynamic sampling;
+    DAPO, Yu et al. 2025, eq. 11). With `rollout.success`: drops groups with only right or only wrong
+    sessions."""
 
     kind: Literal["varied"] = "varied"
 
@@ -42,8 +43,8 @@ class Mixed(Settings):
 
     kind: Literal["mixed"] = "mixed"
     least: int = Field(1, ge=1)
-    """Minimum number of right sessions, and of wrong sessions. 1: drop groups with one outcome. 2: also drop
-    groups in which a single session differs, perhaps by a noisy reward."""
+    """Minimum number of right sessions, and of wrong sessions, in a group. 1: drops groups with a single
+    outcome. 2: also drops groups in which one session differs, perhaps because of a noisy reward."""
 
     def refusal(self, results: Sequence[Result], success: Success | None) -> str:
         right = num_right(results, success or Success())

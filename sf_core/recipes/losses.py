@@ -24,16 +24,16 @@ MAX_LOG_SEQUENCE_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """M trained tokens of some rows, all of each row's."""
+    """M trained tokens: all trained tokens of one or more rows."""
 
     logprobs: Tensor
-    """[M] under the policy; the gradient flows through them."""
+    """[M] log-probs under the policy. The gradient flows through them."""
     old: Tensor
-    """[M] under the policy that the ratio is to."""
+    """[M] log-probs under the policy in the denominator of the ratio."""
     advantages: Tensor
     """[M]"""
     row: Tensor
-    """[M] int64, number of each token's row, from 0."""
+    """[M] int64, number of the token's row, from 0."""
     num_rows: int
 
     @property
@@ -68,12 +68,12 @@ class Clip(PolicyLoss):
 
     kind: Literal["clip"] = "clip"
     low: float = Field(0.2, gt=0, le=1)
-    """The ratio is clipped below at 1 - low."""
+    """Lower clip range: the lower bound of the ratio is 1 - low."""
     high: float = Field(0.28, gt=0)
-    """The ratio is clipped above at 1 + high."""
+    """Upper clip range: the upper bound of the ratio is 1 + high."""
     cap: float | None = Field(5.0, ge=1)
-    """Upper bound of the ratio for tokens with a negative advantage, which the surrogate does not clip.
-    Empty: no bound."""
+    """Upper bound of the ratio for tokens with a negative advantage. The clipped surrogate itself does not
+    bound these tokens. Empty: no bound."""
     beyond: Literal["truncate", "dual"] = "truncate"
     """Effect of the cap. truncate: the token keeps its gradient, with the cap as its weight (Espeholt et al.
     2018). dual: the token has no gradient (dual clip; Ye et al. 2020, eq. 5)."""
@@ -95,14 +95,14 @@ class Clip(PolicyLoss):
 
 
 class SequenceClip(PolicyLoss):
-    """The clipped surrogate with one ratio per row: the geometric mean of the ratios of its tokens (GSPO,
-    Zheng et al. 2025, eq. 14, with a gradient of its own for each token)."""
+    """The clipped surrogate with one ratio per row: the geometric mean of the ratios of the row's tokens
+    (GSPO, Zheng et al. 2025, eq. 14, in the variant with a separate gradient for each token)."""
 
     kind: Literal["sequence_clip"] = "sequence_clip"
     low: float = Field(3e-4, gt=0, le=1)
-    """The ratio is clipped below at 1 - low."""
+    """Lower clip range: the lower bound of the ratio is 1 - low."""
     high: float = Field(4e-4, gt=0)
-    """The ratio is clipped above at 1 + high."""
+    """Upper clip range: the upper bound of the ratio is 1 + high."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         mean = _row_mean(tokens.logprobs.detach() - tokens.old, tokens)
@@ -116,12 +116,12 @@ class SequenceClip(PolicyLoss):
 
 
 class Cispo(PolicyLoss):
-    """Log-prob times advantage, weighted by the clipped ratio. Every token keeps its gradient (CISPO;
-    MiniMax-M1, Chen et al. 2025, eq. 4)."""
+    """Minus log-prob times advantage, weighted by the ratio, which is bounded above. Every token keeps its
+    gradient (CISPO; MiniMax-M1, Chen et al. 2025, eq. 4)."""
 
     kind: Literal["cispo"] = "cispo"
     high: float = Field(0.28, gt=0)
-    """The weight is at most 1 + high."""
+    """Upper clip range: the upper bound of the weight is 1 + high."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         weight = tokens.ratio.detach().clamp(max=1.0 + self.high)
@@ -133,13 +133,13 @@ class Cispo(PolicyLoss):
 
 
 class M2po(PolicyLoss):
-    """The clipped surrogate with bounds that a budget sets in each step (M2PO, Zheng et al. 2025). Tokens
-    that clipping can affect are clipped, those with the largest squared log-ratio first, until the mean
-    squared log-ratio of the others is within the budget."""
+    """The clipped surrogate with bounds that are computed in each step (M2PO, Zheng et al. 2025). Tokens with
+    the largest squared log-ratio are clipped, until the mean squared log-ratio of the other tokens is within
+    `budget`. Only tokens that clipping can affect count."""
 
     kind: Literal["m2po"] = "m2po"
     budget: float = Field(0.04, gt=0)
-    """Maximum mean of the squared log-ratio."""
+    """Maximum mean squared log-ratio."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -173,8 +173,8 @@ class CustomLoss(PolicyLoss):
 
     kind: Literal["custom"] = "custom"
     function: Reference
-    """Name of a function that takes Tokens (sf_core.recipes.losses) and returns the loss of each token. It
-    runs on the workers."""
+    """Name of a function that takes Tokens (sf_core.recipes.losses) and returns the loss of each token. The
+    function runs on the workers."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         loss: Tensor = load_object(self.function)(tokens)
@@ -193,17 +193,17 @@ AnyPolicyLoss = Annotated[
 
 
 class Correction(Settings):
-    """A factor of each token's loss, if another policy sampled the token than the policy at the start of the
-    train step. Corrects for lag and for numeric differences between engine and trainer (truncated and masked
-    importance sampling)."""
+    """A factor of each token's loss: the probability of the token under the policy at the start of the train
+    step, divided by its recorded probability. Corrects for lag and for numeric differences between engine and
+    trainer (truncated and masked importance sampling)."""
 
     cap: float = Field(2.0, ge=1)
     """Upper bound of the factor."""
     beyond: Literal["truncate", "mask"] = "truncate"
-    """Factor of tokens above the cap. truncate: the cap. mask: 0."""
+    """Factor of tokens whose ratio is above the cap. truncate: the cap. mask: 0."""
     level: Literal["token", "row"] = "token"
-    """Ratio of probabilities that is the factor. token: of each token. row: of all tokens of the row
-    together."""
+    """Scope of the ratio. token: each token has its own ratio. row: all tokens of a row share the product of
+    their ratios."""
 
     def __call__(
         self, start: npt.NDArray[np.float32], behaviour: npt.NDArray[np.float32]
@@ -224,14 +224,15 @@ class Kl(Settings):
     coefficient: float = Field(gt=0)
     """Weight of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate for each token, where d is its log-ratio to the reference. k1: d. k2: d * d / 2. k3:
-    exp(-d) - 1 + d, never negative."""
+    """Estimate of the divergence at each token, where d is the log-prob under the policy minus the log-prob
+    under the reference. k1: d. k2: d * d / 2. k3: exp(-d) - 1 + d, never negative."""
     place: Literal["loss", "reward"] = "loss"
-    """Place of the penalty. loss: added to each token's loss. reward: the sum over a session is subtracted
-    from the reward."""
+    """Place of the penalty. loss: added to each token's loss. reward: summed over a session and subtracted
+    from its reward."""
     renew_every: int | None = Field(None, ge=1)
-    """Number of versions between two references: the reference is the newest version that is a multiple of
-    this number. Empty: the policy at the start of the run."""
+    """Interval, in policy versions, after which the reference is replaced: the reference is the newest
+    version whose number is a multiple of this interval. Empty: the reference is always the policy at the
+    start of the run."""
 
     def __call__(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         """[M] estimate for each token."""
@@ -248,35 +249,33 @@ class Kl(Settings):
 
 
 class LossConfig(Settings):
-    """The loss: a mean over tokens of the policy's loss and the penalties."""
+    """The loss: the mean over all trained tokens of the policy loss plus the penalties."""
 
     policy: AnyPolicyLoss = Clip()
-    """Loss of every token, from its advantage."""
+    """Policy loss of every token, computed from its advantage."""
     mean_over: Literal["token", "session", "group", "constant"] = "token"
-    """Unit with equal weight in the mean. token: every token of the batch (DAPO). session, group: every
-    session or group, independent of its number of tokens (GRPO). constant: the sum over each session's
-    tokens, divided by `session_tokens` (Dr. GRPO)."""
+    """Unit that has equal weight in the mean. token: every token of the batch (DAPO). session: every session,
+    whatever its number of tokens (GRPO). group: every group, likewise. constant: the loss is summed over each
+    session's tokens and divided by `session_tokens` (Dr. GRPO)."""
     session_tokens: int | None = Field(None, ge=1)
-    """Divisor of the sum over a session's tokens, with `mean_over: constant`."""
+    """Number of tokens by which the sum over a session is divided, with `mean_over: constant`."""
     ratio_to: Literal["behaviour", "step_start"] = "behaviour"
     """Denominator of the ratio. behaviour: the probability recorded when the token was sampled. step_start:
-    the probability under the weights at the start of the train step (decoupled PPO, Hilton et al. 2022);
-    needs another forward pass."""
+    the probability under the weights at the start of the train step (decoupled PPO, Hilton et al. 2022); this
+    needs an additional forward pass."""
     correction: Correction | None = None
-    """Factor for tokens that another policy sampled than the policy at the start of the step. Empty: no
-    factor."""
+    """Importance-sampling factor for tokens that were not sampled by the policy at the start of the step.
+    Empty: no factor."""
     kl: Kl | None = None
     """Penalty on the divergence from a reference policy. Empty: no penalty and no reference."""
     entropy: float = Field(0.0, ge=0)
-    """Weight of the entropy of the sampling distribution, which is subtracted from the loss. 0: no entropy
-    bonus."""
+    """Weight of the entropy bonus: the entropy of the sampling distribution times this weight is subtracted
+    from the loss. 0: no entropy bonus."""
 
     @model_validator(mode="after")
     def _check(self) -> LossConfig:
         if (self.mean_over == "constant") != (self.session_tokens is not None):
-            raise ValueError(
-                "mean_over: constant needs session_tokens, and session_tokens needs it: give both or neither"
-            )
+            raise ValueError("mean_over: constant and session_tokens need each other: give both or neither")
         return self
 
     @property
@@ -300,14 +299,14 @@ class LossConfig(Settings):
 
 
 class Critic(Settings):
-    """A second network that learns the expected reward before each token (actor and critic; Schulman et al.
-    2017). It is never published."""
+    """A second network that predicts the reward before each token (actor and critic; Schulman et al. 2017).
+    The critic is never published."""
 
     learning_rate: float = Field(1e-3, gt=0)
     """Constant learning rate of the critic's AdamW."""
     clip: float | None = Field(0.2, gt=0)
-    """Maximum change of a token's value within a step. A token beyond it has no gradient. Empty: no
-    bound."""
+    """Maximum change of a token's predicted reward within a train step. A token beyond it has no gradient.
+    Empty: no bound."""
 
     def __call__(self, values: Tensor, before: Tensor, returns: Tensor) -> Tensor:
         """[M] loss of each token, from its value now and at the start of the step, and its return."""

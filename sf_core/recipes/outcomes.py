@@ -13,11 +13,11 @@ SAME = 1e-6
 
 
 class Success(Settings):
-    """A session is right if its reward, or a named part of the reward, reaches a bound."""
+    """A session is right if its reward, or one named part of the reward, is at least `at_least`."""
 
     part: str | None = Field(None, min_length=1)
-    """Name of the part of the reward to compare. A reward without this part fails its session. Empty: compare
-    the reward itself."""
+    """Name of the part of the reward to compare. If the reward of a session lacks this part, the session
+    fails. Empty: compare the reward itself."""
     at_least: float = Field(1.0, ge=-1e9, le=1e9)
     """Minimum value for a session to be right."""
 
@@ -26,12 +26,13 @@ class Success(Settings):
 
 
 class TaskRef(NamedTuple):
-    """A training task, which the environment makes from these two."""
+    """A training task, identified by source and number."""
 
     source: str
-    """Part of the environment that has the task; empty if its parts are dealt in turn, or it has none."""
+    """Part of the environment that has the task. Empty: the environment has no parts, or its parts take
+    turns."""
     number: int
-    """Its place among the training tasks of the source."""
+    """Place of the task among the training tasks of the source."""
 
 
 class Pick(NamedTuple):
@@ -41,38 +42,39 @@ class Pick(NamedTuple):
     position: int
     """Place in the order of the source from which the next pick continues."""
     need: int
-    """Sessions with which the group is complete."""
+    """Number of sessions that complete the group."""
     size: int
-    """Sessions that are begun. Those left when the group is complete are ended."""
+    """Number of sessions that are started. Sessions still running when the group is complete are stopped."""
 
 
 class Result(NamedTuple):
-    """One session of a group that has ended and counts."""
+    """A finished session of a group that counts."""
 
     reward: float
     score: float
-    """What `rollout.success` compares: the reward, or the named part of it; 0 if the session failed."""
+    """Value that `rollout.success` compares: the reward, or a named part of the reward. 0 if the session
+    failed."""
     tokens: int
-    """Sampled tokens of its rows."""
+    """Number of sampled tokens in the session's rows."""
     status: str
-    """How it ended (sf_core.config.failures.Status)."""
+    """Status with which the session ended (sf_core.config.failures.Status)."""
     task_id: str = ""
 
 
 class Outcome(NamedTuple):
-    """A group that has left the rollout manager: a batch took it, or it was dropped."""
+    """A group that has left the rollout manager: in a batch, or dropped."""
 
     group: int
     pick: Pick | None
-    """None for a group from outside."""
+    """Task and number of sessions. None for a group from outside."""
     size: int
     version: int
-    """Policy version when the group was begun."""
+    """Policy version when the group started."""
     results: tuple[Result, ...]
-    """Results of the sessions that counted, in order of their places. A dropped group may have fewer than it
-    needed."""
+    """Results of the sessions that counted, in order of their places in the group. A dropped group may have
+    fewer results than it needed."""
     verdict: str
-    """`sealed`, or why the group was dropped."""
+    """`sealed` for a group in a batch, otherwise the reason why the group was dropped."""
 
 
 SEALED = "sealed"

@@ -15,24 +15,24 @@ Values = Sequence[npt.NDArray[np.float32]]
 """A number for each token of each row."""
 
 Score = Literal["start", "entropy", "reference", "teacher", "values"]
-"""What a network says of each sampled token. start: its log-prob under the weights at the beginning of the
-train step; entropy: that of the distribution it was drawn from, in nats, under the same weights; reference:
-its log-prob under the reference policy; teacher: that under `train.teacher`; values: the reward that the
-critic expects before it."""
+"""Score of a sampled token, computed by a network. start: log-prob under the weights at the start of the
+train step. entropy: entropy of the sampling distribution under the same weights, in nats. reference: log-prob
+under the reference policy. teacher: log-prob under `train.teacher`. values: reward that the critic predicts
+before the token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turns:
-    """T answers of the policy, row by row and in each row from the first to the last. One that several rows
-    hold is there for each of them."""
+    """T answers of the policy, in the order of the rows and of their turns. An answer that several rows share
+    is listed once for each row."""
 
     rows: npt.NDArray[np.int64]
     """[T] number of each turn's row."""
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
-    """[T] its tokens: start <= i < end of the row."""
+    """[T] end of the turn in its row: the turn has the tokens start <= i < end."""
     rewards: npt.NDArray[np.float64]
-    """[T] what it earned by itself; 0 where nothing was said of it."""
+    """[T] reward of the turn itself; 0 if the reward function gave none."""
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
@@ -43,36 +43,37 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """S sessions in groups and their R rows (branches), with arrays per token."""
+    """The sessions of a batch: S sessions in groups, their R rows (branches), and arrays with one value per
+    token."""
 
     rewards: npt.NDArray[np.float64]
-    """[S]"""
+    """[S] reward of each session."""
     groups: npt.NDArray[np.int64]
     """[S] number of each session's group, from 0."""
     truncated: npt.NDArray[np.bool_]
-    """[S] whether the budget of a turn or the context ended the session's last turn."""
+    """[S] True if the last turn of the session was cut off by the token limit or by the context length."""
     statuses: Sequence[str]
-    """How each of S sessions ended (sf_core.config.failures.Status)."""
+    """[S] status with which each session ended (sf_core.config.failures.Status)."""
     sessions: npt.NDArray[np.int64]
     """[R] number of each row's session, from 0."""
     environments: Sequence[str]
-    """Where each of S sessions has its task from."""
+    """[S] name of the environment of each session's task."""
     masks: Sequence[npt.NDArray[np.bool_]]
-    """Per row and token: whether it is trained."""
+    """Per row: for each token, True if the token is trained."""
     versions: Sequence[npt.NDArray[np.int32]]
-    """Per row and token: the policy version that sampled it."""
+    """Per row: for each token, the policy version that sampled it."""
     logprobs: Values
-    """The log-prob that was recorded when it was sampled; 0 where nothing was."""
+    """Per row: for each token, the log-prob recorded at sampling; 0 if the token was not sampled."""
     iteration: int
-    """Version that the batch trains."""
+    """Version of the policy that is trained on the batch."""
     parents: npt.NDArray[np.int64]
-    """[R] number of the row that each row forks from; -1 for none."""
+    """[R] number of the row from which each row branches; -1 for none."""
     shared: npt.NDArray[np.int64]
-    """[R] number of tokens that each row has from its parent."""
+    """[R] number of tokens that each row shares with its parent."""
     turns: Turns
     scores: Mapping[Score, Values] = field(default_factory=dict)
-    """Zeros where nothing is trained. There are none in the filter stage, and what a component `needs` in the
-    train step."""
+    """Scores that the component `needs`, per row and token; 0 for tokens that are not trained. Empty in the
+    filter stage."""
 
     @property
     def group_size(self) -> npt.NDArray[np.int64]:

@@ -16,16 +16,16 @@ from sf_core.settings import Settings, or_kind
 
 
 class Extremes(Settings):
-    """Trains on the sessions with the highest and the lowest rewards of each group, half of `keep` each
-    (down-sampling of rollouts; PODS, Xu et al. 2025; Sol-RL, arXiv 2604.06916). If rewards are equal, earlier
-    sessions count as lower. All sessions of a group of at most `keep` train."""
+    """Only the sessions with the highest and the lowest rewards of each group train: half of `keep` from each
+    end (down-sampling of rollouts; PODS, Xu et al. 2025; Sol-RL, arXiv 2604.06916). Among equal rewards,
+    earlier sessions count as lower. If a group has at most `keep` sessions, all of them train."""
 
     kind: Literal["extremes"] = "extremes"
     keep: int = Field(ge=2, multiple_of=2)
-    """Number of sessions of a group that train; even, and below `rollout.group_size`."""
+    """Number of sessions per group that train. Must be even and below `rollout.group_size`."""
 
     reason: ClassVar[str] = "not_extreme"
-    """Why the others do not train, in one word as batches have it."""
+    """Reason why the other sessions do not train, as stored with the batch."""
 
     def __call__(self, samples: Samples) -> npt.NDArray[np.bool_]:
         """[S] whether each session trains."""

@@ -13,19 +13,21 @@ Divergence = Literal["reverse", "forward", "sampled"]
 
 
 class Teacher(Component):
-    """What a teacher's probabilities are made into (GKD, Agarwal et al. 2024, with lambda 1)."""
+    """The part of a teacher's probabilities in the loss or the advantages (GKD, Agarwal et al. 2024, with
+    lambda 1)."""
 
     divergence: Divergence = "reverse"
-    """Divergence from the teacher that is minimised. reverse: KL(policy || teacher), a loss over the whole
-    vocabulary. forward: KL(teacher || policy), likewise. sampled: an advantage, the difference of the two
-    log-probs of each sampled token (MiniLLM, Gu et al. 2024; Thinking Machines 2025)."""
+    """Divergence from the teacher that is minimised. reverse: KL(policy || teacher), as a loss over the whole
+    vocabulary. forward: KL(teacher || policy), as a loss over the whole vocabulary. sampled: the teacher's
+    log-prob of each sampled token minus the policy's log-prob is added to the advantage (MiniLLM, Gu et al.
+    2024; Thinking Machines 2025)."""
     coefficient: float = Field(1.0, gt=0)
-    """Weight of the teacher relative to `train.advantage`. With `advantage: none` it has little effect,
-    because the size of AdamW's steps hardly depends on the size of the gradient."""
+    """Weight of the teacher relative to `train.advantage`. With `advantage: none` this weight has little
+    effect, because the step size of AdamW hardly depends on the size of the gradient."""
     discount: float = Field(0.0, ge=0, le=1)
-    """Discount, per token, of the teacher's difference for later tokens of the row, with
-    `divergence: sampled`. 0: each token gets its own difference only. 1: each token gets the sum of all that
-    follow (MiniLLM, R_t)."""
+    """Discount per token, with `divergence: sampled`, of the log-prob differences of later tokens. 0: a
+    token's advantage includes only its own difference. 1: it includes the sum of its own and all later
+    differences of the row (MiniLLM, R_t)."""
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Teacher:

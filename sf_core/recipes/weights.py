@@ -25,25 +25,25 @@ class Weight(Component):
 
 
 class Overlong(Weight):
-    """Leaves out sessions with an answer that the token budget or the context cut off (overlong filtering;
-    DAPO, Yu et al. 2025, section 3.4; SRPO, Zhang et al. 2025)."""
+    """Leaves out sessions whose last answer was cut off by the token limit or by the context length (overlong
+    filtering; DAPO, Yu et al. 2025, section 3.4; SRPO, Zhang et al. 2025)."""
 
     kind: Literal["overlong"] = "overlong"
     effect: Literal["advantage", "weight"] = "weight"
-    """Way to leave sessions out. weight: their tokens are not in the mean of the loss. advantage: their
-    tokens are in the mean, with advantage 0."""
+    """Effect on the tokens of these sessions. weight: they do not count in the mean of the loss. advantage:
+    they count in the mean, with advantage 0."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         return _without(samples.truncated, self.effect, samples, advantages)
 
 
 class Unparsed(Weight):
-    """Leaves out sessions that failed because a tool call could not be parsed."""
+    """Leaves out sessions that failed because the policy wrote a tool call that could not be parsed."""
 
     kind: Literal["unparsed"] = "unparsed"
     effect: Literal["advantage", "weight"] = "weight"
-    """Way to leave sessions out. weight: their tokens are not in the mean of the loss. advantage: their
-    tokens are in the mean, with advantage 0."""
+    """Effect on the tokens of these sessions. weight: they do not count in the mean of the loss. advantage:
+    they count in the mean, with advantage 0."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         failed = np.array([status == "unparsed_call" for status in samples.statuses])
@@ -51,12 +51,12 @@ class Unparsed(Weight):
 
 
 class Fresh(Weight):
-    """Leaves out tokens that were sampled by weights that are too old, for example before a long
-    interruption. Other tokens of the same session train."""
+    """Leaves out tokens that were sampled with weights that are too old, for example before a long
+    interruption. The other tokens of the session train."""
 
     kind: Literal["fresh"] = "fresh"
     max_lag: int = Field(1, ge=0)
-    """Maximum lag of a token that trains, in policy versions."""
+    """Maximum lag of tokens that train, in policy versions."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         fresh = [samples.iteration - versions <= self.max_lag for versions in samples.versions]
@@ -82,13 +82,13 @@ class Surprising(Weight):
 
 
 class EntropyConfidence(Weight):
-    """Multiplies advantages by 1 + strength * z. z is the uncertainty of the policy: the standard score of
-    the token's entropy plus the standard score of its surprise, clipped to -2 and 2 (the update of ECHO,
-    arXiv 2602.02150, with the sampled token's probability as confidence)."""
+    """Multiplies advantages by 1 + strength * z. z measures the policy's uncertainty: the standard score of
+    the token's entropy plus the standard score of one minus its probability, clipped to the range from -2 to
+    2 (the update of ECHO, arXiv 2602.02150, with the sampled token's probability as confidence)."""
 
     kind: Literal["entropy_confidence"] = "entropy_confidence"
     strength: float = Field(0.1, gt=0, lt=0.5)
-    """Half of the largest relative change of an advantage."""
+    """Factor of z. The largest relative change of an advantage is twice this value."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -105,9 +105,9 @@ class EntropyConfidence(Weight):
 
 
 class Gated(Weight):
-    """Multiplies advantages by 1 + tanh(strength * d), a factor between 0 and 2. d is the reward that the
-    critic expects after the token minus the reward that it expects before (the gate of HABC, arXiv
-    2606.17043, with the sign of the advantage). Needs `train.advantage: gae`."""
+    """Multiplies advantages by 1 + tanh(strength * d), a factor between 0 and 2. d is the rise of the
+    critic's predicted reward: the prediction after the token minus the prediction before it (the gate of
+    HABC, arXiv 2606.17043, with the sign of the advantage). Needs `train.advantage: gae`."""
 
     kind: Literal["gated"] = "gated"
     strength: float = Field(1.0, gt=0)
@@ -131,8 +131,8 @@ class CustomWeight(Weight):
 
     kind: Literal["custom"] = "custom"
     function: Reference
-    """Name of a function that takes Samples (sf_core.recipes.samples) and the advantages, and returns, for
-    each row, an array with a factor of each token's weight. Factors must not be negative. The function runs
+    """Name of a function that takes Samples (sf_core.recipes.samples) and the advantages. It returns one
+    array per row, with a factor for the weight of each token. Factors must not be negative. The function runs
     on the workers."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:

@@ -108,7 +108,7 @@ def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) ->
 def check_idle(run: RunDirectory) -> None:
     """Raises BusyError unless `is_served` says that no flow works on it; ValueError if a file is broken."""
     if is_served(run) == "running":
-        raise BusyError(f"{run.run_id}: is being worked on; stop it or wait for its end")
+        raise BusyError(f"{run.run_id}: the run is in use; stop it or wait until it ends")
 
 
 def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:

@@ -128,16 +128,16 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
             plan = make_plan([worker_of(info) for info in found["workers"].values()], config)
         except ValueError as error:
             fault, left_s = error, JOIN_S - max(0.0, time.time() - found["started"])
-            hope = "the Dask scheduler has just started: workers are awaited"
+            hope = "the Dask scheduler has just started: waiting for workers"
         else:
             if not (held := tell_holders(scheduler, config.run_id)):
                 return plan
             fault = ValueError(
-                f"{held}, and a cluster serves one run at a time: wait until it has ended, or cancel it; if "
-                "nobody works on it any more, start these workers again"
+                f"{held}, and a cluster serves one run at a time: wait until that run ends, or cancel it; "
+                "if no flow works on it any more, restart these workers"
             )
             left_s = GIVEN_BACK_S - (time.monotonic() - begun)
-            hope = "it may be ending, and is awaited"
+            hope = "waiting, because that run may be ending"
         if left_s <= 0:
             raise fault
         if hope != told:

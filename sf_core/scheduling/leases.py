@@ -138,10 +138,10 @@ class LeaseSet:
         try:
             plan = make_plan(there, self._config, trained=self.plan.trainers)
         except ValueError as error:
-            log.info("the plan stays as it was: %s", error)
+            log.info("the plan is not changed: %s", error)
             plan = self.plan
         if plan.trainers != self.plan.trainers:
-            log.warning("who trains changes: %s", ", ".join(plan.trainers))
+            log.warning("the trainers change: %s", ", ".join(plan.trainers))
         self.plan = plan
         for (duty, worker), lease in list(self._permanent.items()):
             # its device may have been taken to replace a lost trainer; a drained one gets no new lease
@@ -279,7 +279,7 @@ class LeaseSet:
         for duty, leases in of_duty.items():
             errors = self._errors(leases)
             if errors and all(self._how(lease) is not None for lease in leases):
-                log.error("nobody is left for `%s`, and the run ends", duty)
+                log.error("no worker is left for `%s`, so the run ends", duty)
                 self.nobody_left = errors[0]
                 self.end()
 
@@ -310,7 +310,7 @@ class LeaseSet:
         return f"{worker}-{next(self._count)}.{self._attempt}"
 
     def _log_again(self, lease: Lease) -> None:
-        log.warning("%s, and %s gets another one", self._sentence(lease), lease.worker)
+        log.warning("%s; %s gets a new lease", self._sentence(lease), lease.worker)
 
     def _sentence(self, lease: Lease) -> str:
         end = self._ended[lease.lease_id]

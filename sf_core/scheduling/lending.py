@@ -124,7 +124,7 @@ class LendingGate:
             bound = f"the bound of {self.max_switches_per_minute} switches per minute"
             return Verdict(f"{bound} is reached", "bound")
         if work.seconds_per_unit is None or (cost := self.switch_cost_s) is None:
-            return Verdict("what it is worth is not known yet")
+            return Verdict("the gain is not known yet")
         scale = (work.lent + work.dedicated) / work.dedicated
         won = work.units * work.seconds_per_unit * (1 - 1 / scale)
         facts = f"{won:.2f} s to win, {cost:.2f} s to switch"

@@ -111,8 +111,8 @@ def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
     is_apart = _keeps_engines_apart(config)
     if num_gpus == 1 and share and is_apart and config.engine.vllm.url is None:
         raise ValueError(
-            "engine.kind vllm with train.lora needs a GPU beside the trainer's, and this machine has one: "
-            "leave engine.kind out, as a single GPU samples an adapter with the built-in engine"
+            "engine.kind vllm with train.lora needs a second GPU, but this machine has one: leave "
+            "engine.kind out; on one GPU the built-in engine samples with an adapter"
         )
     is_default = workers == ClusterConfig().workers
     if is_default and num_gpus == 1 and config.pipeline in (None, "colocated") and not is_apart:
@@ -142,8 +142,8 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     for worker in workers:
         if "cpu" in worker.tags and (long := sorted(worker.tags & {"agent", "reward"})):
             raise ValueError(
-                f"worker {worker.name!r} carries both `{long[0]}` and `cpu`; {long[0]} work would starve the "
-                "filter, so give them to different workers"
+                f"worker {worker.name!r} carries both `{long[0]}` and `cpu`; {long[0]} work would starve "
+                "the filter, so give the tags to different workers"
             )
     if twice := [name for name, count in Counter(w.name for w in workers).items() if count > 1]:
         raise ValueError(f"two workers are named {twice[0]!r}; tasks are pinned by name, so rename one")
@@ -155,8 +155,8 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         means += " (engine.kind vllm with train.lora)" if _keeps_engines_apart(config) else ""
         raise ValueError(
-            f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
-            f"workers: {_list_offers(workers)}"
+            f"{means} needs a worker that carries rollout in addition to the trainers "
+            f"{', '.join(sorted(names))}; workers: {_list_offers(workers)}"
         )
     if not held["agent"] and not config.rollout.is_outside:
         raise ValueError(
@@ -221,8 +221,8 @@ def choose_trainers(
         raise ValueError(f"no worker carries {' and '.join(sorted(needs))}; workers: {_list_offers(workers)}")
     if len(able) < fewest:
         raise ValueError(
-            f"{key} is {fewest}, more than the {len(able)} that carry {' and '.join(sorted(needs))}; "
-            f"workers: {_list_offers(workers)}"
+            f"{key} is {fewest}, but only {len(able)} workers carry {' and '.join(sorted(needs))}; workers: "
+            f"{_list_offers(workers)}"
         )
     return able[: config.train.largest_gang(len(able))]
 

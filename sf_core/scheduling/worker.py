@@ -130,8 +130,8 @@ def _on_a_device(worker: WorkerConfig) -> WorkerConfig:
     if worker.device is None and COMPUTING & {*worker.tags} and (count := count_gpus()):
         if count > 1:
             raise ValueError(
-                f"torch finds {count} GPUs here, and a worker takes one: name it with --device cuda:N, N "
-                f"from 0 to {count - 1}, or --device cpu"
+                f"torch finds {count} GPUs here, but a worker uses one: choose --device cuda:N with N from "
+                f"0 to {count - 1}, or --device cpu"
             )
         device = "cuda:0"
     return worker.model_copy(update={"device": device})

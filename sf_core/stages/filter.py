@@ -112,8 +112,8 @@ def ask_server(run: OpenRun, iteration: int, rows: pa.Table, trains: npt.NDArray
         read = ids[place][: np.flatnonzero(masks[place])[-1] + 1]
         if (most := read.max()) >= known:
             raise ValueError(
-                f"id {most} in {name} is none of the {known:,} of the teacher at {teacher.url}, by "
-                f"train.teacher.tokenizer {teacher.tokenizer}"
+                f"token id {most} in {name} is outside the vocabulary of the teacher at {teacher.url}, "
+                f"which has {known:,} tokens (train.teacher.tokenizer {teacher.tokenizer})"
             )
         asked[place] = name, read.tolist()
     scores = [np.zeros(len(mask), np.float32) for mask in masks]

@@ -81,7 +81,7 @@ class OpenRun:
         """Stages of an iteration without a manifest, in order.
 
         Raises ValueError if a later attempt has begun: the stages it commits would count as our own."""
-        self.directory.refuse_superseded(self.ref.attempt, f"go on with iteration {iteration}")
+        self.directory.refuse_superseded(self.ref.attempt, f"continue with iteration {iteration}")
         return [stage for stage in STAGES if self.directory.read_manifest(iteration, stage) is None]
 
     def resume_point(self) -> ResumePoint:
@@ -179,8 +179,8 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
     url = config.dataplane.url or dataplane_url()
     if url is None:
         raise ValueError(
-            "no data plane: set dataplane.url or SF_DATAPLANE_URL to that of a running `sf dataplane`, "
-            "or start with `sf train`"
+            "no data plane: set dataplane.url or SF_DATAPLANE_URL to the address of a running `sf "
+            "dataplane`, or start with `sf train`"
         )
     directory = RunDirectory(config.run_dir)
     attempt = Attempt(

@@ -69,7 +69,7 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
         run.directory.verify(manifest)
         if (fault := start_fault(run.directory)) is None:
             return manifest.data
-        log.warning("%s; it is made again from policy.model", fault)
+        log.warning("%s; the start folder is created again from policy.model", fault)
         run.directory.refuse_superseded(ref.attempt, "make the start folder again")
         run.directory.discard_start()
     return commit(run, None, "start", work).data

@@ -87,8 +87,8 @@ def check_demonstrations(config: RunConfig) -> None:
     if warm.demonstrations is None and not environment_of(config.environment).has_demonstrations:
         raise ValueError(
             f"policy.warmstart: the environment {config.environment.name} has no demonstrations: name a "
-            "file of them (policy.warmstart.demonstrations), set policy.warmstart to null, or name a "
-            "policy.model"
+            "file with demonstrations (policy.warmstart.demonstrations), set policy.warmstart to null, or "
+            "name a policy.model"
         )
 
 
@@ -113,7 +113,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
     def render_next(count: int) -> str:
         whole = renderer.render(messages[:count], tools)
         if not whole.startswith(rendered):
-            raise ValueError("rewrites earlier messages when later ones come")
+            raise ValueError("changes earlier messages when later messages are added")
         renderer.check_shown(whole, messages[:count])
         return whole[len(rendered) :]
 
@@ -121,7 +121,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
         if tools and not renderer.shows_tools:
             raise ValueError("shows no tools")
         if tools and not renderer.tool_format:
-            raise ValueError("writes calls in no known format")
+            raise ValueError("writes tool calls in no known format")
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 extend(i, render_next(i), by_assistant=False)
@@ -131,7 +131,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
             f"a demonstration cannot be used: the chat template of {renderer.model_dir} {error}"
         ) from None
     if not any(part.any() for part in said):
-        raise ValueError("a demonstration cannot be used: the assistant says nothing in it")
+        raise ValueError("a demonstration cannot be used: the messages of the assistant are empty")
     token_ids, mask = np.concatenate(ids), np.concatenate(said)
     if renderer.sight is None:
         return Shown(demonstration, token_ids, mask)

@@ -23,7 +23,7 @@ QUANTISED = ("quantization_config", "compression_config", "quantization")
 QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where folders say that their weights are quantised; MLX says `quantization`."""
 
-_FULL_ONES = "training needs full ones: name the folder of the model that they were made from"
+_FULL_ONES = "training needs unquantised weights: name the folder of the original model"
 
 FULL = {"F64", "F32", "F16", "BF16"}
 """Dtypes of weights that are not quantised."""
@@ -69,7 +69,7 @@ def check_weights_folder(model: str, setting: str) -> None:
         raise ValueError(f"{setting}: {fault}")
     for weights in folder.glob("*.safetensors"):
         if not weights.exists():
-            raise ValueError(f"{setting}: {weights} is a link to a file that is not there")
+            raise ValueError(f"{setting}: {weights} is a link to a file that does not exist")
     # by the listing that is copied, which omits hidden files
     if not any(uri.endswith(".safetensors") for uri in list_files(str(folder))):
         raise ValueError(
@@ -94,14 +94,15 @@ def _check_seeing(model: str, setting: str, names: Collection[str]) -> None:
 
     if missing := [name for name in _SOME_NAMES if name not in names]:
         raise ValueError(
-            f"{setting}: {model} has no {missing[0]}; name its weights as Qwen does: model.* what is named "
-            f"model.language_model.*, and {TOWER}* what is named model.{TOWER}*"
+            f"{setting}: {model} has no {missing[0]}; rename its weights as in Qwen's files: "
+            f"model.language_model.* to model.*, and model.{TOWER}* to {TOWER}*"
         )
     _, config = language_model(AutoConfig.from_pretrained(model, trust_remote_code=False))
     if decoder_spec(config, 1 << 30) is None:
         raise ValueError(
-            f"{setting}: {model} asks for sliding windows (use_sliding_window) or positions (rope_scaling) "
-            "with which no model that sees is trained here: name one without"
+            f"{setting}: {model} uses sliding windows (use_sliding_window) or scaled positions "
+            "(rope_scaling), which training does not support for models that see pictures: choose another "
+            "model"
         )
 
 
@@ -114,7 +115,7 @@ def _fault_of(model: str, setting: str) -> str | None:
     if shape.get("is_encoder_decoder"):
         what = f"{kind or 'a model'}, which reads by an encoder and answers by a decoder"
     elif kind and not kind.endswith(SAMPLING):
-        what = f"{kind}, which samples no text"
+        what = f"{kind}, which does not generate text"
     elif kind and kind.endswith("ForConditionalGeneration") and not _is_causal(shape, setting):
         what = f"{kind}, of which transformers has no causal language model"
     else:
@@ -149,19 +150,19 @@ def _unusual_dtypes(model: str) -> str:
 
 def _tell_absence(model: str, setting: str) -> str:
     if gguf := next(Path(model).glob("*.gguf"), None):
-        return f"holds a GGUF file: `sf model {gguf} DIR` makes a folder of it"
+        return f"holds a GGUF file: `sf model {gguf} DIR` converts it to a folder"
     if is_gguf(model):
-        return f"is a GGUF file: `sf model {model} DIR` makes a folder of it"
+        return f"is a GGUF file: `sf model {model} DIR` converts it to a folder"
     if model in PUBLISHED:
-        return f"is not on this machine yet: `sf model {model}` fetches it"
+        return f"is not on this machine yet: `sf model {model}` downloads it"
     if not Path(model).exists() and os.path.isabs(model):
-        return "does not exist; `sf model smollm2` makes a small one, named smollm2"
+        return "does not exist; `sf model smollm2` downloads a small model named smollm2"
     if Path(model).exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         return "is not a Hugging Face model folder (no config.json)"
     folder = model.partition("/")[2]
     return (
-        "is no folder here; a model of that name on the Hugging Face hub is downloaded first, by "
-        f"`hf download {model} --local-dir {folder}`, and then named as that folder: {setting}={folder}"
+        "is not a folder here; to use a model of that name on the Hugging Face hub, run `hf download "
+        f"{model} --local-dir {folder}` and set {setting}={folder}"
     )
 
 
@@ -207,6 +208,6 @@ def describe_policy(folder: str) -> str:
 def _describe_tools(renderer: Renderer) -> str:
     shown = f"its chat template shows {'' if renderer.shows_tools else 'no '}tools"
     if not renderer.tool_format:
-        return f"{shown} and writes calls in no known format, so requests with tools are refused"
+        return f"{shown} and writes tool calls in no known format, so requests with tools are refused"
     hidden = "" if renderer.shows_tools else ", so they are in no prompt"
     return f"{shown}{hidden}, and calls are read as {renderer.tool_format}"

@@ -108,13 +108,13 @@ def check_vocabulary(policy: Tokenizer, rows: int, folder: str, setting: str) ->
         if taught.get(token) != number:
             there = next((repr(other) for other, found in taught.items() if found == number), "no token")
             raise ValueError(
-                f"{setting}: {folder} has another vocabulary than the policy, to which id {number} is "
-                f"{token!r}, and {there} to the teacher: name a teacher of the policy's family"
+                f"{setting}: the vocabulary of {folder} differs from the policy's: id {number} is {token!r} "
+                f"for the policy and {there} for the teacher; choose a teacher of the policy's family"
             )
     if (known := count_rows(folder)) is not None and known < rows:
         raise ValueError(
-            f"{setting}: {folder} knows {known:,} ids, and the policy may sample {rows:,}: name a teacher "
-            "whose vocabulary is at least as large"
+            f"{setting}: the vocabulary of {folder} has {known:,} ids, but the policy can sample {rows:,}: "
+            "choose a teacher whose vocabulary is at least as large"
         )
 
 

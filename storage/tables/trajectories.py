@@ -128,7 +128,8 @@ def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> 
         columns[IMAGES.name] = _structs(IMAGE, [row.images for row in rows])
     elif shown := next((row for row in rows if row.images), None):
         raise ValueError(
-            f"branch {shown.branch_id} of session {shown.session_id} has pictures, and its policy sees none"
+            f"branch {shown.branch_id} of session {shown.session_id} has pictures, but its policy does not "
+            "see pictures"
         )
     plain = {name: [getattr(row, name) for row in rows] for name in schema.names if name not in columns}
     return pa.Table.from_pydict(columns | plain, schema=schema)

@@ -90,7 +90,7 @@ def _await(uri: str, deadline: float) -> bytes:
     pause_s, longest_s = _LOOK_S
     while (content := files.read_if_there(uri)) is None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{uri}: this checkpoint was not written in time and is not there")
+            raise TimeoutError(f"{uri}: this checkpoint was not written in time and does not exist")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
     return content

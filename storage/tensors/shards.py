@@ -113,7 +113,7 @@ def read_shards(
         _read_shard(shard, wanted, found)
     for name, place in wanted.items():
         if 0 not in place.size and (name not in found or found[name].missing):
-            raise ValueError(f"{folder}: its shards do not hold {name!r} or not all of it")
+            raise ValueError(f"{folder}: the shards lack {name!r} or a part of it")
     full = {name: tensor_of(one.data, one.dtype, wanted[name].size) for name, one in found.items()}
     return {name: full[name] if name in full else torch.empty(place.size) for name, place in wanted.items()}
 
@@ -133,7 +133,7 @@ def _read_shard(shard: FileRef, wanted: Mapping[str, Slice], found: dict[str, _F
     try:
         with files.open_read(shard.uri) as opened:
             if (size := opened.seek(0, SEEK_END)) != shard.bytes:
-                raise ValueError(f"{shard.uri}: has {size} bytes, {shard.bytes} were written")
+                raise ValueError(f"{shard.uri}: has {size} bytes, but {shard.bytes} were written")
             opened.seek(0)
             file: Any = files.HashedFile(opened)
             header = read_header(shard.uri, file)
@@ -152,7 +152,7 @@ def _read_shard(shard: FileRef, wanted: Mapping[str, Slice], found: dict[str, _F
     except FileNotFoundError:
         raise ValueError(f"{shard.uri}: is missing") from None
     if file.ref(shard.uri) != shard:
-        raise ValueError(f"{shard.uri}: its content differs from what was written")
+        raise ValueError(f"{shard.uri}: the content differs from what was written")
 
 
 def _places(uri: str, header: Header) -> dict[str, Slice]:
@@ -164,12 +164,12 @@ def _places(uri: str, header: Header) -> dict[str, Slice]:
             for name, entry in header.entries.items()
         }
     except (ValidationError, KeyError):
-        raise ValueError(f"{uri}: not a shard: it does not say where its slices are") from None
+        raise ValueError(f"{uri}: not a shard: the offsets of its slices are missing") from None
     end = 0
     for name, entry in header.entries.items():
         place = places[name]
         if entry.data_offsets[0] != end or len({len(place.shape), len(place.offset), len(place.size)}) != 1:
-            raise ValueError(f"{uri}: no shard: {name!r} lies nowhere")
+            raise ValueError(f"{uri}: not a shard: {name!r} has no valid offsets")
         end = entry.data_offsets[1]
     return places
 

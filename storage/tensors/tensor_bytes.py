@@ -66,9 +66,9 @@ Shapes = Mapping[str, Sequence[int]]
 def find_difference(got: Shapes, expected: Shapes) -> str | None:
     """In which names or shapes of tensors these differ, in words; None if in none."""
     if missing := sorted(expected.keys() - got.keys()):
-        return f"{missing[0]!r} is not there ({len(missing)} tensors missing)"
+        return f"{missing[0]!r} is missing ({len(missing)} tensors missing)"
     if unknown := sorted(got.keys() - expected.keys()):
-        return f"{unknown[0]!r} is not of this model ({len(unknown)} tensors)"
+        return f"{unknown[0]!r} does not belong to this model ({len(unknown)} tensors)"
     for name, shape in got.items():
         if [*shape] != [*expected[name]]:
             return f"{name!r} has shape {[*shape]}; expected {[*expected[name]]}"
@@ -89,14 +89,14 @@ def read_header(uri: str, file: BinaryIO) -> Header:
 def _parse_header(uri: str, text: bytes, length: int) -> Header:
     """`text`: the JSON of the header, which should have this length."""
     if len(text) != length:
-        raise _broken(uri, "its header is cut off")
+        raise _broken(uri, "the header is cut off")
     try:
         content = json.loads(text)
         metadata = _TEXTS.validate_python(content.pop(METADATA, {}))
         entries = _ENTRIES.validate_python(content)
     # deep nesting, no object, no JSON, or other fields
     except (RecursionError, AttributeError, ValueError):
-        raise _broken(uri, "its header describes no tensors") from None
+        raise _broken(uri, "the header describes no tensors") from None
     for name, entry in entries.items():
         begin, end = entry.data_offsets
         if min((begin, *entry.shape)) < 0 or end < begin or (end == begin) != (0 in entry.shape):
@@ -175,7 +175,9 @@ def pack_bytes(uri: str, tensors: Mapping[str, bytes], metadata: dict[str, str])
 
 def _check_size(uri: str, header: Header, num_bytes: int) -> None:
     if num_bytes != header.data_bytes:
-        raise _broken(uri, f"it has {num_bytes} bytes of data, its header names {header.data_bytes}")
+        raise _broken(
+            uri, (f"the file has {num_bytes} bytes of data, but its header names {header.data_bytes}")
+        )
 
 
 def _broken(uri: str, why: str) -> ValueError:

@@ -123,7 +123,7 @@ class Delta:
         self._parts.header.metadata["checksum"] = _NO_CHECKSUM
         num_bytes = len(self._parts.header.encode()) + len(self._parts.data)
         if about.checksum != _checksum(self._parts) or len(content) != num_bytes:
-            raise ValueError(f"{uri}: its content differs from what was written")
+            raise ValueError(f"{uri}: the content differs from what was written")
 
     def apply(self, tensors: TensorBytes, before: str, after: str) -> None:
         """Change tensors with the digest `before` into those with the digest `after`, in place. Raises
@@ -132,8 +132,8 @@ class Delta:
         about = self._about
         if (before, after) != (about.base_digest, about.digest):
             raise ValueError(
-                f"{self._uri}: leads from version {about.base} to {about.version}, but the weights here "
-                f"are not those of version {about.base}, or the result is not as stored"
+                f"{self._uri}: leads from version {about.base} to {about.version}, but the weights here are "
+                f"not version {about.base}, or the result differs from what was stored"
             )
         for name in self._parts.header.entries:
             if name not in tensors.header.entries:
@@ -169,10 +169,10 @@ def _scatter(packed: Words, target: Words) -> None:
     width = target.itemsize
     front = 8 * (width + 2)
     if packed.size < front:
-        raise ValueError("it is too short")
+        raise ValueError("the file is too short")
     counted_size, *lengths = packed[:front].view("<u8").tolist()
     if front + sum(lengths) != packed.size or counted_size > target.size:
-        raise ValueError("its lengths do not fit together")
+        raise ValueError("the lengths do not match")
     codec = pa.Codec("zstd", 1)
     ends = front + np.cumsum([0, *lengths])
     parts = [packed[begin:end].data for begin, end in pairwise(ends)]

@@ -203,7 +203,7 @@ def read_adapter_file(folder: str) -> tuple[bytes, Header]:
     tensors = parse(uri, content)
     digest = tensors.digest()
     if tensors.header.metadata.get(DIGEST, digest) != digest:
-        raise ValueError(f"{uri}: its tensors differ from those that were written")
+        raise ValueError(f"{uri}: the tensors differ from those that were written")
     return content, tensors.header
 
 
@@ -219,7 +219,9 @@ def open_weights(folder: str) -> tuple[Header, Iterator[bytes]]:
         except FileNotFoundError:
             raise ValueError(f"{uri}: no such file") from None
         if both := header.entries.keys() & whole.entries.keys():
-            raise ValueError(f"{uri}: has {min(both)!r}, as another file of the folder")
+            raise ValueError(
+                f"{uri}: has the tensor {min(both)!r}, which another file of the folder also has"
+            )
         before = whole.data_bytes
         for name, entry in header.entries.items():
             begin, end = entry.data_offsets

@@ -120,7 +120,7 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "Groups by iteration and source (DuckDB)",
             [["0", "sums", "2", "1", "0", "0.75"], ["1", "sums", "3", "1", "1", "0.5"]],
         ),
-        ("Tasks that were taken again (DuckDB)", [["sums", "4", "2", "2", "1", "0.5"]]),
+        ("Solved tasks that were sampled again (DuckDB)", [["sums", "4", "2", "2", "1", "0.5"]]),
     ],
 )
 def test_queries_of_outcomes_count_groups_and_what_was_taken_again(
@@ -157,7 +157,7 @@ METRICS = ("loss", "entropy", "kl", "grad_norm", "clip_fraction", "lag_mean")
         "Held-out rewards by policy version (DuckDB)",
         "What the optimizer did (pandas)",
         "Trained tokens and their lag (DuckDB)",
-        "The share of each batch that teaches (polars)",
+        "Share of rows that the policy learns from (polars)",
         "Parts of the reward (DuckDB)",
     ],
 )

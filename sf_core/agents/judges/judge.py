@@ -177,9 +177,14 @@ def weigh_words(likely: Mapping[str, float], words: Sequence[str]) -> dict[str, 
             shared += math.exp(logprob)
     total = sum(weights.values())
     if shared > total:
-        raise ValueError(f"its most likely tokens begin several of {', '.join(words)}")
+        raise ValueError(
+            f"the most likely tokens of the reply begin more than one of the words {', '.join(words)}"
+        )
     if not total:
-        raise ValueError(f"none of {', '.join(words)} is among its {len(likely)} most likely tokens")
+        raise ValueError(
+            f"none of the {len(likely)} most likely tokens of the reply begins one of the words "
+            f"{', '.join(words)}"
+        )
     return {word: weight / total for word, weight in weights.items()}
 
 

@@ -43,7 +43,7 @@ class Judges:
 
 class _Named(dict[str, Judge]):
     def __missing__(self, name: str) -> Judge:
-        raise ValueError(f"there is no judge {quote(name)}; environment.judges has {', '.join(self)}")
+        raise ValueError(f"unknown judge {quote(name)}; use one of {', '.join(self)} (environment.judges)")
 
 
 def endpoint_of(name: str, settings: JudgeConfig) -> Endpoint:

@@ -61,7 +61,7 @@ def program() -> str:
     """Raises FileNotFoundError, one sentence, if there is none."""
     found = shutil.which("bwrap")
     if found is None:
-        raise FileNotFoundError("there is no bubblewrap on this host (Debian's package: bubblewrap)")
+        raise FileNotFoundError("bubblewrap is not installed on this host (Debian package: bubblewrap)")
     return found
 
 

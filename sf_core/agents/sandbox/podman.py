@@ -50,7 +50,7 @@ def program() -> str:
     """Raises FileNotFoundError, one sentence, if there is none."""
     found = shutil.which("podman")
     if found is None:
-        raise FileNotFoundError("there is no podman on this host, and sandbox.image needs it")
+        raise FileNotFoundError("podman is not installed on this host, but sandbox.image needs it")
     return found
 
 

@@ -168,7 +168,7 @@ def become_nobody() -> None:
         if LIBC.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), nothing) != 0:
             raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
     elif is_root:
-        raise OSError(ctypes.get_errno(), "user namespaces cannot be made")
+        raise OSError(ctypes.get_errno(), "user namespaces cannot be created")
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     os.mkdir(HOME)
 

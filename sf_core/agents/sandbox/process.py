@@ -47,7 +47,7 @@ def why_no_sandbox(image: str | None = None) -> str | None:
     `image` is an OCI image for podman; None means the system of the host. The first call makes a sandbox, in
     a minute at most. Later calls return the same result."""
     if sys.platform != "linux":
-        return "there is no sandbox on this system, only on Linux"
+        return "sandboxes work only on Linux"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     try:
@@ -62,12 +62,13 @@ def why_no_sandbox(image: str | None = None) -> str | None:
         return None
     if image is not None:
         return (
-            f"no sandbox can be made here of the image {image} ({_last_line(told)}): `podman pull` it first, "
-            "and look whether `podman run` can run its python3"
+            f"a sandbox of the image {image} cannot be created here ({_last_line(told)}): run `podman pull` "
+            "for this image first, and check that `podman run` can run its python3"
         )
     return (
-        f"no sandbox can be made here ({_last_line(told)}): this user must be allowed user namespaces, by "
-        "`sysctl user.max_user_namespaces`, by AppArmor, and by the container if this is one"
+        f"a sandbox cannot be created here ({_last_line(told)}): this user must be allowed to create user "
+        "namespaces, by `sysctl user.max_user_namespaces`, by AppArmor, and by the container if this host "
+        "is one"
     )
 
 
@@ -135,7 +136,7 @@ class SandboxProcess:
             if not await self._has_ended():
                 self.kill()
                 if not await self._has_ended():
-                    log.warning("processes of a sandbox still run %g s after its end", 2 * END_S)
+                    log.warning("processes of an ended sandbox still run after %g s", 2 * END_S)
         finally:
             self._process.poll()
             assert self._process.stderr is not None

@@ -247,7 +247,7 @@ def _parse_end(told: str) -> tuple[int, EndedBy]:
             return int(status), cast(EndedBy, ended_by)
     except ValueError:
         pass
-    raise SandboxError(f"the answer of the sandbox cannot be understood: {told!r:.100}")
+    raise SandboxError(f"the sandbox sent an invalid answer: {told!r:.100}")
 
 
 def _files(folder: int) -> dict[str, bytes]:

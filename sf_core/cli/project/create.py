@@ -27,8 +27,8 @@ def create_project(name: str) -> list[Path]:
     module = folder.name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module):
         raise ValueError(
-            f"{name}: {folder.name!r} cannot name the Python module in the folder: use letters, digits and "
-            "_, and begin with a letter"
+            f"{name}: {folder.name!r} cannot be the name of a Python module: use letters, digits and _, and "
+            "begin with a letter"
         )
     if (taken := find_spec(module)) is not None:
         raise ValueError(

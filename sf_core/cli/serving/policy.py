@@ -45,7 +45,8 @@ def open_stored(uri: str, version: int | None, engine: str | None = None) -> Pol
         config = config.model_copy(update={"engine": kind})
     if read_sight(run.start_dir) is not None and not engine_kind(config).shows_pictures:
         raise ValueError(
-            f"the policy of run {run.run_id} sees, and this engine shows no pictures: --engine vllm"
+            f"the policy of run {run.run_id} sees pictures, but this engine does not support pictures: use "
+            "--engine vllm"
         )
     return Policy(config, run.start_dir, weights, f"version {version} of {run.run_id}", run.run_id)
 

@@ -28,7 +28,7 @@ def find_policy(place: str, engine: str) -> Policy:
     """The policy that RUN or RUN@VERSION names. Raises ValueError, one sentence, if there is none."""
     if Path(place, "tokenizer.json").is_file():
         asked = f"`sf try CONFIG --set policy.model={place}` asks the model"
-        raise ValueError(f"{place} is a model folder, and no run: {asked}")
+        raise ValueError(f"{place} is a model folder, not a run: {asked}")
     uri, _, version = place.rpartition("@")
     if uri and not version.isdecimal():
         uri = ""  # the @ is part of the name
@@ -48,7 +48,7 @@ def choose_key(host: str, key: str | None) -> str:
 def check_record(record: Path | None) -> None:
     """Raises ValueError if this is the directory of a run that trains."""
     if record is not None and RunDirectory(str(record)).exists():
-        raise ValueError(f"--record {record} is a run's own directory: name another one")
+        raise ValueError(f"--record {record} is the directory of a run: name another folder")
 
 
 def describe(policy: Policy, url: str, key: str, record: Path | None) -> str:

@@ -59,7 +59,7 @@ def up(
     """Start the stack and return when all of it answers. On failure nothing of the stack is left, and
     StackError is raised with one sentence."""
     if read_pid(folder) is not None:
-        raise StackError(f"the stack in {folder} runs already; stop it with `sf down`")
+        raise StackError(f"a stack already runs in {folder}; stop it with `sf down`")
     # processes that a killed supervisor has left, such as a flow
     end_marked(str(folder))
     check_open_files()
@@ -112,7 +112,7 @@ def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
 
 def _check_writable(folder: Path) -> None:
     if reason := why_not_writable(folder):
-        raise StackError(f"{folder}: nothing can be written there ({reason}); choose another --folder")
+        raise StackError(f"{folder} cannot be written ({reason}); choose another --folder")
 
 
 def _check_free(port: int) -> None:
@@ -122,7 +122,7 @@ def _check_free(port: int) -> None:
             probe.bind((LOOPBACK, port))
         except OSError:
             raise StackError(
-                f"port {port} is in use: end what listens there, or choose another one"
+                f"port {port} is in use: stop the process that listens there, or choose another port"
             ) from None
 
 

@@ -92,7 +92,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         if len(os.fsencode(_socket(self.folder))) > MAX_SOCKET_PATH:
-            raise StackError(f"{self.folder}: the path is too long for a socket; choose a shorter one")
+            raise StackError(f"{self.folder}: the path is too long for a socket; choose a shorter path")
 
     def start(self, *parts: Part) -> list[Process]:
         """Start these parts, and supervisord if it does not run yet. Raises StackError if that fails."""
@@ -138,7 +138,7 @@ class Supervisor:
                 with suppress(Fault):
                     call(self.folder, "removeProcessGroup", process.name)
                     return
-            raise StackError(f"{process.name} does not end ({process.log})")
+            raise StackError(f"{process.name} does not stop; log: {process.log}")
 
     def stop(self) -> None:
         """End the supervisor and all parts."""

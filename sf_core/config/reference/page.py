@@ -96,7 +96,7 @@ def _unknown(path: str) -> ConfigError:
     last = path.rpartition(".")[2]
     near = [name for name in known if name.rpartition(".")[2] == last] or get_close_matches(path, known)
     hint = f"did you mean {' or '.join(near[:3])}?" if near else "`sf settings` prints all of them"
-    return ConfigError(f"{path}: there is no such setting; {hint}")
+    return ConfigError(f"{path}: unknown setting; {hint}")
 
 
 def _section(settings: Settings) -> Iterator[str]:

@@ -34,7 +34,7 @@ def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str
     if len(text) > MAX_SCHEMA_BYTES:
         raise ApiError(400, f"The schema of the answer has {len(text)} bytes; at most {MAX_SCHEMA_BYTES}.")
     if fault := _fault_of(text):
-        raise ApiError(400, f"The schema of the answer cannot be followed: {fault}")
+        raise ApiError(400, f"The schema of the answer cannot be used: {fault}")
     return "\n".join(_rules(schema, tools, renderer))
 
 

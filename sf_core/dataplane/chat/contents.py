@@ -167,8 +167,8 @@ def read_picture(part: dict[str, Any], where: str, left_out: LeftOut) -> Part:
 def unread_picture(where: str) -> WrongField:
     return WrongField(
         where,
-        f"{where} has a picture whose bytes are not in the request: send them as base64, in a field for URLs "
-        "as data URL; nothing is fetched from addresses, and there is no store of files",
+        f"{where} has a picture whose bytes are not in the request: send the picture as base64, in a field "
+        "for URLs as a data URL; pictures are not downloaded, and files cannot be uploaded",
     )
 
 

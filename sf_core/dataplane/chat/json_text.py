@@ -44,7 +44,7 @@ def mend_json(text: bytes | str) -> tuple[Any, bool]:
             raise error from None
     value = _without_halves(_check_depth(read, text))
     if value == read:
-        raise ValueError("it is not encoded in UTF-8, or begins with a byte order mark")
+        raise ValueError("the text is not encoded in UTF-8, or begins with a byte order mark")
     return value, True
 
 

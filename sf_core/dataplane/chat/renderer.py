@@ -142,7 +142,7 @@ class Renderer:
             return
         placeholder = str(self._tokenizer.id_to_token(self.sight.token_id))
         if any(placeholder in str(message) for message in messages if message["role"] != "assistant"):
-            raise jinja2.TemplateError(f"a text has {placeholder}, which stands for a picture")
+            raise jinja2.TemplateError(f"a text contains {placeholder}, which is reserved for pictures")
         num_shown, num_pictures = text.count(placeholder), len(list_pictures(messages))
         if num_shown != num_pictures:
             raise jinja2.TemplateError(f"it shows {num_shown} for {num_pictures} pictures")
@@ -220,7 +220,7 @@ class Renderer:
         # the network may have more ids than the tokenizer
         stops = {token: text for token in ids - {None} if (text := self._tokenizer.id_to_token(token))}
         if not stops:
-            raise ValueError(f"{folder}: the tokenizer names no eos_token, so no turn could end")
+            raise ValueError(f"{folder}: the tokenizer has no eos_token, so turns could not end")
         added = {token.content: at for at, token in self._tokenizer.get_added_tokens_decoder().items()}
         messages_only = partial(self.render, opens_answer=False)
         of_template = end_of_turn(self.render, messages_only, tuple(stops.values()), added)

@@ -155,7 +155,9 @@ class DataplaneClient:
                     return
                 wait.reason = answer["waiting_for"]
                 if answer["released"]:
-                    raise RuntimeError(f"{what}: the data plane has released the run, so nothing works on it")
+                    raise RuntimeError(
+                        f"{what}: the data plane has released the run, so no worker works on it"
+                    )
                 if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
                     raise RuntimeError(f"{what}: every session fails; {wait.reason}")
                 if answer["engines"] and answer["runners"] != 0:

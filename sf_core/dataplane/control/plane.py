@@ -67,7 +67,8 @@ class DataPlane:
                     self._serve(run)
             except Exception as error:  # the other runs are to be served
                 log.warning(
-                    "%s: the run is not served: %s: %s. Mend that, then start its flow again",
+                    "%s: the run cannot be served: %s: %s. Fix the cause, then start the flow of the run "
+                    "again",
                     path,
                     type(error).__name__,
                     error,
@@ -106,7 +107,7 @@ class DataPlane:
         if spec.attempt < run.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
         run.release()
-        self._take_away(list(run.router.engines), run, "the run begins anew")
+        self._take_away(list(run.router.engines), run, "the run starts again")
         await self.stores[spec.run_id].close()
         fresh = await begin_anew(run, spec)
         self._serve(fresh)
@@ -214,7 +215,7 @@ class DataPlane:
                     await self._let_go_if_over(run, elapsed)
                 except Exception:
                     # the next sweep tries again, and the other runs must not go without one
-                    log.exception("run %s could not be looked after", run.spec.run_id)
+                    log.exception("regular checks of run %s failed", run.spec.run_id)
 
     async def _let_go_if_over(self, run: ServedRun, elapsed_s: float) -> None:
         run_id = run.spec.run_id
@@ -269,29 +270,32 @@ async def sweep_run(run: ServedRun, elapsed_s: float) -> None:
 
 def _not_served(run_id: str) -> ApiError:
     message = (
-        f"No run named {run_id} is served now: its flow may be starting, and sessions can be opened after "
-        "the warm start; if it is not, check the name and this data plane's address."
+        f"No run named {run_id} is served now. If its flow is starting, sessions can be opened after the "
+        "warm start; otherwise check the name of the run and the address of this data plane."
     )
     return ApiError(503, message, code="run_not_served", param="run_id", retry_after_s=RETRY_AFTER_S)
 
 
 def _no_room(memory: Memory) -> ApiError:
-    message = f"No session is opened now, {memory}: ask again, or start the data plane with more --memory-mb."
+    message = (
+        f"No session can be opened now, {memory}: try again later, or start the data plane with more "
+        "--memory-mb."
+    )
     return ApiError(429, message, code="memory_full", retry_after_s=RETRY_AFTER_S)
 
 
 def _takes_no_groups(run_id: str) -> ApiError:
     message = (
-        f"Run {run_id} takes no groups from outside: rollout.outside_groups is 0. Set it, or open sessions, "
-        "which are stored and do not train."
+        f"Run {run_id} takes no groups from outside, because rollout.outside_groups is 0. Set "
+        "rollout.outside_groups, or open sessions; opened sessions are stored but do not train."
     )
     return ApiError(409, message, code="no_outside_groups", param="run_id")
 
 
 def _no_place(run: ServedRun, body: GroupBody) -> ApiError:
     message = (
-        f"No batch of run {run.spec.run_id} has a place for another group from outside within the lag bound: "
-        "declare it again later."
+        f"Run {run.spec.run_id} cannot take another group from outside within the lag bound now: declare "
+        "the group again later."
         if body.split == "train"
         else f"No evaluation of run {run.spec.run_id} has a held-out task left: ask again later."
     )
@@ -299,5 +303,5 @@ def _no_place(run: ServedRun, body: GroupBody) -> ApiError:
 
 
 def _complete(run: ServedRun) -> ApiError:
-    message = f"Run {run.spec.run_id} is over: all of its {run.spec.num_batches} iterations are done."
+    message = f"Run {run.spec.run_id} has ended: all {run.spec.num_batches} iterations are done."
     return ApiError(404, message, code="run_over", param="run_id")

@@ -135,7 +135,7 @@ def _say_awaited_groups(run: ServedRun, ready: Readiness) -> str:
     if what and (dropped := Counter(run.state.ledger.rejected.values())):
         what += f"; {dropped.total()} dropped since the last batch: {failures_text(dropped)}"
     if what and run.memory.is_full:
-        what += f"; {run.memory}, so that groups are begun one at a time: raise --memory-mb"
+        what += f"; {run.memory}, so groups start one at a time: raise --memory-mb"
     return _say_awaited(run, what)
 
 
@@ -151,7 +151,7 @@ def _obstacles(run: ServedRun) -> list[str]:
     if not num_runners(run) and not run.spec.rollout.is_outside:
         obstacles.append("no agent runner is connected")
     if run.spec.scored_apart and not run.runners.count("reward", run.spec.attempt):
-        obstacles.append("no runner that scores is connected, which serves the judges")
+        obstacles.append("no runner that scores and serves the judges is connected")
     if run.journal.failure is not None:
         obstacles.append(f"the journal cannot be written: {run.journal.failure}")
     if run.state.recent.last_error:

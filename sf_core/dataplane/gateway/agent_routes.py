@@ -69,7 +69,10 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
 
 async def _fail(request: Request, error: Exception) -> Response:
     if isinstance(error, OSError) and error.errno in _OF_A_DISK:
-        message = f"The data plane cannot use its disk: {error}. Make room there or mend it, then ask again."
+        message = (
+            f"The data plane cannot use its disk: {error}. Free space or repair the disk, then send the "
+            "request again."
+        )
         response = await _refuse(request, ApiError(503, message, retry_after_s=RETRY_AFTER_S))
     else:
         response = await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))

@@ -125,7 +125,9 @@ def _read(
     unseen = left_out.unseen
     if unseen and rules.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
-        raise WrongField(unseen[0], f"{told} (rollout.unseen_parts: replace puts a sentence in its place)")
+        raise WrongField(
+            unseen[0], (f"{told} (rollout.unseen_parts: replace replaces such parts with a short text)")
+        )
     _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
     rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}
     return Asked(rest, turns, session, requests, is_mended)

@@ -45,7 +45,7 @@ class Lookup(Generic[Host]):
             serving = [run for run in usable if run.turns.spec.served_model == model]
             if not serving:
                 served = sorted({run.turns.spec.served_model for run in usable})
-                others = f"; models that do: {', '.join(served)}" if served else ""
+                others = f"; existing models: {', '.join(served)}" if served else ""
                 raise no_model(model, others or "; `sf serve RUN` serves the policy of a run that has ended")
             run = min(serving, key=lambda run: run.released)
             if run.released:

@@ -120,7 +120,7 @@ class Journal:
         try:
             await self._exclusively(lambda: partial(self._rewrite, read, *choose()))
         except (ApiError, OSError) as error:
-            log.warning("%s stays long: it cannot be compacted: %s", self.path, error)
+            log.warning("%s cannot be compacted: %s", self.path, error)
 
     def check(self) -> None:
         """Raises ApiError 503 while the journal cannot be written."""
@@ -226,7 +226,7 @@ class Journal:
             self.failure = error
             self.num_failures += 1
             self._failed_at = time.monotonic()
-            log.error("%s cannot be written: %s; it is tried every %g s", self.path, error, RETRY_S)
+            log.error("%s cannot be written: %s; retried every %g s", self.path, error, RETRY_S)
             for signal in self.watchers:
                 signal.notify()
 
@@ -247,7 +247,9 @@ class Journal:
     def _recover(self) -> None:
         if self.failure is not None:
             self.failure = None
-            log.warning("%s is written again, after %.0f s", self.path, time.monotonic() - self._failed_at)
+            log.warning(
+                ("%s can be written again, after %.0f s"), self.path, time.monotonic() - self._failed_at
+            )
 
     async def _exclusively(self, prepare: Callable[[], Callable[[], T]]) -> T:
         """Run the prepared work in the thread, alone on the file, which has all that was appended before."""

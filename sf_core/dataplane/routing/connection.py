@@ -63,7 +63,7 @@ class EngineConnection:
         if self.version is None or not self.version < self.wanted_version == self.refused_version:
             return ""
         return (
-            f"engine {self.engine_id} goes on with version {self.version}, because it refuses version "
+            f"engine {self.engine_id} still uses version {self.version}, because it refuses version "
             f"{self.refused_version}: {self.refusal}"
         )
 

@@ -118,7 +118,7 @@ class Router:
             else:
                 engine.drop(chunk.request_id)
             if _ends_without_a_token(chunk, generation):
-                generation.refuse(_say_failed(f"engine {engine.engine_id} ended it without a token"))
+                generation.refuse(_say_failed(f"engine {engine.engine_id} ended the request without a token"))
             elif generation.absorb(chunk, engine.engine_id):
                 interrupted.append(generation)
             elif generation.finish_reason is not None:
@@ -143,7 +143,7 @@ class Router:
                 for generation in list(engine.in_flight.values()):
                     self._refuse(generation, "its engine is paused")
         for engine in [e for e in self.engines if e.silent_for(now) > self.limits.engine_silence_s]:
-            log.warning("engine %s has work and says nothing: it is dropped", engine.engine_id)
+            log.warning("engine %s has work but sends nothing: it is dropped", engine.engine_id)
             self.lose(engine)
         self._rebalance()
 
@@ -168,7 +168,7 @@ class Router:
         generation.num_faults += 1
         if generation.num_faults == MAX_FAULTS:
             engine.drop(generation.request_id)
-            generation.refuse(_say_failed(f"engine {engine.engine_id} {fault}, as others did before"))
+            generation.refuse(_say_failed(f"engine {engine.engine_id} {fault}, like other engines before"))
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)
@@ -368,7 +368,7 @@ def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
 
 
 def _say_failed(reason: str) -> ApiError:
-    return ApiError(502, f"This request got no answer that counts: {reason}.", code="engine_failed")
+    return ApiError(502, f"No engine gave a valid answer to this request: {reason}.", code="engine_failed")
 
 
 def _holds_what_it_was_told(engine: EngineConnection) -> bool:

@@ -142,7 +142,7 @@ def choose(ledger: Ledger, batch: int) -> Batch:
     """The groups that a batch takes, and those that it drops. Raises ValueError if it is not ready."""
     ready = readiness(ledger, batch)
     if not ready.ready:
-        raise ValueError(f"batch {batch} is not ready: it waits for {ready.waiting_for}")
+        raise ValueError(f"batch {batch} is not ready: waiting for {ready.waiting_for}")
     if batch < ledger.next_batch:
         raise ValueError(f"batch {batch} was sealed before this data plane opened the run")
     chosen = _take_earliest(ledger)

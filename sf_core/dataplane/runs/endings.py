@@ -181,8 +181,8 @@ def _end_unjudged(run: ServedRun, session: Session, claim: Claim, report: Finish
     waiting = [one for one in run.state.sessions_of("holdout", group.index) if one.num_unjudged >= attempts]
     if len(waiting) == group.num_left:
         run.end_by(
-            f"nothing of the evaluation of version {group.index} could be judged, each of {len(waiting)} "
-            f"answers was tried {attempts} times: {error}. See that the judges answer, then resume the run",
+            f"no answer of the evaluation of version {group.index} could be judged; each of {len(waiting)} "
+            f"answers was tried {attempts} times: {error}. Check that the judges answer, then resume the run",
             NOT_JUDGED,
             [],
         )
@@ -320,7 +320,7 @@ def _fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError
         return None
     way_out = f"it has {', '.join(map(repr, given))}: name one of them there, or return that part"
     if not given:
-        way_out = "it has no parts: return a mapping of them, or remove rollout.success.part"
+        way_out = "the reward has no parts: return a mapping of named parts, or remove rollout.success.part"
     sentence = f"The reward has no part {success.part!r}, which rollout.success.part names; {way_out}."
     return WrongField("reward_parts", sentence)
 
@@ -359,14 +359,14 @@ def _way_out(state: RunState, dropped: Mapping[str, int]) -> str:
     """What to do when groups are dropped for these reasons."""
     most = max(dropped, key=lambda reason: dropped[reason])
     if most == NOT_JUDGED and state.counters["unjudged"]:
-        return f"see that the judges answer, the last reason was {state.recent.last_error or 'not recorded'}"
+        return f"check that the judges answer; the last error was {state.recent.last_error or 'not recorded'}"
     if most == NOT_JUDGED:
-        return "environment.group_reward returns None for them; take larger groups, or other tasks"
+        return "environment.group_reward returns None for these groups; use larger groups, or other tasks"
     if most not in GATE_REASONS:
-        return f"mend what fails, the last was {state.recent.last_error or 'not recorded'}"
+        return f"fix the failure; the last error was {state.recent.last_error or 'not recorded'}"
     return (
-        f"rollout.gate {state.spec.rollout.gate.kind} lets none pass; take tasks that the policy "
-        "solves now and then, correct rollout.success, or set rollout.gate to all"
+        f"rollout.gate {state.spec.rollout.gate.kind} rejects every group; use tasks that the policy "
+        "sometimes solves, correct rollout.success, or set rollout.gate to all"
     )
 
 
@@ -381,8 +381,8 @@ def _explain_other_task(state: RunState, session: Session) -> str:
         return ""
     shown = " and ".join(f"{task_id!r} of {environment!r}" for task_id, environment in sorted(named)[:2])
     return (
-        f"{state.spec.tasks} changes between two calls: sessions of group {claim.place.group}, which work "
-        f"on one task, got {shown}. Equal arguments must give equal tasks, in every process"
+        f"{state.spec.tasks} gave different tasks for equal arguments: sessions of group "
+        f"{claim.place.group} got {shown}. Equal arguments must give equal tasks, in every process"
     )
 
 

@@ -92,9 +92,9 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
     except (ValueError, StorageError) as error:
         raise ApiError(
             409,
-            f"the curriculum cannot read the results of earlier groups: {error}; to continue without them, "
-            "remove rollout.curriculum from the configuration, or remove the manifests of this iteration "
-            "and of later ones",
+            f"the curriculum cannot read the results of earlier groups: {error}; to continue without these "
+            "results, remove rollout.curriculum from the configuration, or remove the manifests of this "
+            "and all later iterations",
         ) from None
 
 

@@ -50,7 +50,7 @@ class Closing(dict[str, Session]):
         if session_id in self:
             raise ApiError(
                 503,
-                f"The end of session {session_id} is being recorded: send this again.",
+                f"The end of session {session_id} is being recorded: send this request again later.",
                 code="being_recorded",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -139,7 +139,7 @@ class ServedRun:
         """What requests are told once the run is released."""
         why = f"all of its {self.spec.num_batches} iterations are done"
         if not self.is_complete:
-            why = "no flow works on it until one is started again"
+            why = "its flow has stopped and can be started again"
         message = f"Run {self.spec.run_id} has ended: {why}; `sf serve RUN` serves its policy."
         retry_after_s = None if self.is_complete else RETRY_AFTER_S
         return ApiError(503, message, code="run_over", retry_after_s=retry_after_s)

@@ -25,8 +25,9 @@ from sf_core.dataplane.turns.live_turn import LiveTurn, LiveTurns, Subscriber
 from sf_core.dataplane.turns.request import TurnRequest
 
 NO_FORMAT = (
-    "The policy cannot call tools: its chat template writes calls in no known format. Put `tool_format` into "
-    f"its tokenizer_config.json (known: {', '.join(FORMATS)}), or take a template that writes calls."
+    "The policy cannot call tools: its chat template writes tool calls in no known format. Set "
+    f"`tool_format` in its tokenizer_config.json (one of {', '.join(FORMATS)}), or use a template that "
+    "writes tool calls."
 )
 
 
@@ -132,8 +133,8 @@ def _read_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
     if not 0 <= min(ids) <= max(ids) < renderer.vocab_size:
         raise WrongField("prompt", f"Token ids must be from 0 to {renderer.vocab_size - 1}.")
     if renderer.sight is not None and renderer.sight.token_id in ids:
-        told = f"prompt has the token {renderer.sight.token_id}, which stands for a picture"
-        raise WrongField("prompt", f"{told}; to show pictures, send messages")
+        told = f"prompt contains the token {renderer.sight.token_id}, which is reserved for pictures"
+        raise WrongField("prompt", f"{told}; to send pictures, use messages")
     return ids
 
 

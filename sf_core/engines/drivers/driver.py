@@ -73,7 +73,7 @@ class Driver(ABC):
         except ConnectionClosed as error:
             raise line.explain(error) from error
         except EngineLostError as error:
-            log.warning("engine %s is lost and starts anew: %s", hello.engine_id, error)
+            log.warning("engine %s was lost and is restarted: %s", hello.engine_id, error)
             self._awaited = None
             raise
         finally:
@@ -119,7 +119,7 @@ class Driver(ABC):
             self.engine.submit(request)
         except ValueError as error:
             # the data plane then refuses this request; others may be served
-            log.error("a request cannot be done here: %s", error)
+            log.error("this engine cannot serve a request: %s", error)
             assert self.version is not None
             self._tell_chunks([Chunk(request.request_id, [], [], self.version, FinishReason.LENGTH)])
 

@@ -108,7 +108,7 @@ class TorchEngine:
         assert self._held is not None, "an engine without weights was given a request"
         check_request(request, self._context_length, self._held.model.vocab_size)
         if request.request_id in self._waiting or request.request_id in self._table:
-            raise ValueError(f"request {request.request_id!r} is already here")
+            raise ValueError(f"request {request.request_id!r} is already running")
         if request.grammar:
             vocabulary = self._vocabularies.of(request.stop_token_ids)
             sampled = request.prompt_ids[len(request.prompt_ids) - request.position :]
@@ -222,7 +222,7 @@ class TorchEngine:
         except Exception as error:
             self.rest()
             raise EngineLostError(
-                f"weights of version {arrival.version} were half loaded: {error}"
+                f"only some weights of version {arrival.version} were loaded: {error}"
             ) from error
         if cache is None:
             cache = KVCache(

@@ -95,7 +95,8 @@ class TransformersModel:
         window = getattr(config, "sliding_window", None)
         if window is not None and window < context_length:
             raise ValueError(
-                f"{kind}: context_length {context_length} must not exceed its attention window of {window}"
+                f"{kind}: context_length {context_length} must not exceed the model's attention window of "
+                f"{window}"
             )
         ids = torch.arange(8, device=self._model.device).view(2, 4) % self.vocab_size
         slots = torch.arange(2, device=ids.device)

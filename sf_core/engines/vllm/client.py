@@ -134,7 +134,7 @@ class VllmClient:
         body = {"lora_name": name, "lora_path": folder}
         status, answer = await self._request("POST", _LOAD_ADAPTER, body, _WORK_S)
         if status != 200:
-            raise ValueError(f"vLLM did not take the adapter in {folder}: {_read_message(answer)}")
+            raise ValueError(f"vLLM refused the adapter in {folder}: {_read_message(answer)}")
 
     async def unload_adapter(self, name: str) -> None:
         """Take no more requests that name this model; those that are there go on. It need not be there."""
@@ -188,8 +188,8 @@ class VllmClient:
             raise self._explain_key("SF_VLLM_KEY")
         if status != expected:
             raise ValueError(
-                f"the server at {self._url} answers {path} with {status}: it must be vLLM, started with "
-                f"{remedy}"
+                f"the server at {self._url} answered {path} with {status}: it must be a vLLM server, "
+                f"started with {remedy}"
             )
 
     def _explain_key(self, variable: str) -> ValueError:

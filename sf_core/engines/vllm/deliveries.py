@@ -74,7 +74,7 @@ class WholeModels(Delivery):
 
     async def adopt(self, client: VllmClient, settings: dict[str, Any]) -> str | None:
         if settings["device_config"]["device"] == "cpu" and not self._policy.has_head:
-            return "computes on the CPU, where vLLM reloads no head that is tied to the embedding"
+            return "computes on the CPU, where vLLM cannot reload a head that is tied to the embedding"
         return None
 
     async def switch(self, client: VllmClient, weights: WeightsRef, source: str) -> None:
@@ -172,7 +172,7 @@ class Adapters(Delivery):
         if lora is None:
             return "takes no adapters"
         if lora["max_lora_rank"] < self.rank:
-            return f"takes adapters up to rank {lora['max_lora_rank']}, and the run trains rank {self.rank}"
+            return f"takes adapters up to rank {lora['max_lora_rank']}, but the run trains rank {self.rank}"
         if lora["max_cpu_loras"] <= MOST_ADAPTERS:
-            return f"keeps {lora['max_cpu_loras']} adapters in memory, and {MOST_ADAPTERS + 1} are needed"
+            return f"keeps {lora['max_cpu_loras']} adapters in memory, but {MOST_ADAPTERS + 1} are needed"
         return None

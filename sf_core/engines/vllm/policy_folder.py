@@ -126,8 +126,8 @@ class PolicyFolder:
         name = next((name for name in entries if name.endswith(_EMBEDDINGS)), None)
         if name is None:
             raise ValueError(
-                f"{path} has no {_HEAD}, and no embedding (*{', *'.join(_EMBEDDINGS)}) to take for it: the "
-                "CPU build of vLLM would keep the first head through all updates"
+                f"{path} has neither {_HEAD} nor an embedding (*{', *'.join(_EMBEDDINGS)}) to use instead: "
+                "the CPU build of vLLM would keep the first head through all updates"
             )
         begin, end = entries[name].data_offsets
         file.seek(begin, SEEK_CUR)

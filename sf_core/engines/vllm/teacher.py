@@ -56,7 +56,7 @@ async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
                 wait.timeout_s, wait.reason = wait.seconds + patience_s, ""
                 return found
             except RequestRefusedError as error:
-                raise ValueError(f"the teacher at {url} does not take {what}: {error}") from None
+                raise ValueError(f"the teacher at {url} refuses {what}: {error}") from None
             except (EngineLostError, TimeoutError) as error:
                 wait.reason = str(error) or "it does not answer"
                 wait.check()
@@ -66,12 +66,12 @@ async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
         # it samples one token behind them
         if most is not None and len(ids) >= most:
             raise ValueError(
-                f"{name} has {len(ids):,} tokens, of which the teacher at {url} takes {most - 1:,}: "
+                f"{name} has {len(ids):,} tokens, but the teacher at {url} takes at most {most - 1:,}: "
                 f"start it with --max-model-len={len(ids) + 1} or more, or lower engine.context_length"
             )
         async with slots:
             told = await persist(name, lambda: client.score(model, ids))
-        return _check(told, f"the teacher at {url} says of {name}")
+        return _check(told, f"the teacher at {url} reports for {name}")
 
     try:
         model, most = await persist("what asks for its models", client.find_model)
@@ -87,7 +87,7 @@ def _check(told: Sequence[Any], saying: str) -> Logprobs:
     if wrong.size:
         said = "minus infinity" if told[wrong[0]] == _IMPOSSIBLE else told[wrong[0]]
         raise ValueError(
-            f"{saying} that the log-prob of token {wrong[0]} is {said}, of which nothing can be learned: "
-            "look whether its weights are sound"
+            f"{saying} that the log-prob of token {wrong[0]} is {said}, which cannot train the policy: "
+            "check the weights of the teacher"
         )
     return found

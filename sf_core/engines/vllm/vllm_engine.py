@@ -145,11 +145,11 @@ class VllmEngine:
         if self._pictures is not None:
             self._pictures.check(request)
         if request.request_id in self._turns:
-            raise ValueError(f"request {request.request_id!r} is already here")
+            raise ValueError(f"request {request.request_id!r} is already running")
         if request.grammar:
             # it would end the server
             if self._vocabularies is None:
-                raise ValueError("a grammar was given, and this server follows none")
+                raise ValueError("a grammar was given, but this server does not support grammars")
             self._vocabularies.of(request.stop_token_ids).begin(request.grammar)
         turn = self._turns[request.request_id] = VllmTurn(request, self._label)
         if self._flows:
@@ -332,7 +332,7 @@ class VllmEngine:
             stream.cancel()
         _, late = await asyncio.wait(streams, timeout=_ENDS_S)
         if late:
-            raise EngineLostError(f"vLLM did not end {len(late)} requests within {_ENDS_S:.0f} s")
+            raise EngineLostError(f"vLLM did not stop {len(late)} requests within {_ENDS_S:.0f} s")
 
     async def _watch(self, client: VllmClient) -> None:
         while True:

@@ -18,7 +18,7 @@ from sf_core.types import Endpoint, Task
 
 def _is_kind(name: str) -> str:
     if name not in KINDS:
-        raise ValueError(f"there is no kind {quote(name)}; there are {', '.join(KINDS)}")
+        raise ValueError(f"unknown kind {quote(name)}; use one of {', '.join(KINDS)}")
     return name
 
 
@@ -26,18 +26,20 @@ FEWEST_WORDS = 5
 
 
 class Instructions(Environment):
-    """The reward is the share of the constraints that a text keeps, one named part for each. A text that is
-    cut off, too short or not about its subject keeps none: nothing at all would keep some of them."""
+    """The policy writes a text that must keep some constraints. The reward is the share of constraints that
+    the text keeps, one named part per constraint. A text that is cut off, too short or not about the subject
+    earns 0, because even an empty text would keep some constraints."""
 
     kinds: tuple[Annotated[str, AfterValidator(_is_kind)], ...] = Field(tuple(KINDS), min_length=1)
-    """Kinds of constraints that tasks are made of."""
+    """Kinds of constraints that tasks use. By default all."""
     constraints: tuple[int, int] = (1, 3)
-    """Fewest and most constraints of a task; fewer where these kinds do not go together."""
+    """Minimum and maximum number of constraints per task. A task has fewer if `kinds` are not compatible with
+    each other."""
     text: str = "a sentence"
-    """What is asked for."""
+    """Kind of text that the policy is asked for."""
     answers: int = Field(1, ge=1, le=8)
-    """Answers that a session has. After each that breaks a constraint a message says which; the last one is
-    scored."""
+    """Number of answers per session. After an answer that breaks a constraint, a message names the broken
+    constraints, and the policy answers again. The last answer is scored."""
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> Instructions:

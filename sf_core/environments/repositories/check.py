@@ -36,7 +36,7 @@ async def fault_of(environment: Repositories, instance_id: str) -> str | None:
         last = why.splitlines()[-1].removeprefix("E").strip()
         return f"with its patch {test} fails: {last}{more}"
     if not await environment.find_failing(instance_id, ""):
-        return "its tests pass without its patch"
+        return "the tests pass without the patch"
     return None
 
 
@@ -56,7 +56,7 @@ async def _faults(environment: Repositories) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Say which instances of a data set are right on this host.")
+    parser = argparse.ArgumentParser(description="Check which instances of a data set work on this host.")
     parser.add_argument("config", nargs="+", help="YAML of a run whose environment is repositories")
     try:
         config = load_config(parser.parse_args().config).environment

@@ -66,7 +66,9 @@ def read_instances(uri: str) -> list[Instance]:
             where = ".".join(map(str, first["loc"]))
             raise ValueError(f"{uri}, row {number}: {where}: {first['msg']}") from None
         if instance.instance_id in instances:
-            raise ValueError(f"{uri}, row {number}: {instance.instance_id} is there twice")
+            raise ValueError(
+                f"{uri}, row {number}: another row already has the instance_id {instance.instance_id}"
+            )
         instances[instance.instance_id] = instance
     if not instances:
         raise ValueError(f"{uri} has no instances")

@@ -46,16 +46,17 @@ class Checkout:
 
 class Repositories(Environment):
     dataset: str = Field(min_length=1)
-    """URI of JSON lines or Parquet with the columns of SWE-bench."""
+    """URI of the data set: JSON lines or Parquet, with the columns of SWE-bench."""
     repositories: str = Field(min_length=1)
-    """Folder of git repositories owner__name or owner/name, bare or not; or folder or URI of archives
-    owner__name-COMMIT.tar.gz."""
+    """Folder of git repositories named owner__name or owner/name, bare or not. Or folder or URI of archives
+    named owner__name-COMMIT.tar.gz."""
     reward_for: Literal["share", "all"] = Field("share", alias="reward")
-    """share: the part of the named tests that pass. all: 1 if all of them do, else 0."""
+    """Reward of a patch. share: the share of the named tests that pass. all: 1 if all named tests pass,
+    otherwise 0."""
     held_out: float = Field(0.2, gt=0, lt=1)
-    """Part of the instances that is held out, chosen by their ids."""
+    """Share of the instances that is held out, chosen by instance id."""
     timeout_s: float = Field(300.0, gt=0)
-    """Longest time of the hidden tests, and of each command of the agent."""
+    """Timeout of the hidden tests, and of each command of the agent, in seconds."""
     sandbox: SandboxLimits = SandboxLimits()
 
     def tasks(self, split: Split, index: int) -> Task:
@@ -103,7 +104,7 @@ class Repositories(Environment):
             number = list(self.instances).index(instance_id) + 1
             raise ValueError(
                 f"{self.dataset}, row {number}: {instance_id}: {fault}: correct the row or leave it out; "
-                "python -m sf_core.environments.repositories.check tries all of them"
+                "python -m sf_core.environments.repositories.check checks all rows"
             )
         return failing
 
@@ -178,7 +179,7 @@ class Repositories(Environment):
         for split, instances in splits.items():
             if not instances:
                 raise ValueError(
-                    f"of the {len(self.instances)} instances of {self.dataset} none falls to {split} with "
-                    f"held_out {self.held_out:g}"
+                    f"none of the {len(self.instances)} instances of {self.dataset} is in the split {split} "
+                    f"with held_out {self.held_out:g}"
                 )
         return splits

@@ -50,7 +50,7 @@ class CaseOutcome:
     """What pytest tells of a test that failed."""
 
 
-NOT_RUN = CaseOutcome(False, "it is not there, was skipped, or the tests ended before it")
+NOT_RUN = CaseOutcome(False, "the test does not exist, was skipped, or pytest ended before it")
 
 
 async def find_failing_tests(
@@ -74,13 +74,13 @@ async def fault_of_row(
     the sandbox, or with them pytest finds no such tests. None: nothing. Raises SandboxError if that cannot be
     told."""
     if misfit := await _put(box, instance, base, instance.patch):
-        return f"its {misfit} does not fit its base_commit"
+        return f"the {misfit} does not apply to base_commit"
     ended, written, told = await _run_pytest(
         box, instance.test_files, timeout_s, instance.tests, only_collects=True
     )
     if ended.ended_by != "exit":
         raise SandboxError(
-            f"pytest was ended while it collected tests with its patch: too much {ended.ended_by}"
+            f"pytest was killed while it collected tests with the patch applied: too much {ended.ended_by}"
         )
     found = {facts["test"] for facts in told}
     missing = [test for test in instance.tests if test not in found]

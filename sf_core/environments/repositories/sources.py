@@ -29,7 +29,7 @@ def check_sources(place: str, commits: Iterable[tuple[str, str]]) -> None:
         for commit in wanted:
             if _archive(place, repo, commit) is None:
                 names = f"{_slug(repo)} or {repo}", f"{_slug(repo)}-{commit}.tar.gz"
-                raise ValueError(f"{place} has no git folder {names[0]}, and no archive {names[1]}")
+                raise ValueError(f"{place} has neither a git folder {names[0]} nor an archive {names[1]}")
 
 
 @lru_cache(maxsize=CACHED)

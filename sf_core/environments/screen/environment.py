@@ -21,19 +21,19 @@ PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "requi
 
 
 class ScreenOfButtons(Environment):
-    """The reward is the share of the buttons of the named colour that were pressed. There are as many clicks
-    as such buttons, so each wrong click costs its share."""
+    """The policy clicks on a drawn screen. The reward is the share of the buttons of the named colour that it
+    pressed. A session has one click per such button, so every wrong click lowers the reward."""
 
     columns: int = Field(4, ge=2, le=16)
-    """Places for buttons beside each other."""
+    """Number of columns of places for buttons."""
     rows: int = Field(4, ge=2, le=16)
-    """Places for buttons above each other."""
+    """Number of rows of places for buttons."""
     targets: int = Field(2, ge=1, le=8)
-    """Buttons of the named colour, and clicks of a session."""
+    """Number of buttons of the named colour, which is also the number of clicks of a session."""
     others: int = Field(4, ge=0)
-    """Buttons of other colours."""
+    """Number of buttons of other colours."""
     named: tuple[Colour, ...] = Field(tuple(COLOURS), min_length=1)
-    """Colours that instructions name. A policy that learns one need not read the instruction."""
+    """Colours that instructions can name. With a single colour the policy can ignore the instruction."""
 
     @model_validator(mode="after")
     def _has_places(self) -> ScreenOfButtons:

@@ -102,10 +102,14 @@ def _shown(config: RunConfig, key: str) -> str:
 def _cut(texts: Sequence[str]) -> list[str]:
     """The texts, or if one is too long, of each the part around the first character in which they differ."""
     is_long = max(map(len, texts)) > MOST_CHARACTERS
-    common = sum(1 for _ in takewhile(lambda found: len({*found}) == 1, zip(*texts, strict=False)))
-    start = max(0, common - MOST_CHARACTERS // 2) if is_long else 0
+    start = max(0, common_length(texts) - MOST_CHARACTERS // 2) if is_long else 0
     parts = [text[start : start + MOST_CHARACTERS] for text in texts]
     return [
         "... " * bool(start) + part + " ..." * (len(text) > start + len(part))
         for text, part in zip(texts, parts, strict=True)
     ]
+
+
+def common_length(lists: Sequence[Sequence[str]]) -> int:
+    """Number of first elements that all of these have in common."""
+    return sum(1 for _ in takewhile(lambda found: len({*found}) == 1, zip(*lists, strict=False)))

@@ -134,7 +134,7 @@ class _Side:
 def _open(uri: str) -> _Side:
     view = open_run(uri)
     if not (found := answers_of(view, 0)):
-        raise ValueError(f"{view.run.uri}: its evaluation is not done, or no session had an answer")
+        raise ValueError(f"{view.run.uri}: the evaluation is not done, or no session gave an answer")
     return _Side(uri, view.run.read_config(RunConfig), found)
 
 

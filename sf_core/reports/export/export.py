@@ -40,15 +40,13 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     sentence: no run, nothing to export, unknown format, wrong or taken name."""
     make = FORMATS.get(format_name)
     if make is None:
-        raise ValueError(f"{format_name}: no such format; there are {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {format_name}; use one of {', '.join(FORMATS)}")
     if not out.endswith(make.ending):
-        raise ValueError(
-            f"{out}: {format_name} reads files whose names end in {make.ending}; choose such a name"
-        )
+        raise ValueError(f"{out}: the name of a file for {format_name} must end in {make.ending}")
     view = open_run(run_uri)
     run = view.run
     if files.exists(out):
-        raise ValueError(f"{out}: is there already; choose another name or remove it")
+        raise ValueError(f"{out} already exists; choose another name or remove it")
     parts = view.parts("opened at version" if opened else "trains iteration")
     if not parts:
         what = "opened sessions have finished" if opened else "trajectories are committed"

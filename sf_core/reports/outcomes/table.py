@@ -57,8 +57,8 @@ def _explain_absence(run_id: str, chooses: bool) -> str:
     if chooses:
         return f"run {run_id}: no batch with outcomes of its groups is committed yet"
     return (
-        f"run {run_id} has no outcomes of its groups: runs write them that have a rollout.gate, "
-        "rollout.curriculum, rollout.spare_sessions or rollout.least_sessions"
+        f"run {run_id} has no outcomes of its groups: only runs with rollout.gate, rollout.curriculum, "
+        "rollout.spare_sessions or rollout.least_sessions have them"
     )
 
 

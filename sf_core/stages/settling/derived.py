@@ -169,7 +169,7 @@ def _context(tokens: int, folder: str, prompts: Sequence[str], most: int | None)
         raise ValueError(
             f"rollout.max_tokens ({tokens}) must be less than the {most} tokens that the model supports"
         )
-    return Derived(most, f"the most that the model is for; {why}")
+    return Derived(most, f"the longest context of the model; {why}")
 
 
 def _dtype() -> Derived:

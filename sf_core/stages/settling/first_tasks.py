@@ -30,8 +30,8 @@ def foresee(config: RunConfig) -> list[str]:
     if not both:
         return []
     return [
-        f"{len(both)} of the first {len(held_out)} held-out tasks are training tasks too, such as "
-        f"{both[0].task_id}: their reward tells what was learned by heart; keep the splits apart in "
+        f"{len(both)} of the first {len(held_out)} held-out tasks are also training tasks, for example "
+        f"{both[0].task_id}, so their reward does not measure new tasks; keep the splits apart in "
         f"{source_of_tasks(environment)}"
     ]
 
@@ -75,7 +75,9 @@ def check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
         told = f"{type(error).__name__}: {error}" + (f", {place}" if place else "")
         raise ValueError(f"{setting}: {asked} raised {' '.join(told.split())}") from error
     if differs := find_difference(one, other):
-        changed = f'{source_of_tasks(environment)} changes between two calls with ("{split}", {index})'
+        changed = (
+            f'{source_of_tasks(environment)} gave different tasks in two calls with ("{split}", {index})'
+        )
         raise ValueError(
             f"environment.tasks: {changed}: {differs}. Equal arguments must give equal tasks, "
             "in every process"

@@ -28,8 +28,11 @@ def check_judges(config: RunConfig) -> None:
         )
     for function in asking if not environment.judges else ():
         if inspect.signature(function).parameters["judges"].default is inspect.Parameter.empty:
-            told = f"environment.judges: {name_function(function)} asks judges, and there are none"
-            raise ValueError(f"{told}; name them there")
+            told = (
+                f"environment.judges: {name_function(function)} has a parameter `judges`, but no judges are "
+                "configured"
+            )
+            raise ValueError(f"{told}; add them to environment.judges")
     if not environment.served_judges or scheduler_of(config) is not None:
         return
     for name, model in environment.served_judges.items():
@@ -43,9 +46,9 @@ def check_judges(config: RunConfig) -> None:
 def _find_fault(folder: str) -> str | None:
     """Why vLLM would not serve conversations with the model in this folder; None if it would."""
     if not Path(folder, "config.json").is_file():
-        return "is no Hugging Face folder here: it has no config.json"
+        return "is not a Hugging Face folder: config.json is missing"
     settings = Path(folder, "tokenizer_config.json")
     files = (Path(folder, name) for name in ("chat_template.jinja", "chat_template.json"))
     if any(map(Path.is_file, files)) or (settings.is_file() and '"chat_template"' in settings.read_text()):
         return None
-    return "has no chat template, with which judges are asked: put one there as chat_template.jinja"
+    return "has no chat template, which judges need: add chat_template.jinja to the folder"

@@ -47,8 +47,8 @@ class TrainedAdapter:
         for name in self.shapes:
             if (weight := f"{split_name(name)[0]}.weight") not in stored:
                 raise ValueError(
-                    f"train.lora: the files of policy.model have no {weight}, into which its factors are "
-                    "merged in the end: leave train.lora out"
+                    f"train.lora: the files of policy.model have no {weight}, so the adapter cannot be "
+                    "merged into them: leave train.lora out"
                 )
 
     def describe(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def settle_config(config: RunConfig, tell: Callable[[str], None] = log.warning) 
     Raises ValueError if they would make another run of one that has a batch, or end it before a published
     version."""
     if changed := begins_anew(config):
-        tell(f"run {config.run_id} has no batch yet and begins anew, with {', '.join(changed)}")
+        tell(f"run {config.run_id} has no batch yet and starts over, with {', '.join(changed)}")
     elif RunDirectory(config.run_dir).exists():
         return _merge_with_stored(config, tell, _refuse_early_end)
     return config.fill(values_of(derive(config)))
@@ -159,9 +159,12 @@ def _merge_with_stored(
         elif name in reduce(getattr, sections, config).model_fields_set:
             kept.append(f"{key} {_text(before)}")
     if changed:
-        tell(f"run {config.run_id}: as it was configured, but for {', '.join(changed)}")
+        tell(f"run {config.run_id}: the stored configuration, except for {', '.join(changed)}")
     if kept:
-        tell(f"run {config.run_id}: a default changes nothing, so this stays: {', '.join(kept)}")
+        tell(
+            f"run {config.run_id}: a default does not override a stored setting, so this stays: "
+            f"{', '.join(kept)}"
+        )
     return validate_config(data, f"run {config.run_id}")
 
 

@@ -150,9 +150,14 @@ class TorchBackend:
                 trainer.load_checkpoint(run.directory.checkpoint_dir(checkpoint))
                 break
             except ValueError as error:
-                log.warning("%s; the checkpoint before it is taken", error)
+                log.warning("%s; the previous checkpoint is used", error)
         if (steps := version - trainer.version) > 0:
-            log.warning("version %d is made again from %d (train steps: %d)", version, trainer.version, steps)
+            log.warning(
+                ("version %d is computed again from version %d (train steps: %d)"),
+                version,
+                trainer.version,
+                steps,
+            )
         while trainer.version < version:
             trainer.config = read_stored_settings(run, trainer.version)
             trainer.step(read_stored_batch(run, trainer.version))
@@ -188,8 +193,8 @@ def _refuse_missing(run: TrainedRun, version: int) -> None:
     if version not in run.directory.list_versions("weights"):
         kept = ", ".join(map(str, RunView(run.directory).list_kept_versions()))
         raise ValueError(
-            f"{run.directory.weights_dir(version)}: is not there any more, and version {version} is the "
-            f"reference of train.loss.kl in this step; these versions are kept: {kept}"
+            f"{run.directory.weights_dir(version)} no longer exists, but version {version} is the reference "
+            f"of train.loss.kl in this step; stored versions: {kept}"
         )
 
 

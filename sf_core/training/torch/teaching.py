@@ -110,7 +110,7 @@ def teacher_fault(row: Row) -> ValueError:
     """What is raised if a number that the teacher gives for a row is not finite."""
     return ValueError(
         f"train.teacher gives a number that is not finite for session {row.session}, row {row.number} of "
-        "those that train: it cannot teach"
+        "the trained rows: check the weights of the teacher"
     )
 
 

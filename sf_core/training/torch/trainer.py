@@ -291,7 +291,9 @@ class ModelTrainer:
         try:
             tensors, progress = load_checkpoint(folder, self.held.places)
             of_another = progress.base != self._base
-            fault = f"{folder}: is of an adapter of other weights than the run starts from" * of_another
+            fault = (
+                f"{folder}: belongs to an adapter of other weights than the weights at the start of the run"
+            ) * of_another
         except ValueError as error:
             fault = str(error)
         if faults := [found for found in self._ranks.gather(fault) if found]:

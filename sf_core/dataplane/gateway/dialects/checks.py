@@ -59,8 +59,8 @@ def check_conversation(messages: list[Message], where: str) -> list[Message]:
             if not isinstance(call_id, str) or call_id not in open_calls:
                 raise WrongField(
                     where,
-                    f"{where}: the tool result for {call_id!r} answers no tool call of the assistant message "
-                    "before it",
+                    f"{where}: the tool result for {call_id!r} does not answer a tool call of the assistant "
+                    "message before it",
                 )
         elif message["role"] not in ("system", "developer"):  # which may come between a call and its result
             open_calls = {call["id"] for call in message.get("tool_calls", [])}
@@ -227,7 +227,7 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
     options: dict[str, Any] = get(body, "chat_template_kwargs", (dict,), {})
     if taken := TEMPLATE_INPUTS & options.keys():
         named = ", ".join(sorted(taken))
-        raise WrongField("chat_template_kwargs", f"chat_template_kwargs must not hold {named}")
+        raise WrongField("chat_template_kwargs", f"chat_template_kwargs must not contain {named}")
     if effort is None:
         return options
     if effort not in EFFORTS:

@@ -43,7 +43,7 @@ class Completions(OpenAI):
         if len(prompts) * num_samples > MAX_TURNS:
             raise WrongField("prompt", f"prompts times n must be at most {MAX_TURNS}")
         get(body, "stream_options", (dict,), {})
-        refuse(body, "chat_template_kwargs", "chat_template_kwargs has no use without messages", {})
+        refuse(body, "chat_template_kwargs", "chat_template_kwargs has no effect without messages", {})
         return [
             TurnRequest(
                 text_or_ids=prompt,
@@ -115,7 +115,9 @@ def _parse_prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str) or _is_ids(prompt):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise WrongField("prompt", "prompt must be a text, a list of texts, token ids or a list of them")
+        raise WrongField(
+            "prompt", ("prompt must be a text, a list of texts, a list of token ids or a list of such lists")
+        )
     for i, one in enumerate(prompt):
         if not one or not (isinstance(one, str) or _is_ids(one)):
             raise WrongField("prompt", f"prompt[{i}] must be a non-empty text or a list of token ids")

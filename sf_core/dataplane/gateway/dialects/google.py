@@ -318,7 +318,9 @@ def _result(given: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> M
     found = [call for call in calls if call_id in ("", call["id"])]
     found = [call for call in found if call_id or call["function"]["name"] == name]
     if not found:
-        said = f"{where}: the result of {name!r} answers no open call of the model's content before it"
+        said = (
+            f"{where}: the result of {name!r} does not answer an open call of the model's content before it"
+        )
         raise WrongField(where, said)
     calls.remove(found[0])
     response = get(given, "response", (dict,), {})

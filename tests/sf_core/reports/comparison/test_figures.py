@@ -87,7 +87,7 @@ def test_long_values_are_cut_so_that_their_difference_is_seen() -> None:
     ("uris", "names"),
     [
         (["runs/a", "runs/b"], ["a", "b"]),
-        (["/x/runs/a", "/y/runs/a", "/x/runs/b"], ["x/runs/a", "y/runs/a", "b"]),
+        (["/x/runs/a", "/y/runs/a", "/x/runs/b"], ["x/runs/a", "y/runs/a", "x/runs/b"]),
         (["s3://one/a", "s3://two/a"], ["one/a", "two/a"]),
     ],
 )
