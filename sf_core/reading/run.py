@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +17,6 @@ from storage.json_files import parse_json
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 from storage.tables.metrics import Kind, read_metrics
-from storage.tables.outcomes import outcomes_of
 
 _COUNTS = [("sessions", pa.int64()), ("failed", pa.int64()), ("seconds", pa.float64())]
 
@@ -109,7 +109,8 @@ class Run:
         return self._with_metrics(rows, EVALUATIONS, "evaluation", [row["version"] for row in rows])
 
     def sessions(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read one row per committed session: training, held-out, and opened by agents themselves.
+        """Read one row per committed session: training, held-out, and opened by agents themselves. A session
+        in which the policy answered nothing has no row.
 
         | column | type | meaning |
         |---|---|---|
@@ -162,7 +163,8 @@ class Run:
         for number, manifest in enumerate(seen.read_committed("rollout")):
             found = seen.find_session_set(number, "rollout")
             tables += [groups_of(found)] if found else []
-            tables.append(pa.Table.from_pylist(self._discarded(manifest), schema=GROUPS))
+            rows = [_discarded(number, *found) for found in seen.read_rejected(manifest)]
+            tables.append(pa.Table.from_pylist(rows, schema=GROUPS))
         return pa.concat_tables(tables)
 
     def session(self, session_id: str) -> pa.Table:
@@ -216,29 +218,8 @@ class Run:
         whole = [{**metrics.get(row[key], {}), **row} for row in rows]
         return pa.Table.from_pylist(whole, schema=pa.schema([*schema, *fields]))
 
-    def _discarded(self, manifest: Manifest) -> list[dict[str, Any]]:
-        known = {row["number"]: row for row in outcomes_of(self._run, manifest)}
-        rows = []
-        for number, reason in manifest.data.get("rejected", {}).items():
-            outcome = known.get(int(number), {})
-            rewards = outcome.get("rewards") or []
-            rows.append(
-                {
-                    "group_id": f"{self.run_id}.g{number}",
-                    "iteration": manifest.iteration,
-                    "task_id": outcome.get("task_id") or None,
-                    "verdict": reason,
-                    "sessions": len(rewards),
-                    "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-                    "reward_min": min(rewards, default=None),
-                    "reward_max": max(rewards, default=None),
-                    "tokens": sum(outcome["tokens"]) if outcome else None,
-                }
-            )
-        return rows
 
-
-def open_run(uri: str) -> Run:
+def open_run(uri: str | Path) -> Run:
     """Open a run to read its tables, for example in a notebook. The run may still be training.
 
     `uri` is the run directory: a folder such as `runs/quickstart`, or a URL such as
@@ -251,6 +232,7 @@ def open_run(uri: str) -> Run:
     curve.plot(x="iteration", y=["reward", "held_out"])
     ```
     """
+    uri = str(uri)
     is_in_runs = "/" not in uri and not RunDirectory(uri).exists() and RunDirectory(f"runs/{uri}").exists()
     return Run(f"runs/{uri}" if is_in_runs else uri)
 
@@ -261,6 +243,21 @@ def _figures(manifest: Manifest) -> dict[str, Any]:
     data = {name: manifest.data.get(name) for name in ("sessions", "sampled_tokens")}
     failed = sum(failures_of(manifest).values())
     return {"reward": manifest.data.get("reward_mean"), "failed": failed, "seconds": end - start, **data}
+
+
+def _discarded(iteration: int, group_id: str, reason: str, outcome: dict[str, Any]) -> dict[str, Any]:
+    rewards = outcome.get("rewards") or []
+    return {
+        "iteration": iteration,
+        "group_id": group_id,
+        "task_id": outcome.get("task_id") or None,
+        "verdict": reason,
+        "sessions": len(rewards),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "reward_min": min(rewards, default=None),
+        "reward_max": max(rewards, default=None),
+        "tokens": sum(outcome["tokens"]) if outcome else None,
+    }
 
 
 def _over_steps(rows: list[dict[str, float]]) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, takewhile
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ def _measured(series: RunSeries, version: int | None) -> dict[str, float | None]
         return None
     error = None
     found = series.view.find_session_set(version, "evaluate")
-    if found is not None and found.uris:
+    if found is not None:
         with suppress(ValueError):
             error = _standard_error(found.read(["session_id", "task_id", "reward"]).to_pylist())
     return {"version": version, "reward": series.held_out[version], "error": error}
@@ -83,7 +83,7 @@ def differing_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
     found = {key for one, other in combinations(configs, 2) for key, *_ in find_differences(one, other)}
     # of a section that some runs do not have, its settings are not listed apart
     keys = [key for key in found - {"run_id"} if not any(part in found for part in _sections(key))]
-    return [{"key": key, "values": [_shown(config, key) for config in configs]} for key in sorted(keys)]
+    return [{"key": key, "values": _cut([_shown(config, key) for config in configs])} for key in sorted(keys)]
 
 
 def _sections(key: str) -> Iterator[str]:
@@ -96,5 +96,20 @@ def _shown(config: RunConfig, key: str) -> str:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
-    text = value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
-    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
+
+
+def _cut(texts: Sequence[str]) -> list[str]:
+    """The texts, or if one is too long, of each the part around the first character in which they differ."""
+    is_long = max(map(len, texts)) > MOST_CHARACTERS
+    start = max(0, common_length(texts) - MOST_CHARACTERS // 2) if is_long else 0
+    parts = [text[start : start + MOST_CHARACTERS] for text in texts]
+    return [
+        "... " * bool(start) + part + " ..." * (len(text) > start + len(part))
+        for text, part in zip(texts, parts, strict=True)
+    ]
+
+
+def common_length(lists: Sequence[Sequence[str]]) -> int:
+    """Number of first elements that all of these have in common."""
+    return sum(1 for _ in takewhile(lambda found: len({*found}) == 1, zip(*lists, strict=False)))

@@ -76,11 +76,18 @@ def test_a_long_value_is_cut() -> None:
     assert len(found["environment.settings"][1]) < 100
 
 
+def test_long_values_are_cut_so_that_their_difference_is_seen() -> None:
+    environments = [{"environment": {"settings": {"text": "x" * 500, "size": size}}} for size in (1, 2)]
+    one, other = differing(*environments)["environment.settings"]
+    assert one.endswith('"size": 1}') and other.endswith('"size": 2}')
+    assert one.startswith("... xxx") and len(one) < 100
+
+
 @pytest.mark.parametrize(
     ("uris", "names"),
     [
         (["runs/a", "runs/b"], ["a", "b"]),
-        (["/x/runs/a", "/y/runs/a", "/x/runs/b"], ["x/runs/a", "y/runs/a", "b"]),
+        (["/x/runs/a", "/y/runs/a", "/x/runs/b"], ["x/runs/a", "y/runs/a", "x/runs/b"]),
         (["s3://one/a", "s3://two/a"], ["one/a", "two/a"]),
     ],
 )
