@@ -43,9 +43,10 @@ def shortened(script: str, **settings: object) -> str:
     "one out."""
     given = SMALL | {name.replace("__", "."): value for name, value in settings.items()}
     options = (
-        " ".join(f"--set "
-        "{shlex.quote(f'{name}={value}')}"
-    ) for name, value in given.items() if value is not None)
+        " ".join(f"--set {{shlex.quote(f'{{name}}={{value}}')}}")
+        for name, value in given.items()
+        if value is not None
+    )
     return re.sub(r"^(sf train .*?)( +#.*)?$", rf"\1 {options}", script, flags=re.M)
 
 
@@ -54,7 +55,9 @@ class Clone:
 
     def __init__(self, folder: Path, example: str, cache: Path) -> None:
         self.folder = folder / "examples" / example
-        shutil.copytree(ROOT / "examples" / example, self.folder, ignore=shutil.ignore_patterns("runs", "data"))
+        shutil.copytree(
+            ROOT / "examples" / example, self.folder, ignore=shutil.ignore_patterns("runs", "data")
+        )
         self.home = folder
         self.env = os.environ | {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -155,7 +158,10 @@ def test_adapter(clone: Clone) -> None:
     assert run.settings["train"]["lora"]["rank"] == 32
     assert len(rewards(run)) == 2
     factors = clone.folder / "runs" / "adapter" / "policy" / "adapter" / "adapter_model.safetensors"
-    assert factors.stat().st_size < (clone.folder / "runs" / "adapter" / "policy" / "model.safetensors").stat().st_size
+    assert (
+        factors.stat().st_size
+        < (clone.folder / "runs" / "adapter" / "policy" / "model.safetensors").stat().st_size
+    )
 
 
 @pytest.mark.nightly
@@ -163,7 +169,11 @@ def test_teacher(clone: Clone) -> None:
     pupil = clone.folder / "pupil.yaml"
     assert yaml.safe_load(pupil.read_text())["train"]["teacher"]["model"] == "runs/teacher@40"
     pupil.write_text(pupil.read_text().replace("@40", "@6"))
-    clone.run(shortened(commands("teacher"), train__iterations=6, rollout__groups_per_batch=None, rollout__group_size=None))
+    clone.run(
+        shortened(
+            commands("teacher"), train__iterations=6, rollout__groups_per_batch=None, rollout__group_size=None
+        )
+    )
     run = clone.read("pupil")
     distances = run.iterations()["teacher_kl"].to_pylist()
     assert len(rewards(run)) == 6 and distances[-1] < distances[0], distances
