@@ -205,8 +205,8 @@ def test_the_plan_says_what_a_teacher_costs(small_policy: str, policy_copy: Path
         (
             {"weights": "start"},
             {"train": {"lora": {"rank": 2}}},
-            "version 0 of the policy, which needs no memory in addition to the adapter; each step has one more "
-            "forward pass through it, about 33% more computing",
+            "version 0 of the policy, which needs no memory in addition to the adapter; each step has one "
+            "more forward pass through it, about 33% more computing",
         ),
         (
             AT_URL | {"tokenizer": small_policy},
