@@ -227,8 +227,7 @@ def test_teacher(clone: Clone) -> None:
     pupil = clone.folder / "pupil.yaml"
     assert yaml.safe_load(pupil.read_text())["train"]["teacher"]["model"] == "runs/teacher@40"
     pupil.write_text(pupil.read_text().replace("@40", "@6"))
-    sizes = {"rollout.group_size": None, "rollout.groups_per_batch": 32}
-    clone.run(shortened(commands("teacher"), {"train.iterations": 6} | sizes))
+    clone.run(shortened(commands("teacher"), {"train.iterations": 6, "policy.warmstart.steps": None}))
     run = clone.read("pupil")
     distances = run.iterations()["teacher_kl"].to_pylist()
     assert len(rewards(run)) == 6 and distances[-1] < distances[0], distances
