@@ -31,7 +31,7 @@ async def ask(request: Request) -> JSONResponse:
     texts = await asyncio.gather(*(draft(question, session["base_url"]) for session in sessions))
     for session in sessions:
         await plane.post(f"/sessions/{session['session_id']}/finish", json={"status": "answered"})
-    drafts = [{"id": s["session_id"], "text": text} for s, text in zip(sessions, texts)]
+    drafts = [{"id": s["session_id"], "text": text} for s, text in zip(sessions, texts, strict=True)]
     return JSONResponse({"drafts": drafts})
 
 

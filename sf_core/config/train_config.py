@@ -106,7 +106,7 @@ class TeacherConfig(Teacher):
         if (self.url is None) != (self.tokenizer is None):
             raise ValueError(
                 "give url and tokenizer together: tokenizer is the folder with the tokenizer of the "
-                "teacher at url; its vocabulary is compared with the policy's"
+                "teacher at url"
             )
         return self
 

@@ -145,7 +145,7 @@ class RunPage:
 def waits_table(waits: Sequence[Facts]) -> str:
     """Markdown table of the current waits."""
     if not waits:
-        return "Nothing is waited for that takes long."
+        return "Nothing takes long at the moment."
     rows = [[clock(wait["since"]), clock(wait["until"]), wait["what"]] for wait in waits]
     return _table(["since", "until", "for"], rows)
 

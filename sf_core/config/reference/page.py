@@ -95,7 +95,7 @@ def _unknown(path: str) -> ConfigError:
     known = [*dict.fromkeys(list_settings())]
     last = path.rpartition(".")[2]
     near = [name for name in known if name.rpartition(".")[2] == last] or get_close_matches(path, known)
-    hint = f"did you mean {' or '.join(near[:3])}?" if near else "`sf settings` prints all of them"
+    hint = f"did you mean {' or '.join(near[:3])}?" if near else "`sf settings` prints all settings"
     return ConfigError(f"{path}: unknown setting; {hint}")
 
 
@@ -113,7 +113,7 @@ def _entry(settings: Settings, name: str) -> Iterator[str]:
     yield from _comment(field.description or inspect.getdoc(section) or "")
     yield from _other_kinds(field.annotation, section)
     for item in models_of(get_args(field.annotation)[1]) if get_origin(field.annotation) is dict else ():
-        yield "# Each has, beside its name:"
+        yield "# Settings of each entry:"
         for key, inner in item.model_fields.items():
             yield from _comment(f"{key}: {inner.description}", indent="  ")
     if section is None:

@@ -70,7 +70,7 @@ def test_a_long_default_has_spaces_where_lines_break() -> None:
 def test_an_unknown_setting_is_told_similar_ones(path: str, hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         settings_page(path)
-    assert str(refused.value).startswith(f"{path}: there is no such setting; {hint}")
+    assert str(refused.value).startswith(f"{path}: unknown setting;  {hint}")
 
 
 def test_every_listed_path_is_on_the_page() -> None:
