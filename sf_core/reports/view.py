@@ -62,6 +62,12 @@ class Iteration:
         return reward
 
     @property
+    def lag(self) -> float | None:
+        """Mean lag of the tokens that the filter kept; None if it kept none."""
+        lags = self.stages["filter"].data.get("lags", [])
+        return sum(lag * count for lag, count in enumerate(lags)) / sum(lags) if any(lags) else None
+
+    @property
     def window(self) -> Window:
         """From the end of the iteration before to its own end, once it is through; for an attempt's first
         iteration, from the start of the first stage that this attempt committed."""

@@ -10,12 +10,14 @@ from itertools import accumulate, combinations, takewhile
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from pydantic_core import to_jsonable_python
 
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import find_differences
 from sf_core.reports.series import RunSeries
 from sf_core.reports.view import Iteration, RunView
+from storage.tables.trajectories import first_rows
 
 TRAINING = ("loss", "entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
 """Metrics of the train stage that are drawn."""
@@ -47,11 +49,9 @@ def run_figures(view: RunView, name: str) -> dict[str, Any]:
 
 
 def _row(iteration: Iteration) -> dict[str, float | None]:
-    trained, lags = iteration.stages["train"].data, iteration.stages["filter"].data.get("lags", [])
-    counted = sum(lags)
-    return {name: trained.get(name) for name in TRAINING} | {
+    return {name: iteration.stages["train"].data.get(name) for name in TRAINING} | {
         "reward": iteration.reward,
-        "lag": sum(lag * count for lag, count in enumerate(lags)) / counted if counted else None,
+        "lag": iteration.lag,
         "tokens_per_second": iteration.tokens_per_second if iteration.seconds else None,
     }
 
@@ -61,21 +61,24 @@ def _measured(series: RunSeries, version: int | None) -> dict[str, float | None]
     if version is None:
         return None
     error = None
-    found = series.view.find_session_set(version, "evaluate")
-    if found is not None:
-        with suppress(ValueError):
-            error = _standard_error(found.read(["session_id", "task_id", "reward"]).to_pylist())
+    with suppress(ValueError):
+        error = _standard_error(series, version)
     return {"version": version, "reward": series.held_out[version], "error": error}
 
 
-def _standard_error(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Of the mean over tasks, each with the mean of its sessions."""
-    sessions = {row["session_id"]: row for row in rows if row["reward"] is not None}
-    tasks: dict[str, list[float]] = {}
-    for row in sessions.values():
-        tasks.setdefault(row["task_id"], []).append(row["reward"])
-    means = [sum(rewards) / len(rewards) for rewards in tasks.values()]
-    return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
+def _standard_error(series: RunSeries, version: int) -> float | None:
+    """Of the mean over tasks, each with the mean of its sessions. Raises ValueError if a file is missing."""
+    view = series.view
+    found, manifest = view.find_session_set(version, "evaluate"), view.manifest(version, "evaluate")
+    assert found is not None and manifest is not None
+    rows = found.read(["session_id", "task_id", "reward"])
+    sessions = rows.take(first_rows(rows["session_id"]))
+    judged = sessions.filter(pc.is_valid(sessions["reward"])).group_by("task_id")
+    # of a task without an answer no session is stored
+    num_failed = manifest.data.get("num_tasks", 0) - len(sessions["task_id"].unique())
+    failed = [series.config.rollout.failed_reward] * num_failed
+    means = np.append(judged.aggregate([("reward", "mean")])["reward_mean"].to_numpy(), failed)
+    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
