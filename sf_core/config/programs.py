@@ -28,10 +28,10 @@ def _can_be_shown(path: str) -> str:
 
 
 class SandboxLimits(Settings):
-    """Limits of programs in a sandbox. They see a read-only system, and nothing else of the host."""
+    """Limits of programs in a sandbox. The programs see a read-only system, and nothing else of the host."""
 
     memory_mb: int = Field(2048, ge=64)
-    """Maximum memory of all processes together, in MB. Files that they write count."""
+    """Maximum memory of all processes together, in MB. The files that they write are included."""
     disk_mb: int = Field(512, ge=1)
     """Maximum size of the work folder and of /tmp, in MB each. Files are kept in memory and also count toward
     `memory_mb`."""
@@ -45,8 +45,8 @@ class SandboxLimits(Settings):
     """Maximum size of what a command writes on standard output and standard error, in MB. A command that
     writes more is ended."""
     image: str | None = Field(None, pattern=r"^[^-\s]\S*$")
-    """OCI image whose system replaces the host's in the sandbox, which podman then makes. The image needs
-    python3, version 3.9 or later. Empty: the host's system."""
+    """OCI image whose system the programs see. The sandbox then runs in podman, and the image needs python3,
+    version 3.9 or later. Empty: the programs see the system of the host."""
     paths: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
     """Additional files and folders of the host that programs can read in the sandbox."""
     hidden: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
