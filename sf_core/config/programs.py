@@ -45,8 +45,8 @@ class SandboxLimits(Settings):
     """Maximum size of what a command writes on standard output and standard error, in MB. A command that
     writes more is ended."""
     image: str | None = Field(None, pattern=r"^[^-\s]\S*$")
-    """OCI image whose system the programs see. The sandbox then runs in podman, and the image needs python3,
-    version 3.9 or later. Empty: the programs see the system of the host."""
+    """An OCI image. Programs see the system of the image instead of the host's, and podman makes the sandbox.
+    The image needs python3, version 3.9 or later. Empty: the system of the host."""
     paths: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
     """Additional files and folders of the host that programs can read in the sandbox."""
     hidden: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())

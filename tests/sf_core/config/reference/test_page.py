@@ -20,7 +20,7 @@ def test_a_part_of_the_page_is_a_configuration_of_defaults(path: str) -> None:
 
 def test_a_single_setting_is_printed_alone() -> None:
     part = settings_page("train.learning_rate")
-    assert part.startswith("train:\n  # Constant learning rate of AdamW")
+    assert part.startswith("train:\n  # Learning rate of AdamW")
     assert part.endswith("\n  learning_rate: null\n")
     assert "weight_decay" not in part
 
