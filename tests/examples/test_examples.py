@@ -273,9 +273,10 @@ def test_product(clone: Clone) -> None:
         for line in started[0].stdout:
             said += line
             if found := re.search(r"agents outside find the data plane at http://127.0.0.1:(\d+)", line):
+                # nobody reads what they print, and a full pipe would stop them
                 started += [
-                    clone.start(f"exec env {words}", clone.folder)
-                    for words in (service.replace("PORT", found[1]), calls)
+                    clone.start(f"exec env {words} > {clone.top}/printed-{number} 2>&1", clone.folder)
+                    for number, words in enumerate((service.replace("PORT", found[1]), calls))
                 ]
         assert started[0].wait(patience(60)) == 0, said[-6000:]
     finally:
