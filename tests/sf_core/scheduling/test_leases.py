@@ -137,7 +137,7 @@ def test_a_worker_whose_lease_was_lost_is_held_again_but_not_all_the_time(
     assert bench.adapt() == []
     bench.now += 0.1
     assert given(bench.adapt()) == [("r0", None)]
-    lost = "lease r0-1.1 was lost (ConnectionError: no claim was answered), and r0 gets another one"
+    lost = "lease r0-1.1 was lost (ConnectionError: no claim was answered); r0 gets a new lease"
     assert lost in caplog.messages
     bench.end("r0", LOST)
     assert bench.adapt() == []
@@ -254,7 +254,7 @@ def test_leases_follow_who_trains(caplog: pytest.LogCaptureFixture) -> None:
     assert bench.leases.plan.trainers == ("t0",)
     bench.now += 0.1
     assert bench.replan() == [Revoke("t0-3.1"), Revoke("t0-4.1")]
-    assert "who trains changes: t1" in caplog.messages
+    assert "the trainers change: t1" in caplog.messages
     assert given(bench.lend(1)) == [("t1", 1)]
     # the lease that it had as no trainer ends like a loan
     assert ("t1", "t1-2.1") in bench.leases.to_revoke(1)

@@ -83,7 +83,10 @@ def refused(config: dict[str, Any], *names: str) -> None:
             "train.lora: target lm_head is not a linear layer of the model's blocks, which have down_proj, "
             "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
-        ({"train": {"lora": {"targets": ["embed_tokens"]}}}, "train.lora: target embed_tokens is no linear"),
+        (
+            {"train": {"lora": {"targets": ["embed_tokens"]}}},
+            "train.lora: target embed_tokens is not a linear",
+        ),
         (
             {"train": {"lora": {"targets": ["query"]}}},
             "train.lora: target query is not a linear layer of the mo",
@@ -176,7 +179,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "fewer layers": (
         with_factors(lambda factors: {name: t for name, t in factors.items() if name != FACTOR}),
-        f"was made for another model than policy.model: '{FACTOR}' is not there (1 tensors missing)",
+        f"was made for another model than policy.model: '{FACTOR}' is missing (1 tensors missing)",
     ),
     "more layers": (
         with_factors(lambda factors: factors | {FACTOR.replace(".0.", ".7."): torch.ones(2, 32)}),
