@@ -252,9 +252,9 @@ def check_open_files() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEWEST_OPEN_FILES:
         raise OSError(
-            f"this process may have {soft} files open, and a stack needs {FEWEST_OPEN_FILES}: "
-            f"`ulimit -n {OPEN_FILES}`, or raise the hard limit (`nofile` in /etc/security/limits.conf, "
-            "LimitNOFILE of systemd)"
+            f"this process may open {soft} files, but a stack needs {FEWEST_OPEN_FILES}: `ulimit -n "
+            f"{OPEN_FILES}`, or raise the hard limit (`nofile` in /etc/security/limits.conf, LimitNOFILE of "
+            "systemd)"
         )
 
 

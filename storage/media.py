@@ -43,5 +43,5 @@ def read_picture(folder: str, sha256: str) -> bytes:
     except FileNotFoundError:
         raise ValueError(f"{file} is missing, but a trajectory contains this picture") from None
     if hashlib.sha256(png).hexdigest() != sha256:
-        raise ValueError(f"{file} does not have the sha256 that its name says")
+        raise ValueError(f"{file} does not have the SHA-256 in its name")
     return png

@@ -15,11 +15,11 @@ from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, is_for_a
 _TOP = """# Routes
 
 The HTTP routes of the data plane, which `sf train`, `sf up` and `sf dataplane` start. `GET /openapi.json` of
-a running data plane has the same as an OpenAPI 3.1 document.
+a running data plane returns the same information as an OpenAPI 3.1 document.
 
 ## Keys
 
-A request shows its key as `Authorization: Bearer KEY`, or in the header `x-api-key` or `x-goog-api-key`.
+A request sends its key as `Authorization: Bearer KEY`, or in the header `x-api-key` or `x-goog-api-key`.
 
 - **The data plane's key** opens every route. A data plane without a key asks for none.
 - **A run's key** opens the agents' routes of this run, and the routes of its sessions and groups. They
@@ -38,8 +38,8 @@ An error has one sentence at `error.message`.
 _AGENTS = """
 ## Agents' routes
 
-Agents call these with the SDK of the provider, whose documentation describes the bodies. Each is also there
-below `/sessions/{session_id}`.
+Agents call these with the SDK of the provider, whose documentation describes the bodies. Each route also
+exists below `/sessions/{session_id}`.
 
 | API | routes |
 |---|---|
@@ -82,7 +82,7 @@ def routes_page() -> str:
 def _show(path: str, method: str, route: Schema, schemas: Schema) -> Iterator[str]:
     yield f"\n### `{method} {path}`\n"
     yield escape(route["summary"]) + "\n"
-    yield f"Key: {'that of a run or of ' if is_for_agents(path) else 'that of '}the data plane.\n"
+    yield f"Key: the key of {'a run or of ' if is_for_agents(path) else ''}the data plane.\n"
     if route["parameters"]:
         yield "Parameters:\n"
         for parameter in route["parameters"]:

@@ -15,8 +15,9 @@ plane = httpx.AsyncClient(base_url=PLANE, headers={"Authorization": f"Bearer {KE
 
 async def draft(question: str, base_url: str) -> str:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY) as client:
-        messages = [{"role": "user", "content": question}]
-        reply = await client.chat.completions.create(model="policy", messages=messages)
+        reply = await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": question}]
+        )
     return reply.choices[0].message.content or ""
 
 

@@ -158,9 +158,9 @@ class CommandAgent:
                 case "time":
                     raise TimeoutError
                 case "output":
-                    raise NoAnswerError(f"it wrote more than the limit output_mb ({limits.output_mb})")
+                    raise NoAnswerError(f"the output exceeds output_mb ({limits.output_mb})")
                 case "memory":
-                    raise NoAnswerError(f"it used more than the limit memory_mb ({limits.memory_mb})")
+                    raise NoAnswerError(f"the memory use exceeds memory_mb ({limits.memory_mb})")
             return self._answer_in(box.folder, given, ended.status)
 
     def _answer_in(self, folder: int, given: dict[str, bytes], status: int) -> Any:

@@ -259,7 +259,9 @@ def as_reward(value: Any, function: str) -> dict[str, Any]:
         except (TypeError, ValueError):
             found = math.nan
         if not math.isfinite(found):
-            raise ValueError(f"the reward function {function} returned {quote(value)}{of}, no finite number")
+            raise ValueError(
+                f"the reward function {function} returned {quote(value)}{of}, which is not a finite number"
+            )
         return found
 
     if inspect.iscoroutine(value):

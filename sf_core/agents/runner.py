@@ -210,8 +210,11 @@ class AgentRunner:
         if self._alone_since is None:
             self._alone_since = now
         if now - self._alone_since > self._patience_s:
-            who = f"data plane at {self._url}: no claim of {self._runner_id} on run {self._run_id}"
-            raise ConnectionError(f"{who} was answered for {self._patience_s:g} s: {sentence}")
+            who = (
+                f"data plane at {self._url}: did not answer any claim of {self._runner_id} on run "
+                f"{self._run_id}"
+            )
+            raise ConnectionError(f"{who} for {self._patience_s:g} s: {sentence}")
         log.warning("claim failed, trying again: %s", sentence)
 
     def _group_claims(self, claims: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -113,7 +113,7 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
         return "filters, publishes, evaluates"
     if "train" in worker.tags:
         return "nothing: not chosen to train, and does not carry rollout"
-    return "nothing: no task needs its tags"
+    return "nothing: no task of this run needs its tags"
 
 
 def _why_trainer(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
@@ -149,8 +149,8 @@ def _lag(config: RunConfig) -> str:
     if config.lag_bound == 0:
         return "0: every token is trained on by the version that sampled it"
     older = {
-        "wait": "training waits for sessions that would exceed it",
-        "drop": "groups that would exceed it are dropped",
+        "wait": "training waits for sessions that would exceed this lag",
+        "drop": "groups that would exceed this lag are dropped",
     }
     return f"{config.lag_bound}: sampling continues during training; {older[config.rollout.on_max_lag]}"
 
@@ -165,8 +165,8 @@ def _judge(name: str, plan: Plan, config: RunConfig) -> str:
     else:
         where = f"{judge.name or 'the model'} at {judge.url}, asked by {asking}"
     bound = judge.max_tokens_per_iteration
-    most = "no limit on tokens" if bound is None else f"at most {bound:,} tokens from batch to batch"
-    return f"{where}; {judge.concurrency} calls at once by each, {most}"
+    most = "no limit on tokens" if bound is None else f"at most {bound:,} tokens per iteration"
+    return f"{where}; {judge.concurrency} calls at once per worker, {most}"
 
 
 def _outside(plan: Plan, config: RunConfig) -> str:

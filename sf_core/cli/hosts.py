@@ -108,8 +108,9 @@ def dataplane(
 
     if gateways != 1:
         fail(
-            f"--gateways {gateways}: a data plane is one process; for more load start several with different "
-            "--port, and give each run the URL of one (--set dataplane.url=http://HOST:PORT)"
+            f"--gateways {gateways} is not supported: a data plane is one process; for more load start "
+            "several data planes with different --port, and give each run the URL of one data plane (--set "
+            "dataplane.url=http://HOST:PORT)"
         )
     options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb)
     try:

@@ -88,7 +88,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
             # first: the caller may ask for more iterations than are done
             config = settle_config(config, tell)
             if is_finished(RunView(directory), config.train.iterations):
-                more = "a larger train.iterations continues it, another run_id starts a new run"
+                more = "to continue it, raise train.iterations; to start a new run, set another run_id"
                 tell(f"run {name} is already finished; {more}")
                 return _print_result(directory, config, console)
         scheduler = scheduler_of(config)

@@ -53,7 +53,8 @@ def _make(source: str, folder: Path | None) -> Path:
     if source not in PUBLISHED or Path(source).is_dir():
         if folder is not None:
             raise ValueError(
-                f"{source} is neither a GGUF file nor one of {', '.join(PUBLISHED)}: nothing is made of it"
+                f"{source} is neither a GGUF file nor one of {', '.join(PUBLISHED)}, so `sf model` cannot "
+                "make a folder from it"
             )
         return Path(source)
     target = folder or folder_of(source)

@@ -31,7 +31,7 @@ def refuse_user(url: str) -> str:
     if "@" in url:
         # the URL itself is left out, because this sentence goes into logs
         raise ValueError(
-            "a user or password does not belong here, where it would be stored with the run and sent to "
+            "do not give a user or password here, because this setting is stored with the run and sent to "
             "trackers; put the whole address into the environment variable SF_DATAPLANE_URL"
         )
     return url

@@ -112,8 +112,8 @@ def _num_kept(config: Sections) -> int | None:
 _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     (
         lambda c: c.rollout.group_size == 1 and _compares(c),
-        "train.advantage {c.train.advantage.kind} compares the sessions of a group, and rollout.group_size "
-        "is 1: raise it, or take train.advantage whitened",
+        "train.advantage {c.train.advantage.kind} compares the sessions of a group, but rollout.group_size "
+        "is 1: raise it, or use train.advantage whitened",
     ),
     (
         lambda c: c.rollout.group_size == 1 and c.rollout.gate.kind == "varied",
@@ -173,8 +173,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         lambda c: (sizes := _rules(c).sizes) is not None and sizes.fewer == 1 and _compares(c),
-        "train.advantage {c.train.advantage.kind} compares the sessions of a group, and "
-        "rollout.curriculum.sizes.fewer is 1: raise it, or take train.advantage whitened",
+        "train.advantage {c.train.advantage.kind} compares the sessions of a group, but "
+        "rollout.curriculum.sizes.fewer is 1: raise it, or use train.advantage whitened",
     ),
     (
         lambda c: (
@@ -200,7 +200,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         lambda c: isinstance(c.train.advantage, Relative) and c.rollout.failed_reward < 0,
-        "train.advantage relative takes no negative rewards, and rollout.failed_reward is "
+        "train.advantage relative does not support negative rewards, but rollout.failed_reward is "
         "{c.rollout.failed_reward:g}",
     ),
     (
@@ -305,8 +305,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         lambda c: _num_kept(c) is not None and isinstance(c.train.advantage, Gae | Whitened | RoleBaseline),
-        "train.advantage {c.train.advantage.kind} compares sessions of the whole batch, and train.select "
-        "extremes keeps the best and the worst of each group: take train.advantage group, or leave "
+        "train.advantage {c.train.advantage.kind} compares sessions of the whole batch, but train.select "
+        "extremes keeps the best and the worst sessions of each group: use train.advantage group, or leave "
         "train.select out",
     ),
 )

@@ -34,7 +34,7 @@ class SandboxLimits(Settings):
     """Maximum memory of all processes together, in MB. Files that the programs write count toward this
     limit."""
     disk_mb: int = Field(512, ge=1)
-    """Maximum size of the work folder, in MB, and of /tmp, each. Files are kept in memory and also count
+    """Maximum size of the work folder, and also of /tmp, in MB. Files are kept in memory and also count
     toward `memory_mb`."""
     processes: int = Field(128, ge=1)
     """Maximum number of processes and threads at once."""
@@ -90,8 +90,8 @@ class Command(Settings):
     text of the file NAME in the program's folder. folder: all files in the program's folder, as a mapping of
     names to texts."""
     timeout_s: float = Field(3600.0, gt=0)
-    """Timeout of the program, in seconds; time without a serving engine counts. Then
-    `rollout.on_failure.timeout` applies. `rollout.session_timeout_s` applies too."""
+    """Timeout of the program, in seconds; then `rollout.on_failure.timeout` applies. Time without a serving
+    engine counts, unlike in `rollout.session_timeout_s`, which applies too."""
     variables: dict[Annotated[str, AfterValidator(_is_variable)], str] = Field({})
     """Additional environment variables. They are stored with the run, so do not put secrets here."""
     sandbox: SandboxLimits | None = None

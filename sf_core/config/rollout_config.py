@@ -39,8 +39,8 @@ class JudgeConfig(Settings):
 
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
     """Address of a server with the OpenAI API, for example http://HOST:8000/v1. The environment variable
-    SF_JUDGE_KEY_NAME holds its key, where NAME is the judge's name in capitals. If that variable is not set,
-    no key is sent."""
+    SF_JUDGE_KEY_NAME holds the server's key, where NAME is the judge's name in capitals. If that variable is
+    not set, no key is sent."""
     name: str | None = Field(None, min_length=1)
     """Name of the model at that server. Empty: the first model that the server lists."""
     model: FilePath | None = None
@@ -119,7 +119,7 @@ class RolloutConfig(Settings):
     """Groups per batch; each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
     """Number of groups per batch whose agents run outside the cluster. The environment gives the other
-    groups. If it equals `groups_per_batch`, no worker needs the tag `agent`. 0: all groups come from the
+    groups. If all groups come from outside, no worker needs the tag `agent`. 0: all groups come from the
     environment."""
     success: Success | None = None
     """Condition for a session to count as right, for `gate` and `curriculum`. Empty: the session's reward is
@@ -127,7 +127,7 @@ class RolloutConfig(Settings):
     gate: AnyGate = All()
     """Condition for a complete group to enter the batch. Other groups are discarded and replaced."""
     curriculum: Curriculum | None = None
-    """Rules that choose tasks by their earlier results. Empty: each task is sampled once, in order."""
+    """Choice of tasks by their earlier results. Empty: each task is sampled once, in order."""
     spare_sessions: int = Field(0, ge=0, le=MAX_TOGETHER)
     """Number of sessions per group that start in addition to `group_size`. The first sessions to finish
     count; the rest are stopped. Short sessions finish first, so long answers are underrepresented. 0: no

@@ -112,8 +112,8 @@ class VllmConfig(Settings):
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
     """Address of a running vLLM server for one rollout worker. The server and the worker must read the run's
     folder at the same path. Start the server with --enable-scale-out, --logprobs-mode processed_logprobs and
-    the environment variable VLLM_SERVER_DEV_MODE=1. The environment variable SF_VLLM_KEY holds its key.
-    Empty: each rollout worker starts a server."""
+    the environment variable VLLM_SERVER_DEV_MODE=1. The environment variable SF_VLLM_KEY holds the server's
+    key. Empty: each rollout worker starts a server."""
     arguments: tuple[Annotated[str, Field(pattern=r"^--[\w.-]+(=.*)?$")], ...] = ()
     """Additional arguments of the servers that workers start, for example --gpu-memory-utilization=0.6."""
     sleep_level: int = Field(2, ge=1, le=2)

@@ -73,9 +73,9 @@ class LoraConfig(Settings):
 
 
 class TeacherConfig(Teacher):
-    """Another model whose log-probs train the policy, in addition to the rewards, or alone with
-    `train.advantage: none`. Give one of `model`, `url` and `weights`. Every token of the policy's vocabulary
-    must have the same id in the teacher's vocabulary."""
+    """The teacher trains the policy in addition to the rewards, or alone with `train.advantage: none`. Give
+    one of `model`, `url` and `weights`. Every token of the policy's vocabulary must have the same id in the
+    teacher's vocabulary."""
 
     model: FilePath | None = None
     """Folder of a Hugging Face causal LM, the name of a model that `sf model` has made, or RUN@VERSION: a
@@ -83,7 +83,7 @@ class TeacherConfig(Teacher):
     the run. Each worker holds a part of the teacher."""
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
     """Address of a vLLM server, with `divergence: sampled`. The filter stage asks the server for the
-    log-probs of the trained tokens. The environment variable SF_TEACHER_KEY holds its key."""
+    log-probs of the trained tokens. The environment variable SF_TEACHER_KEY holds the server's key."""
     weights: Literal["start"] | None = None
     """start: the teacher is version 0 of the policy, which keeps later versions close to version 0. With
     `train.lora` this teacher needs no memory."""
@@ -106,7 +106,7 @@ class TeacherConfig(Teacher):
         if (self.url is None) != (self.tokenizer is None):
             raise ValueError(
                 "give url and tokenizer together: tokenizer is the folder with the tokenizer of the "
-                "teacher at url; its vocabulary is compared with the policy's"
+                "teacher at url"
             )
         return self
 
@@ -123,7 +123,7 @@ class TrainConfig(Settings):
     that the device of `emulation` would compute, and produce no weights; `engine.kind` must not be torch.
     Empty: emulated with emulated engines, otherwise torch."""
     workers: int = Field(1, ge=1)
-    """Number of workers that train together. Each is one rank."""
+    """Number of workers that train together, one rank each."""
     min_workers: int | None = Field(None, ge=1)
     """Minimum number of training workers. If a worker is lost, the run continues with this number or more.
     Empty: `workers`."""

@@ -157,8 +157,7 @@ class _Constructor(SafeConstructor):
         same = (other for other, _ in node.value if other.value == key_node.value)
         lines = [mark.start_mark.line + 1 for mark in (next(same), key_node)]
         raise _NoYamlError(
-            f"the key {quote(key)} is in line {lines[0]} and again in line {lines[1]}: write its settings "
-            "once"
+            f"the key {quote(key)} is in line {lines[0]} and again in line {lines[1]}: merge the two"
         )
 
 

@@ -28,59 +28,65 @@ RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
 class RunRollout(RolloutConfig):
-    """The settings `rollout` of a run, whose trainer may be one that compares no rewards within a group."""
+    """The settings `rollout` of a run. Unlike in RunConfig, a group may have a single session."""
 
     group_size: int = Field(8, ge=1, le=MAX_TOGETHER)
 
 
 class RunSpec(Body):
-    """A run as one attempt of its flow registers it. Fields are those of RunConfig unless said otherwise."""
+    """A run, as an attempt of its flow registers it. Fields without a description mean the same as in
+    RunConfig."""
 
     run_id: RunName
     run_dir: str
     model_dir: str
-    """Folder with tokenizer and chat template."""
+    """Folder with the tokenizer and the chat template."""
     served_model: str = "policy"
     tasks: str = "tasks"
-    """The function that makes its tasks, in the words of messages."""
+    """Name, in messages, of the function that makes the run's tasks."""
     seed: int
     rollout: RunRollout = RunRollout()
     lag_bound: int = Field(ge=0)
     context_length: int = Field(ge=2)
     judges_groups: bool = False
-    """The answers of a training group are scored together, by one runner."""
+    """True if one runner scores the answers of a training group together."""
     # of a run without judges the journal is as it was before there were any
     judge_budgets: dict[str, int] = Field({}, exclude_if=not_)
-    """Most tokens that judges may take from one batch to the next, by their names. Those without are not
-    bounded."""
+    """Maximum number of tokens that each judge may use between two batches, by the judge's name. Judges
+    without an entry have no limit."""
     scored_apart: bool = Field(False, exclude_if=not_)
-    """Only runners that claim answers score: agents' runners cannot ask all of its judges."""
+    """True if only runners that claim answers score them, because the runners of agents cannot reach all
+    judges."""
     follows_grammars: bool = False
-    """Its engines hold answers to JSON Schemas."""
+    """True if the engines of the run can hold answers to JSON Schemas."""
     max_waiting: int = Field(20_000, ge=1)
-    """Requests that may wait for an engine; further ones are refused (429)."""
+    """Maximum number of requests that wait for an engine. Further requests are refused (429)."""
     engine_silence_s: float = Field(600.0, gt=0)
-    """An engine that has work and sends nothing for this long is dropped: must be longer than any prefill and
-    any loading of weights. A dead process or network is noticed within 40 s by WebSocket pings."""
+    """Timeout, in seconds, after which an engine that has work but sends nothing is dropped. Must exceed the
+    time of any prefill and of any loading of weights. WebSocket pings detect a dead process or network within
+    40 s."""
     was_warmed: bool = False
-    """The run began with a warm start, after which a call that cannot be parsed is the policy's fault."""
+    """True if the run began with a warm start. A tool call that cannot be parsed then counts as the policy's
+    fault."""
     num_batches: int = Field(ge=0, le=MAX_INDEX)
-    """Iterations of the whole run; 0 for evaluation only."""
+    """Number of iterations of the whole run. 0: evaluation only."""
     iteration: int = Field(ge=0, le=MAX_INDEX)
     """Index of the next batch."""
     version: int = Field(ge=0, le=MAX_INDEX)
     weights_uri: str
     done_groups: list[int]
-    """Group indices consumed or rejected by earlier batches."""
+    """Numbers of the groups that earlier batches consumed or rejected."""
     attempt: int = Field(ge=0)
-    """Number of this attempt of the flow; a later attempt fences off the earlier ones."""
+    """Number of this attempt of the flow. A later attempt supersedes earlier ones."""
     origin: str = ""
-    """Names version 0. A run registered with another one begins anew: what it did before does not count."""
+    """Name of version 0. If a run is registered with another name, the run starts over and its earlier
+    results do not count."""
     first_attempt: int = Field(0, ge=0)
-    """Number of the first attempt at each session. Those with lower ones began before the run began anew. The
-    data plane chooses it."""
+    """Number of the first attempt at each session. Sessions with a lower number are older than the last start
+    of the run. The data plane chooses this number."""
     key: SecretStr | None = Field(None, min_length=8)
-    """Key of this run's agent routes, beside the data plane's own; required even if that has none."""
+    """Key for the agents' routes of this run, in addition to the key of the data plane. Agents must send a
+    key even if the data plane has none."""
 
     @field_validator("key")
     @classmethod
@@ -97,64 +103,79 @@ class RunSpec(Body):
 
 class TaskName(Body):
     task_id: str = ""
+    """Id of the task."""
     environment: str = ""
+    """Name of the task's environment."""
 
 
 class ClaimBody(Body):
     runner: str = Field(min_length=1)
+    """Id of the runner."""
     max: int = Field(ge=0, le=MAX_TOGETHER)
+    """Maximum number of sessions to claim."""
     wait_s: float = Field(0.0, ge=0)
+    """Longest time to wait for the first session, in seconds."""
     work: Work = "agent"
-    """What the runner claims: sessions to run an agent on, or answers to score."""
+    """Work that the runner claims. agent: sessions to run an agent on. reward: answers to score."""
     attempt: int | None = None
-    """Attempt of the flow that started the runner; runners of earlier attempts are released. None: the
-    attempt that is current at the runner's first claim."""
+    """Attempt of the flow that started the runner. Runners of earlier attempts are released. None: the
+    current attempt at the runner's first claim."""
     tasks: dict[str, TaskName] = {}
-    """Tasks by session id, of the sessions whose agents have begun since the runner last sent this."""
+    """Tasks, by session id, of the sessions whose agents have started since the runner's last claim."""
     answered: list[str] = []
-    """Ids of the sessions whose agents have ended since then; the runner bounds the time of the scoring."""
+    """Ids of the sessions whose agents have ended since the runner's last claim. The runner limits the time
+    of their scoring."""
     running: list[str] | None = None
-    """Ids of all sessions the runner works on; others that it was given are given out again. None: not listed
-    in this claim, because listing thousands is slow."""
+    """Ids of all sessions that the runner works on. Other sessions of this runner are given out again. None:
+    this claim does not list them, because a list of thousands is slow."""
 
 
 class ReleaseBody(Body):
     attempt: int | None = None
-    """Attempt of the flow that ends. None: the current one."""
+    """Attempt of the flow that ends. None: the current attempt."""
 
 
 class SessionBody(Body):
-    """A session to open for an external agent, which no runner was given."""
+    """A session for an agent outside the cluster. Runners do not get this session."""
 
     run_id: RunName
     policy: str | None = None
-    """Model name that the agent will send. None: the run's."""
+    """Model name that the agent will send. None: the model name of the run."""
     group: str | None = Field(None, min_length=1)
-    """Stored with the session, to compare the rewards of sessions with the same group."""
+    """Name that is stored with the session. Rewards of sessions with the same name can be compared."""
     task_id: str = ""
+    """Id of the task, stored with the session."""
     environment: str = ""
+    """Name of the task's environment, stored with the session."""
     metadata: dict[str, Any] = {}
+    """Values of your own, stored with the session."""
 
 
 class GroupBody(Body):
-    """A group that agents outside work on: sessions of one task, whose rewards are compared."""
+    """A group for agents outside the cluster: sessions of one task, whose rewards are compared."""
 
     split: Literal["train", "holdout"] = "train"
-    """holdout: sessions of the evaluations that are under way."""
+    """train: sessions of a batch. holdout: sessions of an evaluation that is in progress."""
     size: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Number of sessions. None: `rollout.group_size`. Of held-out ones there may be fewer."""
+    """Number of sessions. None: `rollout.group_size`. A held-out group may have fewer sessions."""
     name: str | None = Field(None, min_length=1)
-    """Declared again under the same name, its open sessions are answered and no new ones."""
+    """Name of the group. If a group of this name exists, its open sessions are returned instead of new
+    ones."""
     task_id: str = ""
+    """Id of the task, stored with the session."""
     environment: str = ""
+    """Name of the task's environment, stored with the session."""
     metadata: dict[str, Any] = {}
+    """Values of your own, stored with the session."""
 
 
 class RewardBody(Body):
     reward: FiniteFloat
+    """Reward of the session."""
     reward_parts: dict[str, FiniteFloat] = {}
+    """Named parts of the reward."""
     step_rewards: dict[str, FiniteFloat] = {}
-    """What single answers earned, by their ids."""
+    """Rewards of single answers, by answer id."""
 
 
 def _read_judgements(given: list[Any]) -> list[Judgement]:
@@ -163,26 +184,32 @@ def _read_judgements(given: list[Any]) -> list[Judgement]:
 
 class FinishBody(Body):
     status: Literal["finished", "failed", "answered", "unjudged"]
-    """answered: the agent is done, and its reward follows: another runner scores the answer, or, where the
-    agent came by itself, another report has it. unjudged: a runner could not have the answer judged, which is
-    scored again. Of answers that are scored together it is reported with each, and counts once."""
+    """finished: the session has ended with a reward. failed: the session has failed. answered: the agent has
+    ended and the reward follows, from a runner that scores or, for an agent outside the cluster, in another
+    report. unjudged: a judge was not available, so the answer is scored again. If several answers are scored
+    together, unjudged is reported with each of them and counts once."""
     answer: str | None = None
     """The agent's answer, as JSON."""
     reward: FiniteFloat | None = None
+    """Reward of the session. Required with status finished, unless the session was given a reward before."""
     reward_parts: dict[str, FiniteFloat | None] = {}
+    """Named parts of the reward."""
     step_rewards: dict[str, FiniteFloat | None] = {}
-    """What single answers earned, by their ids."""
+    """Rewards of single answers, by answer id."""
     output: str | None = Field(None, max_length=MAX_OUTPUT)
-    """What the agent's process wrote, kept with the session."""
+    """Output of the agent's process. It is stored with the session."""
     error: str | None = None
+    """Message of the failure."""
     cause: Cause = "agent"
     """Cause of a failure."""
     judgements: Annotated[list[Any], AfterValidator(_read_judgements)] = []
-    """What judges were asked for the reward, and what was noted, in the columns of the table `judgements`."""
+    """Questions to judges and their replies, and noted values, in the columns of the table `judgements`."""
     scoring: str = ""
-    """The field `scoring` of the claim that gave out an unjudged answer; empty if no claim did."""
+    """Field `scoring` of the claim that gave out an unjudged answer. Empty: no claim gave it out."""
     task_id: str = ""
+    """Id of the task, stored with the session."""
     environment: str = ""
+    """Name of the task's environment, stored with the session."""
 
     @property
     def has_reward(self) -> bool:
@@ -215,41 +242,49 @@ class FinishBody(Body):
 
 class FinishedReport(FinishBody):
     session_id: str
+    """Id of the session."""
 
 
 class FinishedBody(Body):
-    """Reports of several sessions; sessions that are already over are skipped. A report that is refused for
-    good does not affect the others; if one may be retried, the whole body may."""
+    """Reports of several sessions. Sessions that have already ended are skipped. A report that is refused
+    does not affect the other reports. If the request fails and may be retried, send the whole body again."""
 
     sessions: list[FinishedReport]
+    """One report per session."""
 
 
 class SealBody(Body):
     attempt: int
+    """Attempt of the flow that writes the files."""
 
 
 class WeightsBody(Body):
     version: int = Field(ge=0, le=MAX_INDEX)
+    """Number of the policy version."""
     uri: str
+    """Location of the weights."""
 
 
 class RevokeBody(Body):
     within_s: float | None = Field(None, gt=0)
-    """An engine that has not yielded by then is dropped."""
+    """Time, in seconds, within which the engine must yield; then it is dropped."""
 
 
 class PauseBody(Body):
     mode: PauseMode = "freeze"
+    """freeze: engines keep their requests and stop sampling. evacuate: engines return their requests."""
     engine: str | None = None
-    """Engine id. None: the whole run."""
+    """Id of the engine. None: all engines of the run."""
 
 
 class ResumeBody(Body):
     engine: str | None = None
+    """Id of the engine. None: all engines of the run."""
 
 
 class EvaluationBody(Body):
     num_tasks: int = Field(ge=1, le=MAX_TOGETHER)
+    """Number of held-out tasks."""
 
 
 class StageBody(BaseModel):

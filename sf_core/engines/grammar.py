@@ -50,7 +50,7 @@ class Vocabularies:
         key = tuple(stop_ids)
         if key not in self._made:
             if not key:
-                raise ValueError("a grammar needs a stop token that ends its answer, and none was given")
+                raise ValueError("a grammar needs a stop token, but none was given")
             try:
                 self._made[key] = Vocabulary(self._read().decode(), key)
             except OSError as error:

@@ -70,7 +70,7 @@ class Adapter:
 _UNKNOWN = {
     "use_dora": "DoRA",
     "use_rslora": "rank-stabilised scaling (rsLoRA)",
-    "modules_to_save": "whole modules beside its factors",
+    "modules_to_save": "whole modules in addition to its factors",
     "lora_dropout": "dropout",
     "alpha_pattern": "an alpha for each layer",
     "rank_pattern": "a rank for each layer",

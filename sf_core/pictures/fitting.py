@@ -39,7 +39,7 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
     """Decode, turn as EXIF says, put what is transparent on white, and resize. Raises ValueError, a clause
     whose subject is the picture, if it cannot be shown."""
     if len(data) > MAX_BYTES:
-        raise ValueError(f"it has {len(data)} bytes, and at most {MAX_BYTES} are read")
+        raise ValueError(f"the picture has {len(data)} bytes; the limit is {MAX_BYTES}")
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check(opened)
@@ -63,10 +63,10 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
 def _check(picture: Image.Image) -> None:
     width, height = picture.size
     if width * height > MAX_PIXELS:
-        raise ValueError(f"it has {width} by {height} pixels, and at most {MAX_PIXELS} are decoded")
+        raise ValueError(f"the picture has {width} by {height} pixels; the limit is {MAX_PIXELS} pixels")
     # MPO: a JPEG of a phone with further frames, such as depth; the first one is opened
     if getattr(picture, "is_animated", False) and picture.format != "MPO":
-        raise ValueError("it is animated")
+        raise ValueError("the picture is animated")
 
 
 def _turned_size(picture: Image.Image) -> tuple[int, int]:

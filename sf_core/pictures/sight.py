@@ -48,23 +48,26 @@ class Sight:
         most, fewest = max_tokens * self.side**2, -(-self.min_pixels // self.side**2)
         if max_tokens < fewest:
             raise ValueError(
-                f"rollout.max_picture_tokens is {max_tokens}, and the policy's processor makes no picture "
-                f"smaller than {fewest} tokens"
+                f"rollout.max_picture_tokens is {max_tokens}, but the policy's processor uses at least "
+                f"{fewest} tokens per picture"
             )
         return replace(self, max_pixels=min(self.max_pixels, most))
 
     def describe(self) -> str:
         low, high = (pixels // self.side**2 for pixels in (self.min_pixels, self.max_pixels))
         return (
-            f"the policy is shown them, each as {low} to {high} tokens, one for every {self.side} by "
-            f"{self.side} pixels; larger ones are made smaller"
+            f"the policy sees pictures as {low} to {high} tokens each, one token per {self.side} by "
+            f"{self.side} pixels; larger pictures are scaled down"
         )
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """The height and width to which a picture is resized: multiples of `side` within the limits, at about
         its aspect, as `smart_resize` of Qwen's processor has them. Raises ValueError if there are none."""
         if max(height, width) > MAX_ASPECT * min(height, width):
-            raise ValueError(f"its sides are {width} by {height} pixels, a ratio above {MAX_ASPECT}")
+            raise ValueError(
+                f"the picture has {width} by {height} pixels; the ratio of its sides must not exceed "
+                f"{MAX_ASPECT}"
+            )
         tall, wide = round(height / self.side) * self.side, round(width / self.side) * self.side
         if tall * wide > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)
@@ -76,7 +79,7 @@ class Sight:
             tall, wide = (math.ceil(n * scale / self.side) * self.side for n in (height, width))
         if not self.min_pixels <= tall * wide <= self.max_pixels:
             raise ValueError(
-                f"its sides are {width} by {height} pixels, and no size of about their ratio has from "
+                f"the picture has {width} by {height} pixels, and no size of about this ratio has from "
                 f"{self.min_pixels} to {self.max_pixels} pixels"
             )
         return tall, wide

@@ -75,8 +75,8 @@ class Relative(Advantage):
 
 
 class Whitened(Advantage):
-    """Reward of a session, standardised over all trained tokens of the batch: minus the mean of these tokens,
-    divided by their standard deviation (REINFORCE++, Hu et al. 2025)."""
+    """Reward of a session, standardised over all trained tokens of the batch: the mean over the tokens is
+    subtracted, and the result is divided by the standard deviation (REINFORCE++, Hu et al. 2025)."""
 
     kind: Literal["whitened"] = "whitened"
     baseline: bool = False

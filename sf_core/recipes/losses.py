@@ -193,9 +193,9 @@ AnyPolicyLoss = Annotated[
 
 
 class Correction(Settings):
-    """A factor of each token's loss: the probability of the token under the policy at the start of the train
-    step, divided by its recorded probability. Corrects for lag and for numeric differences between engine and
-    trainer (truncated and masked importance sampling)."""
+    """The factor of a token's loss is the token's probability under the policy at the start of the train
+    step, divided by its recorded probability. The factor corrects for lag and for numeric differences between
+    engine and trainer (truncated and masked importance sampling)."""
 
     cap: float = Field(2.0, ge=1)
     """Upper bound of the factor."""
@@ -219,7 +219,8 @@ class Correction(Settings):
 
 
 class Kl(Settings):
-    """A penalty on the divergence from a reference policy (estimators: Schulman 2020)."""
+    """The penalty is an estimate of the divergence at each token, times a coefficient (estimators: Schulman
+    2020)."""
 
     coefficient: float = Field(gt=0)
     """Weight of the penalty."""
@@ -255,8 +256,8 @@ class LossConfig(Settings):
     """Policy loss of every token, computed from its advantage."""
     mean_over: Literal["token", "session", "group", "constant"] = "token"
     """Unit that has equal weight in the mean. token: every token of the batch (DAPO). session: every session,
-    whatever its number of tokens (GRPO). group: every group, likewise. constant: the loss is summed over each
-    session's tokens and divided by `session_tokens` (Dr. GRPO)."""
+    whatever its number of tokens (GRPO). group: every group, whatever its number of tokens. constant: the
+    loss is summed over each session's tokens and divided by `session_tokens` (Dr. GRPO)."""
     session_tokens: int | None = Field(None, ge=1)
     """Number of tokens by which the sum over a session is divided, with `mean_over: constant`."""
     ratio_to: Literal["behaviour", "step_start"] = "behaviour"

@@ -62,20 +62,26 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
     if is_equal:
         yield (
             "equal",
-            "all groups earned equal rewards, so nothing was learned: "
-            f"{reward} does not tell the answers apart, or every task is too easy or too hard",
+            f"in every group all rewards were equal, so nothing was learned: {reward} does not distinguish "
+            "the answers, or every task is too easy or too hard",
         )
     elif trained.get("grad_norm") == 0.0:
-        yield "gradient", "the gradient was zero, so nothing was learned: see train.loss and train.advantage"
+        yield (
+            "gradient",
+            ("the gradient was zero, so nothing was learned: check train.loss and train.advantage"),
+        )
     share = rollout.get("cut_answers", 0) / max(1, rollout.get("answers", 0))
     if share >= CUT_SHARE:
         yield (
             "cut",
-            f"{share:.0%} of the answers ran into rollout.max_tokens ({config.rollout.max_tokens}) "
+            f"{share:.0%} of the answers were cut off by rollout.max_tokens ({config.rollout.max_tokens}) "
             "or engine.context_length",
         )
     if rewards_teach and (earned := _find_constant(view, number)) is not None:
-        yield "constant", f"every session of {NUM_CONSTANT} batches earned {earned:g}: is {reward} constant?"
+        yield (
+            "constant",
+            f"every session of {NUM_CONSTANT} batches earned {earned:g}: check that {reward} is not constant",
+        )
 
 
 def _find_constant(view: RunView, number: int) -> float | None:

@@ -23,7 +23,7 @@ def describe_iteration(view: RunView, number: int, iterations: int) -> str:
     iteration = view.iteration(number)
     figures = [f"reward {iteration.reward:.3f}"]
     if (evaluated := iteration.stages.get("evaluate")) is not None:
-        figures.append(f"held-out {evaluated.data['reward_mean']:.3f} before it")
+        figures.append(f"held-out {evaluated.data['reward_mean']:.3f} before the iteration")
     if (divergence := iteration.stages["train"].data.get("teacher_kl")) is not None:
         figures.append(f"KL to the teacher {divergence:.3g}")
     figures += [f"{iteration.tokens_per_second:,.0f} tokens/s", f"{iteration.seconds:.1f} s"]

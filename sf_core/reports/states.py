@@ -57,7 +57,9 @@ def find_runs(root: str) -> list[RunDirectory]:
         return [itself]
     runs = [run for run in map(RunDirectory, files.list_folders(itself.uri)) if run.exists()]
     if not runs:
-        raise ValueError(f"{root}: no runs here (folders with a config.json); name a run or its storage.root")
+        raise ValueError(
+            f"{root}: no runs here (no folders with a config.json); name a run or its storage.root"
+        )
     return runs
 
 
@@ -98,7 +100,7 @@ def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) ->
     left_s = RESTART_S - max(0.0, now - (command_started_at() or now))
     if silent and left_s > 0:
         names = ", ".join(run.run_id for run in silent)
-        tell(f"{names}: no data plane answers; it may be starting again, so {left_s:.0f} s are waited")
+        tell(f"{names}: the data plane does not answer and may be restarting; waiting for {left_s:.0f} s")
     deadline = time.monotonic() + left_s
     while silent and time.monotonic() < deadline:
         time.sleep(min(LOOK_S, left_s))
@@ -136,7 +138,7 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
     if not url:
         return "no"
     if attempt.host not in (None, socket.gethostname()) and is_loopback(urlsplit(url).hostname or ""):
-        raise _explain_unknown(run, url, f"is on {attempt.host}; ask there")
+        raise _explain_unknown(run, url, f"is on {attempt.host}; run the command there")
     client = DataplaneClient(url, run.run_id, dataplane_key(), patience_s=0.0, timeout_s=STATUS_S)
     try:
         status = client.status()
@@ -145,7 +147,7 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
         return "released" if status["released"] else "running"
     except DataplaneError as error:
         if error.status in (401, 403):
-            raise _explain_unknown(run, url, f"wants another key ({error}); set SF_DATAPLANE_KEY") from None
+            raise _explain_unknown(run, url, f"refused the key ({error}); set SF_DATAPLANE_KEY") from None
         if error.status >= 500:
             raise _explain_unknown(run, url, f"fails ({error}); try again") from None
         return "no"
@@ -170,8 +172,8 @@ def _is_refused(error: BaseException | None) -> bool:
 
 def _explain_unknown(run: RunDirectory, url: str, why: str) -> BusyError:
     return BusyError(
-        f"{run.run_id}: whether anybody works on it cannot be told: its data plane at {url} {why}, "
-        f'or if it is gone for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'
+        f"{run.run_id}: it is unknown if the run is in use: its data plane at {url} {why}, or if it is gone "
+        f'for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'
     )
 
 

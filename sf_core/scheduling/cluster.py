@@ -137,7 +137,7 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
                 "if no flow works on it any more, restart these workers"
             )
             left_s = GIVEN_BACK_S - (time.monotonic() - begun)
-            hope = "waiting, because that run may be ending"
+            hope = "that run may be ending: waiting"
         if left_s <= 0:
             raise fault
         if hope != told:

@@ -79,7 +79,7 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
     policy yet, if settings differ from those it was configured with, or if the version was already measured
     over another number of tasks."""
     if config.run_id is None:
-        raise ValueError("run_id: say which run to evaluate")
+        raise ValueError("run_id: name the run to evaluate")
     run = RunDirectory(config.run_dir)
     settled = settle_to_measure(config, tell)
     version = RunView(run).progress().published

@@ -128,8 +128,8 @@ def check_engines(config: RunConfig, version: int, metrics: Mapping[str, float])
     if engine_kind(config).runs_policy and is_known and difference > bound:
         raise ValueError(
             f"engines and trainer disagree on version {version}: the log-probs of its tokens differ by "
-            f"{difference:.3g} on average, train.max_engine_difference is {bound:g}; look for engines that "
-            "serve other weights, another dtype, other pictures or raw log-probs"
+            f"{difference:.3g} on average, but train.max_engine_difference is {bound:g}; check that engines "
+            "use the weights, dtype and pictures of the trainer, and do not return raw log-probs"
         )
 
 

@@ -81,8 +81,8 @@ def check_demonstrations(config: RunConfig) -> None:
         ):
             if value is not None and value >= least:
                 raise ValueError(
-                    f"policy.warmstart.{name} {value:g} is for the built-in policy and would ruin a model: "
-                    "leave it out, or set policy.warmstart to null"
+                    f"policy.warmstart.{name} {value:g} is for the built-in policy and would damage a "
+                    "pretrained model: leave it out, or set policy.warmstart to null"
                 )
     if warm.demonstrations is None and not environment_of(config.environment).has_demonstrations:
         raise ValueError(

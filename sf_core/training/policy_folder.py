@@ -49,8 +49,8 @@ def check_model_folder(model: str) -> None:
     rendered with it."""
     if Path(model, "adapter_config.json").is_file():
         raise ValueError(
-            f"policy.model: {model} holds an adapter (adapter_config.json): name the folder of its model "
-            "here, and this one as policy.adapter, with train.lora"
+            f"policy.model: {model} holds an adapter (adapter_config.json): name the folder of its base "
+            "model as policy.model, and this folder as policy.adapter, with train.lora"
         )
     check_weights_folder(model, "policy.model")
     try:
@@ -113,15 +113,15 @@ def _fault_of(model: str, setting: str) -> str | None:
         return f"the weights of {model} are quantised ({method}); {_FULL_ONES}"
     kind = next(iter(shape.get("architectures") or ()), None)
     if shape.get("is_encoder_decoder"):
-        what = f"{kind or 'a model'}, which reads by an encoder and answers by a decoder"
+        what = f"{kind or 'a model'}, an encoder-decoder model"
     elif kind and not kind.endswith(SAMPLING):
         what = f"{kind}, which does not generate text"
     elif kind and kind.endswith("ForConditionalGeneration") and not _is_causal(shape, setting):
-        what = f"{kind}, of which transformers has no causal language model"
+        what = f"{kind}, which is not a causal language model in transformers"
     else:
         return None
     named = "a folder of a causal language model (...ForCausalLM in its config.json)"
-    seeing = f", or of one that sees ({', '.join(SEEING)})" * (setting in _MAY_SEE)
+    seeing = f", or of a model that sees pictures ({', '.join(SEEING)})" * (setting in _MAY_SEE)
     return f"{model} is {what}: name {named}{seeing}"
 
 
@@ -209,5 +209,5 @@ def _describe_tools(renderer: Renderer) -> str:
     shown = f"its chat template shows {'' if renderer.shows_tools else 'no '}tools"
     if not renderer.tool_format:
         return f"{shown} and writes tool calls in no known format, so requests with tools are refused"
-    hidden = "" if renderer.shows_tools else ", so they are in no prompt"
+    hidden = "" if renderer.shows_tools else ", so no prompt contains them"
     return f"{shown}{hidden}, and calls are read as {renderer.tool_format}"

@@ -65,7 +65,7 @@ def check_installed(config: RunConfig) -> None:
     if config.engine.kind == "emulated" and importlib.util.find_spec("benchmarks") is None:
         raise FileNotFoundError(
             "engine.kind emulated needs the package benchmarks, which only a clone of SeamlessFlow has: "
-            "start it in one"
+            "start the run in a clone"
         )
     extra = trainer_kind(config).extra
     if extra and importlib.util.find_spec(extra) is None:

@@ -71,8 +71,8 @@ class Tower:
         features: torch.Tensor = self._network(pixels, grid_thw=grid).pooler_output.cpu()
         if len(features) != picture.length:
             raise ValueError(
-                f"picture {picture.sha256} has {len(features)} tokens, and a trajectory shows it as "
-                f"{picture.length}"
+                f"picture {picture.sha256} has {len(features)} tokens, but a trajectory has "
+                f"{picture.length} tokens for it"
             )
         self._kept[picture.sha256] = features
         self._kept_bytes += features.nbytes

@@ -164,8 +164,8 @@ def _check_version(uri: str, schema: pa.Schema) -> None:
         raise ValueError(f"{uri}: not written by SeamlessFlow: its metadata has no schema version")
     if int(found) != SCHEMA_VERSION:
         raise ValueError(
-            f"{uri}: has schema version {found}, this SeamlessFlow reads {SCHEMA_VERSION}; use the one that "
-            "wrote it"
+            f"{uri}: has schema version {found}, but this SeamlessFlow reads {SCHEMA_VERSION}; use the "
+            "version of SeamlessFlow that wrote the file"
         )
 
 

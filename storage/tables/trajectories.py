@@ -105,7 +105,7 @@ def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> 
         if len(lengths) > 1:
             raise ValueError(
                 f"branch {row.branch_id} of session {row.session_id}: token_ids, loss_mask, logprobs and "
-                f"policy_versions must have one length, got {sorted(lengths)}"
+                f"policy_versions must have equal lengths, got {sorted(lengths)}"
             )
     versions = [np.asarray(row.policy_versions) for row in rows]
     not_sampled = [row == NOT_SAMPLED for row in versions]

@@ -52,7 +52,7 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("dataplane --host 0.0.0.0", "SF_DATAPLANE_KEY"),
     ("dataplane --host no.such.host.invalid", "no.such.host.invalid"),
     ("dataplane --fsync never", "--fsync"),
-    ("dataplane --gateways 2", "a data plane is one process; for more load start several"),
+    ("dataplane --gateways 2", "a data plane is one process; for more load start several data planes"),
     ("dataplane --journal-dir run.yaml", "run.yaml"),
     ("dataplane --memory-mb -1", "--memory-mb"),
     ("dataplane --grace-s -1", "--grace-s"),

@@ -99,7 +99,7 @@ def test_weights_that_are_no_files_are_refused_before_anything_is_copied(trapped
     with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
         prepare_start(str(start), config)
     (trapped_model / "model.safetensors").symlink_to(trapped_model / "blob")
-    with pytest.raises(ValueError, match=r"/model\.safetensors is a link to a file that is not there$"):
+    with pytest.raises(ValueError, match=r"/model\.safetensors is a link to a file that does not exist$"):
         prepare_start(str(start), config)
     assert not start.exists()
 

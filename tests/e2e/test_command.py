@@ -85,7 +85,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     assert process.returncode == 130, output.decode()
     assert "--set run_id=interrupted" in output.decode()
     # there is no terminal: each thing that is done is a line
-    for line in ("version 0 is made: the built-in policy", "version 0 is there"):
+    for line in ("creating version 0: the built-in policy", "version 0 is ready"):
         assert output.decode().count(f"  {line}") == 1, output.decode()
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     before = manifests(config)

@@ -87,8 +87,8 @@ def test_a_stack_that_begins_again_frees_the_places_of_runs_that_nobody_works_on
         process.kill()
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == {
-        f"run {waiting.name}: AwaitingRetry, its process is gone; it is started again where it stopped",
-        f"run {running.name}: AwaitingRetry, its process is gone; it is started again where it stopped",
+        f"run {waiting.name}: AwaitingRetry, its process is gone; the run is restarted from where it stopped",
+        f"run {running.name}: AwaitingRetry, its process is gone; the run is restarted from where it stopped",
         f"run {often.name}: Crashed, its process is gone, and it was started 3 times",
         f"run {cancelled.name}: Cancelled, its process is gone",
     }

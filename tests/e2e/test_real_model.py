@@ -29,7 +29,7 @@ def test_a_pretrained_model_is_fetched_trained_and_compared(cluster: Cluster, tm
     done = sf(tmp_path, "plan", "smollm2")
     assert (
         "shows no tools" in done.stdout
-        and "of which the newest 2, every 10th and those that are evaluated stay" in done.stdout
+        and "of which the newest 2, every 10th and all evaluated versions stay" in done.stdout
     )
     # by its path: the workers of this stack have a cache of their own
     model = options(policy__model=tmp_path / "cache" / "models" / "smollm2")

@@ -63,7 +63,9 @@ def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
     wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
     down = standing_stack.sf("down")
-    ended = "run deployed: AwaitingRetry, sf down ended it; the next sf up starts it again where it stopped"
+    ended = (
+        "run deployed: AwaitingRetry, sf down stopped it; the next sf up continues it from where it stopped"
+    )
     assert (down.returncode, ended in down.stdout) == (0, True), down.stdout + down.stderr
     assert standing_stack.processes() == []
     before = manifests(config)
@@ -95,7 +97,7 @@ def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(standing_stack: S
             with suppress(psutil.NoSuchProcess):
                 process.kill()
     started = standing_stack.up()
-    lost = "run reset: AwaitingRetry, its process is gone; it is started again where it stopped"
+    lost = "run reset: AwaitingRetry, its process is gone; the run is restarted from where it stopped"
     assert (started.returncode, lost in started.stdout) == (0, True), started.stdout + started.stderr
     assert prefect.await_state(run, "Completed", 180).run_count == 2
     log = (standing_stack.folder / "logs" / "prefect-worker.log").read_text()

@@ -113,4 +113,4 @@ def test_a_run_ends_with_the_reason_for_which_nobody_can_run_its_agent(cluster: 
     assert cluster.start(config).wait(patience()) != 0
     reason = "ValueError: tests.e2e.echo_package:nobody: module tests.e2e.echo_package has no nobody"
     assert reason in cluster.log(config).splitlines()
-    assert "nobody is left for `agent`, and the run ends" in cluster.log(config)
+    assert "no worker is left for `agent`, so the run ends" in cluster.log(config)

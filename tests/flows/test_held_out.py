@@ -90,7 +90,7 @@ def test_tasks_that_change_are_refused_with_the_function_and_what_differs() -> N
     told = re.sub(r"0\.\d+", "N", str(refused.value))
     changing = f"{__name__}:changing_tasks ({place_of(changing_tasks)})"
     assert told == (
-        f'environment.tasks: {changing} changes between two calls with ("holdout", 2): prompt was '
+        f'environment.tasks: {changing} gave different tasks in two calls with ("holdout", 2): prompt was '
         "'N' and then 'N'. Equal arguments must give equal tasks, in every process"
     )
 
@@ -100,7 +100,8 @@ def test_what_is_no_task_is_told_as_that() -> None:
         check_held_out(drawing("facts", 1))
     assert str(refused.value) == (
         f'environment.tasks: {__name__}:facts ({place_of(facts)}) returned for ("holdout", 0) '
-        "{'task_id': 'a'}, which is no task: it must return sf_core.types.Task(task_id, environment, prompt)"
+        "{'task_id': 'a'}, which is not a task: it must return "
+        "sf_core.types.Task(task_id, environment, prompt)"
     )
 
 

@@ -46,9 +46,9 @@ def test_gpus_can_be_left_alone(gpus: pytest.MonkeyPatch, variable: str, value: 
 
 
 def test_sf_plan_names_the_devices(gpus: pytest.MonkeyPatch) -> None:
-    assert "devices t0 cuda:0; all others the CPU" in sf("plan", "quickstart")[1]
+    assert "devices t0 cuda:0; all other workers use the CPU" in sf("plan", "quickstart")[1]
     gpus.setenv("SF_DEVICE", "cpu")
-    assert "devices r0 cpu, t0 cpu; all others the CPU" in sf("plan", "quickstart")[1]
+    assert "devices r0 cpu, t0 cpu; all other workers use the CPU" in sf("plan", "quickstart")[1]
 
 
 def test_a_worker_by_hand_takes_the_only_gpu_and_does_not_choose_among_several(
@@ -59,7 +59,7 @@ def test_a_worker_by_hand_takes_the_only_gpu_and_does_not_choose_among_several(
     scheduler = "tcp://127.0.0.1:9"
     with pytest.raises(ValueError) as refused:
         become_worker(scheduler, WorkerConfig(tags=("rollout",)))
-    check_sentence(str(refused.value), "torch finds 3 GPUs here", "--device cuda:N, N from 0 to 2")
+    check_sentence(str(refused.value), "torch finds 3 GPUs here", "choose --device cuda:N with N from 0 to 2")
     with pytest.raises(ValueError, match="no Dask scheduler answers"):
         become_worker(scheduler, WorkerConfig(tags=("agent",)))
 

@@ -110,7 +110,7 @@ def test_where_no_proxy_is_named_nothing_is_excepted(proxy: SilentProxy) -> None
 
 
 def test_too_few_open_files_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    sentence = ("this process may have 256 files open, and a stack needs 1024", "`ulimit -n 4096`")
+    sentence = ("this process may open 256 files, but a stack needs 1024", "`ulimit -n 4096`")
     check_refused(call(tmp_path, SF, "up", files=256), *sentence)
     assert list(tmp_path.iterdir()) == []
 

@@ -39,7 +39,7 @@ def test_a_missing_bucket_is_no_missing_file(s3_bucket: str) -> None:
         lambda uri: files.list_files(uri),
         lambda uri: RunDirectory(uri).read_manifest(0, "rollout"),
     ):
-        with pytest.raises(StorageError, match=r"s3://nothing-here/.*: there is no such bucket; create it"):
+        with pytest.raises(StorageError, match=r"s3://nothing-here/.*: the bucket does not exist; create it"):
             act("s3://nothing-here/run")
 
 

@@ -158,7 +158,7 @@ def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it(
         wait_until(lambda: True in retiring().values(), "one to retire")
         assert retiring() == {"a0:a0-0.1": False, "a1:a1-2.1": True}
     assert served_plane.get("/runs/run")["released"]
-    assert "lease a0-0.1 was released and did not end" in caplog.messages
+    assert "lease a0-0.1 was released but did not end" in caplog.messages
 
 
 def test_a_run_whose_agents_all_fail_is_released_and_ends_with_their_error(
@@ -189,4 +189,4 @@ def test_leases_that_cannot_be_released_do_not_hide_how_the_run_ended(
     with leases:
         pass
     [message] = [record.message for record in caplog.records if record.name == "tasks.lease"]
-    assert message.startswith("the leases end by themselves, later, because they cannot be released: GET /")
+    assert message.startswith("the leases cannot be released and end later:  GET /")

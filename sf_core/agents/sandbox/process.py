@@ -57,7 +57,7 @@ def why_no_sandbox(image: str | None = None) -> str | None:
         return str(error)
     except subprocess.TimeoutExpired:
         process.kill()
-        return f"no sandbox could be made within {START_S:g} s"
+        return f"creating a sandbox took longer than {START_S:g} s"
     if process.returncode == 0:
         return None
     if image is not None:

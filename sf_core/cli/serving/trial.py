@@ -129,8 +129,9 @@ def _say_output(printer: Printer, work: Work) -> None:
 
 def _explain_silence(served: _Served) -> str:
     return (
-        "the agent got no answer from the policy, and a session without one cannot train: its client must "
-        f"use endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and endpoint.model"
+        "the agent got no answer from the policy, and a session without an answer cannot train: the "
+        f"agent's client must use endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and "
+        "endpoint.model"
     )
 
 
@@ -143,7 +144,7 @@ class _EngineLostError(Exception):
 
 
 async def _in_time(phases: Phases, work: Work, task: Task, served: _Served, rules: RolloutConfig) -> Any:
-    async with limit_time("it ran", "session_timeout_s", rules.session_timeout_s):
+    async with limit_time("the agent ran", "session_timeout_s", rules.session_timeout_s):
         return await phases.run(work, task, served.endpoint)
 
 
@@ -162,7 +163,7 @@ async def _unless_engine_fails(running: Awaitable[Any], served: _Served) -> Any:
 def _at(elsewhere: Endpoint, printer: Printer) -> Iterator[_Served]:
     async def finish(report: dict[str, Any]) -> None: ...
 
-    printer.say("policy", f"{elsewhere.model} at {elsewhere.base_url}, whose tokens are not known here")
+    printer.say("policy", f"{elsewhere.model} at {elsewhere.base_url}, which reports no token ids")
     forward = Forward(elsewhere.base_url, elsewhere.api_key, printer)
     with serve_app(forward) as url:
         endpoint = Endpoint(f"{url}/v1", "try", elsewhere.model)

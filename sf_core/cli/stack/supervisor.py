@@ -119,7 +119,7 @@ class Supervisor:
             if not process.was_ready and process.code() is not None:
                 raise StackError(f"{process.name} ended: {process.tail()} ({process.log})")
             if time.monotonic() > deadline:
-                raise StackError(f"{process.name} was not ready after {timeout_s:.0f} s ({process.log})")
+                raise StackError(f"{process.name} was not ready after {timeout_s:.0f} s; log: {process.log}")
             time.sleep(every_s)
         process.was_ready = True
         return found

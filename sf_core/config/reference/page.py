@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import to_json
+from pydantic_core import to_jsonable_python
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, kinds_of, models_of
@@ -46,7 +47,8 @@ def list_settings(model: type[BaseModel] = RunConfig, within: str = "", value: A
 def _part(path: str) -> Iterator[str]:
     """The part of the page at this path: within its sections as far as these are of one kind and not empty,
     else as comments, for each kind that has the setting."""
-    names, depth = path.split("."), 0
+    # the name of a kind is explained with its section
+    names, depth = path.removesuffix(".kind").split("."), 0
     settings: Settings = RunConfig()
     while len(names) > depth + 1 and isinstance(inner := getattr(settings, names[depth], None), Settings):
         if len(models_of(type(settings).model_fields[names[depth]].annotation)) > 1:
@@ -86,14 +88,14 @@ def _tell(field: FieldInfo) -> str:
         return field.description or ""
     if field.default is None:
         return f"{field.description} Empty by default."
-    return f"{field.description} By default {to_json(field.default).decode()}."
+    return f"{field.description} By default {json.dumps(to_jsonable_python(field.default))}."
 
 
 def _unknown(path: str) -> ConfigError:
     known = [*dict.fromkeys(list_settings())]
     last = path.rpartition(".")[2]
     near = [name for name in known if name.rpartition(".")[2] == last] or get_close_matches(path, known)
-    hint = f"did you mean {' or '.join(near[:3])}?" if near else "`sf settings` prints all of them"
+    hint = f"did you mean {' or '.join(near[:3])}?" if near else "`sf settings` prints all settings"
     return ConfigError(f"{path}: unknown setting; {hint}")
 
 
@@ -111,7 +113,7 @@ def _entry(settings: Settings, name: str) -> Iterator[str]:
     yield from _comment(field.description or inspect.getdoc(section) or "")
     yield from _other_kinds(field.annotation, section)
     for item in models_of(get_args(field.annotation)[1]) if get_origin(field.annotation) is dict else ():
-        yield "# Each has, beside its name:"
+        yield "# Settings of each entry:"
         for key, inner in item.model_fields.items():
             yield from _comment(f"{key}: {inner.description}", indent="  ")
     if section is None:

@@ -145,7 +145,9 @@ class Renderer:
             raise jinja2.TemplateError(f"a text contains {placeholder}, which is reserved for pictures")
         num_shown, num_pictures = text.count(placeholder), len(list_pictures(messages))
         if num_shown != num_pictures:
-            raise jinja2.TemplateError(f"it shows {num_shown} for {num_pictures} pictures")
+            raise jinja2.TemplateError(
+                f"the rendered prompt shows {num_shown} pictures, but the messages have {num_pictures}"
+            )
 
     def merge_late_system(self, messages: list[Message]) -> list[Message]:
         """The messages of Anthropic's API with system messages where the template takes them."""

@@ -41,25 +41,25 @@ class PlaneMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         per_run = ["run"]
-        waiting = GaugeMetricFamily("sf_requests_waiting", "Turns that no engine works on.", labels=per_run)
-        running = GaugeMetricFamily("sf_requests_running", "Turns that an engine works on.", labels=per_run)
+        waiting = GaugeMetricFamily("sf_requests_waiting", "Turns that wait for an engine.", labels=per_run)
+        running = GaugeMetricFamily("sf_requests_running", "Turns that engines work on.", labels=per_run)
         sessions = GaugeMetricFamily(
-            "sf_sessions_running", "Open sessions, with a runner or without.", labels=per_run
+            "sf_sessions_running", "Open sessions, with or without a runner.", labels=per_run
         )
         version = GaugeMetricFamily("sf_policy_version", "Last published version.", labels=per_run)
         answers = GaugeMetricFamily(
-            "sf_answers_unscored", "Sessions whose answer waits for its reward or gets it.", labels=per_run
+            "sf_answers_unscored", "Sessions with an answer but no reward yet.", labels=per_run
         )
         reward = GaugeMetricFamily(
             "sf_reward_recent", f"Mean reward of the last {NUM_RECENT} finished sessions.", labels=per_run
         )
         engines = GaugeMetricFamily("sf_engines", "Connected engines.", labels=["run", "state"])
-        tokens = CounterMetricFamily("sf_sampled_tokens", "Tokens engines sampled.", labels=per_run)
+        tokens = CounterMetricFamily("sf_sampled_tokens", "Tokens that engines sampled.", labels=per_run)
         interruptions = CounterMetricFamily(
-            "sf_interruptions", "Times a turn had to continue on another engine.", labels=per_run
+            "sf_interruptions", "Number of times that a turn continued on another engine.", labels=per_run
         )
         moves = CounterMetricFamily(
-            "sf_moves", "Turns taken from an engine because its queue was too long.", labels=per_run
+            "sf_moves", "Turns moved to another engine because a queue was too long.", labels=per_run
         )
         carried = CounterMetricFamily(
             "sf_engine_bytes", "Bytes of frames to and from engines.", labels=["run", "direction"]
@@ -90,10 +90,12 @@ class PlaneMetrics(Collector):
 
 
 def _memory_use(memory: Memory) -> Iterable[Metric]:
-    held = GaugeMetricFamily("sf_memory_bytes", "Memory of sessions and results, about.", memory.num_bytes)
+    held = GaugeMetricFamily(
+        "sf_memory_bytes", "Approximate memory of sessions and results.", memory.num_bytes
+    )
     bound = GaugeMetricFamily(
         "sf_memory_bound_bytes",
-        "Above it groups are begun one at a time and external sessions refused.",
+        "Memory above which groups start one at a time and external sessions are refused.",
         memory.bound_bytes,
     )
     return [held, bound]
@@ -101,10 +103,12 @@ def _memory_use(memory: Memory) -> Iterable[Metric]:
 
 def _journals(runs: Mapping[str, ServedRun]) -> Iterable[Metric]:
     unwritable = GaugeMetricFamily(
-        "sf_journal_unwritable", "1 while a journal cannot be written, and why.", labels=["run", "reason"]
+        "sf_journal_unwritable",
+        "1 while a journal cannot be written, with the reason.",
+        labels=["run", "reason"],
     )
     failures = CounterMetricFamily(
-        "sf_journal_failures", "Times a journal could not be written any more.", labels=["run"]
+        "sf_journal_failures", "Number of times that writing a journal failed.", labels=["run"]
     )
     for name, run in list(runs.items()):
         if (failure := run.journal.failure) is not None:
@@ -115,14 +119,14 @@ def _journals(runs: Mapping[str, ServedRun]) -> Iterable[Metric]:
 
 def _ends(runs: Mapping[str, ServedRun]) -> list[Metric]:
     sessions = CounterMetricFamily(
-        "sf_sessions", "Sessions that runners were given, by how they ended.", labels=["run", "end"]
+        "sf_sessions", "Sessions given to runners, by the way they ended.", labels=["run", "end"]
     )
     groups = CounterMetricFamily(
-        "sf_groups", "Groups that were sealed in a batch, or why they were rejected.", labels=["run", "end"]
+        "sf_groups", "Groups sealed in a batch, or rejected, by reason.", labels=["run", "end"]
     )
     failures = CounterMetricFamily(
         "sf_failures",
-        "Sessions that failed, whatever became of them, by the reason.",
+        "Failed sessions by reason, retried sessions included.",
         labels=["run", "reason"],
     )
     for name, run in list(runs.items()):
@@ -140,17 +144,19 @@ def _choices(runs: Mapping[str, ServedRun]) -> list[Metric]:
     """What runs that choose their tasks and groups have sampled."""
     judged = CounterMetricFamily(
         "sf_judged_groups",
-        "Groups that have left, by how many of their sessions were right: all (right), some (mixed) or none "
-        "(wrong). Of runs with a gate, a curriculum, spare or least sessions.",
+        "Completed or dropped groups by the share of right sessions: all (right), some (mixed) or none "
+        "(wrong). Only for runs with a gate, a curriculum, spare sessions or least sessions.",
         labels=["run", "kind"],
     )
     repeated = CounterMetricFamily(
         "sf_repeated_tasks",
-        "Groups whose task was in flight or not worth it, because the curriculum had no other.",
+        "Groups whose task was in flight or not useful, because the curriculum had no other task.",
         labels=["run"],
     )
     cut = CounterMetricFamily(
-        "sf_cut_tokens", "Tokens sampled in sessions without which their group was complete.", labels=["run"]
+        "sf_cut_tokens",
+        "Tokens of sessions that were stopped because their group was complete.",
+        labels=["run"],
     )
     for name, run in list(runs.items()):
         repeated.add_metric([name], run.state.ledger.tasks.num_repeated)
@@ -161,7 +167,9 @@ def _choices(runs: Mapping[str, ServedRun]) -> list[Metric]:
 
 
 def _branches(runs: Mapping[str, ServedRun]) -> CounterMetricFamily:
-    branches = CounterMetricFamily("sf_branches", "Why branches were opened.", labels=["run", "reason"])
+    branches = CounterMetricFamily(
+        "sf_branches", "Branches by the reason why they were opened.", labels=["run", "reason"]
+    )
     for name, run in list(runs.items()):
         for reason, number in _branch_reasons(run).items():
             branches.add_metric([name, reason], number)

@@ -30,14 +30,14 @@ _ERROR: Schema = {
 }
 
 REFUSALS = {
-    400: "The request is wrong; the sentence says what about it.",
+    400: "The request is invalid. The message names the cause.",
     401: "The key is missing or wrong.",
-    404: "What the path or the body names is not here.",
-    405: "The path has no such method.",
-    409: "It does not fit what the run has come to.",
-    413: "The body is too long.",
-    429: "Memory is full; Retry-After says when to come again.",
-    503: "It cannot be done now; Retry-After says when to come again.",
+    404: "An object that the path or the body names does not exist.",
+    405: "The path does not support this method.",
+    409: "The request conflicts with the state of the run.",
+    413: "The body is too large.",
+    429: "Memory is full. Retry after the time in Retry-After.",
+    503: "The request cannot be served now. Retry after the time in Retry-After.",
 }
 
 

@@ -185,7 +185,7 @@ class DataPlane:
             await asyncio.wait(leaving, timeout=within_s)
         late = [engine for engine in engines if not engine.gone.is_set()]
         for engine in late:
-            log.warning("engine %s did not yield within %g s: it is dropped", engine.engine_id, within_s)
+            log.warning("engine %s did not yield within %g s and is dropped", engine.engine_id, within_s)
             run.router.lose(engine)
         run.counters["engines_dropped"] += len(late)
         await asyncio.gather(*leaving)

@@ -52,13 +52,13 @@ _get, _post = partial(_declare, "GET"), partial(_declare, "POST")
 # --- sessions
 
 
-@_post(SESSIONS, "Open a session for an agent of one's own.", 404, 429, 503)
+@_post(SESSIONS, "Open a session for an agent outside the cluster.", 404, 429, 503)
 async def open_session(plane: DataPlane, request: Request, body: bodies.SessionBody) -> Answer:
     session = await plane.open_session(body, request.scope["caller"])
     return _place_of(session, request)
 
 
-@_post(GROUPS, "Declare a group that agents of one's own work on.", 404, 409, 429, 503)
+@_post(GROUPS, "Declare a group for agents outside the cluster.", 404, 409, 429, 503)
 async def declare_group(plane: DataPlane, request: Request, run_id: str, body: bodies.GroupBody) -> Answer:
     sessions = await plane.declare(run_id, body, request.scope["caller"])
     places = [session.claim.place for session in sessions if session.claim]
@@ -78,17 +78,17 @@ def _place_of(session: Session, request: Request) -> dict[str, Any]:
     return {"session_id": session.session_id, "base_url": base_url}
 
 
-@_get(SESSION, "Its turn tree.", 503)
+@_get(SESSION, "Get the turn tree of a session.", 503)
 async def tree(run: ServedRun, session: Session) -> Answer:
     return session_tree(run.spec, session)
 
 
-@_post(SESSION + "/reward", "Give it a reward before it is over.", recorded=True)
+@_post(SESSION + "/reward", "Give a session a reward before it ends.", recorded=True)
 async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> None:
     await endings.reward(run, session, body)
 
 
-@_post(SESSION + "/finish", "End it.", recorded=True)
+@_post(SESSION + "/finish", "End a session.", recorded=True)
 async def finish(run: ServedRun, session: Session, body: bodies.FinishBody) -> None:
     await endings.finish(run, session, body)
 
@@ -115,17 +115,17 @@ async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
 # --- runs
 
 
-@_post("/runs", "Register a run, or begin another attempt on it.", 409, 503)
+@_post("/runs", "Register a run, or start another attempt on a run.", 409, 503)
 async def register(plane: DataPlane, body: bodies.RunSpec) -> Answer:
     return run_status(await plane.register(body))
 
 
-@_get(RUN, "What goes on in the run.")
+@_get(RUN, "Get the status of a run.")
 async def status(run: ServedRun) -> Answer:
     return run_status(run)
 
 
-@_post(RUN + "/claim", "Take sessions for a runner's agents.", 503)
+@_post(RUN + "/claim", "Claim sessions for a runner.", 503)
 async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
     body = body.model_copy(update={"wait_s": min(body.wait_s, MAX_WAIT_S)})
     sessions, released = await claiming.claim(run, body)
@@ -161,7 +161,7 @@ def _task(run: ServedRun, claim: Claim) -> dict[str, Any]:
     return {"source": task.source, "task_index": task.number}
 
 
-@_get(BATCH, "How far the batch is.")
+@_get(BATCH, "Get the progress of a batch.")
 async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
     await run.changed.until(lambda: bool(run.released or run.fault) or run.readiness(index).ready, wait_s)
     return batch_status(run, index)
@@ -169,7 +169,7 @@ async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
 
 @_get(
     BATCH + "/stream",
-    "The batch's trajectories once it is sealed, as an Arrow stream.",
+    "Get the trajectories of a sealed batch, as an Arrow stream.",
     409,
     503,
     answers=MEDIA_TYPE,
@@ -179,17 +179,17 @@ async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: flo
     return StreamingResponse(arrow_stream(files, sees=run.renderer.sight is not None), media_type=MEDIA_TYPE)
 
 
-@_post(BATCH + "/seal", "Write the batch into the run directory.", 409, recorded=True)
+@_post(BATCH + "/seal", "Seal a batch: write it into the run directory.", 409, recorded=True)
 async def seal_batch(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
     return await plane.sealers[run.spec.run_id].seal_batch(index, body.attempt)
 
 
-@_post(EVALUATION, "Evaluate this policy version.", 409, recorded=True)
+@_post(EVALUATION, "Start the evaluation of a policy version.", 409, recorded=True)
 async def start_evaluation(run: ServedRun, index: int, body: bodies.EvaluationBody) -> None:
     await run.start_evaluation(index, body.num_tasks)
 
 
-@_get(EVALUATION, "How far the evaluation is.")
+@_get(EVALUATION, "Get the progress of an evaluation.")
 async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
     if (group := run.state.ledger.evaluations.get(index)) is None:
         raise ApiError(404, f"No evaluation of version {index} was started.")
@@ -197,34 +197,38 @@ async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
     return evaluation_status(run, group)
 
 
-@_post(EVALUATION + "/seal", "Write it into the run directory.", 409, recorded=True)
+@_post(EVALUATION + "/seal", "Seal an evaluation: write it into the run directory.", 409, recorded=True)
 async def seal_evaluation(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
     return await plane.sealers[run.spec.run_id].seal_evaluation(index, body.attempt)
 
 
-@_post(RUN + "/weights", "Publish a policy version to every engine.", 409, recorded=True)
+@_post(RUN + "/weights", "Publish a policy version to all engines.", 409, recorded=True)
 async def publish(plane: DataPlane, run: ServedRun, body: bodies.WeightsBody) -> Answer:
     return await plane.publish(run, WeightsRef(body.version, body.uri))
 
 
-@_post(RUN + "/leases/{lease_id}/revoke", "Take its engine away.", recorded=True)
+@_post(RUN + "/leases/{lease_id}/revoke", "Revoke a lease and disconnect its engine.", recorded=True)
 async def revoke(plane: DataPlane, run: ServedRun, lease_id: str, body: bodies.RevokeBody) -> Answer:
     return await plane.revoke(run, lease_id, body.within_s)
 
 
-@_post(RUN + "/pause", "Keep engines from sampling.", recorded=True)
+@_post(RUN + "/pause", "Pause sampling.", recorded=True)
 async def pause(run: ServedRun, body: bodies.PauseBody) -> Answer:
     started = time.monotonic()
     num_engines = await run.pause(body.mode, body.engine)
     return {"engines": num_engines, "seconds": time.monotonic() - started}
 
 
-@_post(RUN + "/resume", "Let them sample again.", recorded=True)
+@_post(RUN + "/resume", "Resume sampling.", recorded=True)
 async def resume(run: ServedRun, body: bodies.ResumeBody) -> None:
     await run.resume(body.engine)
 
 
-@_post(RUN + "/engines/{engine_id:path}/drain", "Let an engine end its turns and go.", recorded=True)
+@_post(
+    RUN + "/engines/{engine_id:path}/drain",
+    "Drain an engine: it finishes its turns, then disconnects.",
+    recorded=True,
+)
 async def drain(run: ServedRun, engine_id: str) -> Answer:
     engine = run.router.find(engine_id)
     # if its connection breaks meanwhile, it must not be taken back
@@ -233,23 +237,23 @@ async def drain(run: ServedRun, engine_id: str) -> Answer:
     return {"running": len(engine.in_flight)}
 
 
-@_post(RUN + "/runners/{runner:path}/retire", "Give a runner nothing new.")
+@_post(RUN + "/runners/{runner:path}/retire", "Retire a runner: it gets no new sessions.")
 async def retire(run: ServedRun, runner: str) -> None:
     claiming.retire(run, runner)
 
 
-@_post(RUN + "/runners/{runner:path}/alive", "A runner lives: its sessions stay its own.")
+@_post(RUN + "/runners/{runner:path}/alive", "Send the heartbeat of a runner, which keeps its sessions.")
 async def alive(run: ServedRun, runner: str) -> None:
     run.runners.hear(runner)
 
 
-@_post(RUN + "/release", "The flow is over: runners and engines go.", recorded=True)
+@_post(RUN + "/release", "Release a run whose flow has ended: runners and engines disconnect.", recorded=True)
 async def release(plane: DataPlane, run: ServedRun, body: bodies.ReleaseBody) -> None:
     if body.attempt is None or body.attempt == run.spec.attempt:
         await plane.release(run)
 
 
-@_post(RUN + "/stage", "Say what the flow does now.")
+@_post(RUN + "/stage", "Set the current stage of the flow.")
 async def stage(run: ServedRun, body: bodies.StageBody) -> None:
     run.stage = body.model_dump()
 
@@ -257,11 +261,11 @@ async def stage(run: ServedRun, body: bodies.StageBody) -> None:
 # --- the data plane
 
 
-@_get("/healthz", "Whether it answers.")
+@_get("/healthz", "Check that the data plane answers.")
 async def health(plane: DataPlane) -> Answer:
     return {"runs": len(plane.runs)}
 
 
-@_get("/openapi.json", "This document.")
+@_get("/openapi.json", "Get the OpenAPI document.")
 async def openapi(request: Request) -> Answer:
     return make_document(request.app.routes)

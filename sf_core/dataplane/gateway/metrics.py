@@ -18,34 +18,37 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "sf_requests",
-            "Requests of agents, by what they were answered.",
+            "Requests of agents, by status of the response.",
             ["dialect", "status"],
             registry=registry,
         )
         self.agent_bytes = Counter(
-            "sf_agent_bytes", "Bytes of bodies to and from agents.", ["direction"], registry=registry
+            "sf_agent_bytes",
+            "Bytes of request and response bodies of agents.",
+            ["direction"],
+            registry=registry,
         )
         self.overhead = Histogram(
             "sf_gateway_overhead_seconds",
-            "Time of a request in which its turns were not with the router: reading, rendering, answering.",
+            "Time of a request outside the router: reading, rendering and answering.",
             buckets=_OVERHEAD_S,
             registry=registry,
         )
         self.waiting = Histogram(
             "sf_wait_seconds",
-            "Time of a turn until an engine first got it.",
+            "Time until the first engine received a turn.",
             buckets=_ENGINE_S,
             registry=registry,
         )
         self.engine = Histogram(
             "sf_engine_seconds",
-            "Time of a turn from the first engine that got it to its end, interruptions included.",
+            "Time from the first engine that received a turn to its end, interruptions included.",
             buckets=_ENGINE_S,
             registry=registry,
         )
         self.prompt_tokens = Counter(
             "sf_prompt_tokens",
-            "Prompt tokens: reused from the record, or encoded anew.",
+            "Prompt tokens, reused from the record or newly encoded.",
             ["origin"],
             registry=registry,
         )

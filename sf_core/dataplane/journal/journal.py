@@ -238,8 +238,9 @@ class Journal:
     def _refusal(self, error: OSError) -> ApiError:
         return ApiError(
             503,
-            f"The data plane cannot write its journal in {self.path.parent}: {error.strerror or error}. Make "
-            "room there or mend the disk; the run then goes on, and this request can be sent again.",
+            f"The data plane cannot write its journal in {self.path.parent}: {error.strerror or error}. "
+            "Free space there or repair the disk. The run then continues, and this request can be sent "
+            "again.",
             code="journal_unwritable",
             retry_after_s=RETRY_AFTER_S,
         )

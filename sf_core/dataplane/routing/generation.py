@@ -123,7 +123,8 @@ class Generation:
             return None
         if len(self.token_ids) + len(ids) > self.request.max_tokens:
             return (
-                f"sent {len(self.token_ids) + len(ids)} tokens where {self.request.max_tokens} were asked for"
+                f"sent {len(self.token_ids) + len(ids)} tokens, but at most {self.request.max_tokens} were "
+                "requested"
             )
         if not 0 <= min(ids) <= max(ids) < num_ids:
             return f"sent a token id that is not from 0 to {num_ids - 1}"

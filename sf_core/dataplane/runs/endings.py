@@ -305,7 +305,7 @@ def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | No
         return WrongField("reward", "A finished session needs a reward that is a finite number.")
     for answer in report.step_rewards:
         if session.find_turn_id(answer) is None:
-            sentence = f"step_rewards names {answer!r}, which is the id of no answer of this session."
+            sentence = f"step_rewards names {answer!r}, which is not the id of an answer of this session."
             return WrongField("step_rewards", sentence)
     return None
 
@@ -318,10 +318,11 @@ def _fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError
     given = sorted(name for name, value in report.reward_parts.items() if value is not None)
     if success.part in given:
         return None
-    way_out = f"it has {', '.join(map(repr, given))}: name one of them there, or return that part"
+    parts = ", ".join(map(repr, given))
+    way_out = f"its parts are {parts}: set rollout.success.part to one of these, or return the missing part"
     if not given:
-        way_out = "the reward has no parts: return a mapping of named parts, or remove rollout.success.part"
-    sentence = f"The reward has no part {success.part!r}, which rollout.success.part names; {way_out}."
+        way_out = "it has no parts: return a mapping of named parts, or remove rollout.success.part"
+    sentence = f"The reward has no part {success.part!r} (rollout.success.part); {way_out}."
     return WrongField("reward_parts", sentence)
 
 
@@ -350,8 +351,8 @@ def explain_drops(state: RunState) -> str:
         # no session succeeds, which the wait for the batch ends with what the last one said
         return ""
     return (
-        f"the last {total} groups were all dropped ({failures_text(dropped)}), so that no batch gets "
-        f"full: {_way_out(state, dropped)}"
+        f"the last {total} groups were all dropped ({failures_text(dropped)}), so no batch can be "
+        f"completed: {_way_out(state, dropped)}"
     )
 
 

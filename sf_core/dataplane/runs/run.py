@@ -166,7 +166,7 @@ class ServedRun:
         """How far a batch is. What is done counts as done once it is on disk."""
         ready = decide.readiness(self.state.ledger, batch)
         if ready.ready and self.journal.failure is not None:
-            return replace(ready, ready=False, waiting_for="what is done to be recorded")
+            return replace(ready, ready=False, waiting_for="the journal to be written")
         return ready
 
     def pass_time(self, seconds: float) -> None:

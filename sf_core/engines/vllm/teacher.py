@@ -74,7 +74,7 @@ async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
         return _check(told, f"the teacher at {url} reports for {name}")
 
     try:
-        model, most = await persist("what asks for its models", client.find_model)
+        model, most = await persist("the request for its models", client.find_model)
         return await asyncio.gather(*(ask_about(name, ids) for name, ids in rows))
     finally:
         await client.close()

@@ -46,8 +46,8 @@ class Instructions(Environment):
         fewest, most = self.constraints
         if not 1 <= fewest <= most <= len(set(self.kinds)):
             raise ValueError(
-                f"constraints: expected 1 <= fewest <= most <= {len(set(self.kinds))} (the number of kinds), "
-                f"got {fewest} and {most}"
+                f"constraints: expected 1 <= minimum <= maximum <= {len(set(self.kinds))} (the number of "
+                f"kinds), got {fewest} and {most}"
             )
         return self
 

@@ -34,7 +34,7 @@ async def fault_of(environment: Repositories, instance_id: str) -> str | None:
         test, why = next(iter(failing.items()))
         more = f", and {len(failing) - 1} more" if len(failing) > 1 else ""
         last = why.splitlines()[-1].removeprefix("E").strip()
-        return f"with its patch {test} fails: {last}{more}"
+        return f"with the patch applied, {test} fails: {last}{more}"
     if not await environment.find_failing(instance_id, ""):
         return "the tests pass without the patch"
     return None
@@ -71,7 +71,7 @@ def main() -> None:
     for instance_id, fault in faults.items():
         print(f"{instance_id}: {fault}")
     num = len(environment.instances)
-    print(f"{num - len(faults)} of {num} instances are right on this host")
+    print(f"{num - len(faults)} of {num} instances work on this host")
     sys.exit(1 if faults else 0)
 
 

@@ -93,7 +93,7 @@ def _unquote(name: str) -> str:
 @cache
 def _tell_missing(program: str) -> None:
     log.warning(
-        "there is no `%s` in the sandbox (Debian has a package of that name), so patches that only it would "
-        "apply earn nothing",
+        "`%s` is missing in the sandbox (Debian has a package of this name), so patches that need it earn "
+        "nothing",
         program,
     )

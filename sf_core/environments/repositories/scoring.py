@@ -59,8 +59,8 @@ async def find_failing_tests(
     """Named tests that do not pass when the answer and then the hidden tests are put over the base, which is
     in the sandbox, and why. The answer is a patch, or a mapping of changed files to their texts."""
     if misfit := await _put(box, instance, base, answer):
-        patch = "the answer" if misfit == "patch" else "with the answer its test_patch"
-        return dict.fromkeys(instance.tests, f"{patch} is no patch that fits")
+        patch = "the answer" if misfit == "patch" else "with the answer applied, the test_patch"
+        return dict.fromkeys(instance.tests, f"{patch} does not apply")
     outcomes = await run_tests(box, instance.test_files, timeout_s, instance.tests)
     return {
         test: outcome.why for test in instance.tests if not (outcome := outcomes.get(test, NOT_RUN)).passed
@@ -89,7 +89,7 @@ async def fault_of_row(
     more = f", nor {len(missing) - 1} more" if len(missing) > 1 else ""
     lines = [line for line in written.last_lines().splitlines() if line.startswith(("E  ", "ERROR:"))]
     why = f" ({lines[-1].removeprefix('E  ').strip()})" if lines else ""
-    return f"with its patch pytest finds no {missing[0]}{more}{why}"
+    return f"with the patch applied, pytest finds no {missing[0]}{more}{why}"
 
 
 async def _put(
@@ -109,7 +109,7 @@ async def _put_back(box: Sandbox, base: Mapping[str, bytes], theirs: re.Pattern[
     """Whatever has changed the files of these names, leave those of the base, and no links."""
     ended = await box.run_python(REMOVE, stdin=json.dumps(theirs.pattern), timeout_s=APPLY_S)
     if ended.status != 0:
-        raise SandboxError(f"files of the data set could not be put back: {ended.output.strip()[-500:]}")
+        raise SandboxError(f"files of the data set could not be restored: {ended.output.strip()[-500:]}")
     await box.write({name: content for name, content in base.items() if theirs.match(name)})
 
 

@@ -51,7 +51,7 @@ class ScreenOfButtons(Environment):
         found = next((one for one in drawn if split_of("".join(one[1])) == split), None)
         if found is None:
             raise ValueError(
-                f"the settings allow too few screens: none is left for the split {split}; increase places "
+                f"the settings allow too few screens, so the split {split} has none: increase columns, rows "
                 "or others"
             )
         colour, rows = found

@@ -52,7 +52,7 @@ class Verl(Format):
             return "no sampled answer"
         tools = conversation.tools
         if tools is not None and tools not in self._tools:
-            return "its tools have no type in Parquet"
+            return "the tools have no Parquet type"
         marked, facts = mark_pictures(conversation), conversation.facts
         if marked is None:
             return SPELLED

@@ -183,20 +183,21 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
         has = f"worker {worker.name} has {_gb(worker.memory)} of memory"
         if "rollout" in worker.tags and sizes.weights + sizes.cache > worker.memory:
             raise ValueError(
-                f"{has}, and its engine takes {_gb(sizes.weights)} for the policy's weights and "
+                f"{has}, but its engine needs {_gb(sizes.weights)} for the policy's weights and "
                 f"{_gb(sizes.cache)} for the cache of engine.max_running {engine.max_running} requests of "
-                f"engine.context_length {engine.context} tokens: lower one of the two"
+                f"engine.context_length {engine.context} tokens: lower engine.max_running or "
+                "engine.context_length"
             )
         if "train" in worker.tags and sizes.rank > worker.memory:
             raise ValueError(
-                f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for {sizes.held}: raise "
+                f"{has}, but each of {train.workers} ranks needs {_gb(sizes.rank)} for {sizes.held}: raise "
                 "train.workers, or give the tag train to larger workers"
             )
         if "train" in worker.tags and sizes.rank + _SURE_PART * sizes.activations > worker.memory:
             recompute = "" if train.recompute else "set train.recompute to true, or "
             raise ValueError(
-                f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for {sizes.held}, and about "
-                f"{_gb(sizes.activations)} for activations with train.recompute "
+                f"{has}, but each of {train.workers} ranks needs {_gb(sizes.rank)} for {sizes.held}, and "
+                f"about {_gb(sizes.activations)} for activations with train.recompute "
                 f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
                 f"({train.tokens_per_microbatch})"
             )
@@ -228,8 +229,10 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         "storage": f"each iteration writes {_gb(sizes.version)} of {written}, {_explain_kept(sizes)}; "
         f"a checkpoint, {often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} "
         f"stay{for_good}",
-        "disk": f"about {_gb(_disk_bytes(sizes))} of weights and checkpoints after "
-        f"{train.iterations} iterations; what was sampled comes on top",
+        "disk": (
+            f"about {_gb(_disk_bytes(sizes))} of weights and checkpoints after {train.iterations} "
+            "iterations; trajectories need additional space"
+        ),
     }
 
 
@@ -278,7 +281,7 @@ def _explain_kept(sizes: PolicySizes) -> str:
     newest = num_kept_weights(sizes.config.train, sizes.version)
     if newest is None:
         return "which all stay"
-    return f"of which the newest {newest}, every {KEPT_EVERY}th and those that are evaluated stay"
+    return f"of which the newest {newest}, every {KEPT_EVERY}th and all evaluated versions stay"
 
 
 def _disk_bytes(sizes: PolicySizes) -> int:

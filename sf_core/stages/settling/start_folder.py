@@ -91,8 +91,7 @@ def _check_sight(config: RunConfig, kind: str, folder: str | None) -> None:
     engine, most = config.engine.kind, config.rollout.max_picture_tokens
     if config.policy.sees and config.policy.model is not None:
         raise ValueError(
-            "policy.sees is for the built-in policy only; the files of policy.model say whether it sees: "
-            "leave policy.sees out"
+            "policy.sees applies only to the built-in policy: leave policy.sees out with policy.model"
         )
     if kind in SEEING and not engine_kind(config).shows_pictures:
         raise ValueError(

@@ -116,7 +116,7 @@ def explain_teacher(config: RunConfig, policy: int) -> str:
     elif teacher.model is not None:
         about += ", which is on a worker"
     elif config.train.lora is not None:
-        about += ", which takes no memory beside the adapter"
+        about += ", which needs no memory in addition to the adapter"
     about += "; each step has one more forward pass through it"
     if not teacher.is_loss:
         about, parameters = f"{about} and one through the policy", parameters + policy

@@ -26,7 +26,7 @@ def check_shape(shape: Mapping[str, Any], settings: TrainConfig) -> None:
     }
     if named := [f"{name} {shape[name]}" for name, differs in unusual.items() if differs]:
         raise ValueError(
-            f"train.backend megatron does not know the policy's {kind} with {' and '.join(named)}: "
+            f"train.backend megatron does not support the policy's {kind} with {' and '.join(named)}: "
             "use train.backend torch"
         )
     heads = "num_key_value_heads" if shape.get("num_key_value_heads") else "num_attention_heads"

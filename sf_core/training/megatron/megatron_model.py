@@ -76,8 +76,8 @@ class MegatronModel:
         tensor, pipeline = (config.tensor_parallel, config.pipeline_parallel) if ranks.size > 1 else (1, 1)
         if spec is None or spec.rope_scaling != 1:
             raise ValueError(
-                f"train.backend megatron does not know the rope_parameters of {model_dir}: use train.backend "
-                "torch"
+                f"train.backend megatron does not support the rope_parameters of {model_dir}: use "
+                "train.backend torch"
             )
         self.device = torch.device(device)
         with self._exchange():

@@ -85,8 +85,8 @@ class Network:
             is_last = head_is_last(self.model)
             if values and not is_last:
                 raise ValueError(
-                    f"train.critic does not know the head of model_type {self.model.config.model_type}: its "
-                    "logits are not hidden states times a weight"
+                    f"train.critic does not support model_type {self.model.config.model_type}: its logits "
+                    "are not hidden states times a weight"
                 )
             _become(self.model, _Whole, head_is_last=is_last)
         else:

@@ -179,8 +179,8 @@ class ModelTrainer:
 
     def _divergence(self, what: str) -> ValueError:
         return ValueError(
-            f"training diverged on the way to version {self.version + 1}: {what} is not finite; go on from "
-            f"version {self.version} with a lower train.learning_rate, now {self.config.rate:g}"
+            f"training diverged on the way to version {self.version + 1}: {what} is not finite; continue "
+            f"from version {self.version} with a lower train.learning_rate, now {self.config.rate:g}"
         )
 
     def _share(self, rows: list[Row]) -> list[Microbatch]:

@@ -79,7 +79,7 @@ class ChatClient(Client):
         ({"temperature": 3}, "temperature must be between 0 and 2"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "bard", "content": "hi"}]}, "messages[0].role must be one of"),
-        ({"messages": [HI, {"role": "tool", "tool_call_id": "x"}]}, "'x' answers no tool call"),
+        ({"messages": [HI, {"role": "tool", "tool_call_id": "x"}]}, "'x' does not answer a tool call"),
         ({"messages": [{"role": "user", "content": 5}]}, "must be a string or a list of parts, got an"),
         ({"stop": [""]}, "stop must be"),
         ({"tools": [{"type": "function"}]}, "tools[0] must be a function with a name"),
@@ -251,7 +251,7 @@ class AnthropicClient(Client):
         ({"messages": [{"role": "tool", "content": "x"}]}, "must be user, assistant or system"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
-            "answers no tool call",
+            "does not answer a tool call",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -356,7 +356,7 @@ class GoogleClient(Client):
         ({"contents": [{"parts": [{"text": 5}]}]}, "contents[0].parts[0].text must not be an integer"),
         (
             {"contents": [{"parts": [{"function_response": {"name": "calc", "response": {}}}]}]},
-            "contents[0].parts[0]: the result of 'calc' answers no open call",
+            "contents[0].parts[0]: the result of 'calc' does not answer an open call",
         ),
         (
             {"contents": [{"parts": [{"text": "hi"}]}, {"role": "model", "parts": [{"text": "so"}]}]},

@@ -141,7 +141,7 @@ def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program.chmod(0o755)
     agent = CommandAgent(Command(command=(str(program),))).run
     program.unlink()
-    with pytest.raises(CommandError, match=r"gave no answer: it cannot be started: .* No such file"):
+    with pytest.raises(CommandError, match=r"gave no answer: the program cannot be started: .* No such file"):
         asyncio.run(asyncio.wait_for(agent(TASK, ENDPOINT), patience()))
 
 
@@ -169,19 +169,19 @@ def test_the_answer_is_what_is_new_in_the_folder() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("true", "there is no file a in its folder"),
-        ("mkdir a", "there is no file a in its folder"),
-        ("mkfifo a", "there is no file a in its folder"),
-        ("ln -s /etc/passwd a", "a is a path to a place outside its folder"),
-        ("ln -s ../home/x a", "a is a path to a place outside its folder"),
-        ("ln -s a a", "there is no file a in its folder"),
+        ("true", "the file a does not exist in the command's folder"),
+        ("mkdir a", "the file a does not exist in the command's folder"),
+        ("mkfifo a", "the file a does not exist in the command's folder"),
+        ("ln -s /etc/passwd a", "a leads outside its folder"),
+        ("ln -s ../home/x a", "a leads outside its folder"),
+        ("ln -s a a", "the file a does not exist in the command's folder"),
         ("printf 'ab\\377' > a", "a is no UTF-8: invalid start byte at byte 2"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", f"a is over the limit of {MAX_ANSWER} bytes"),
     ],
 )
 def test_a_file_that_is_no_answer_fails_the_session(script: str, reason: str) -> None:
     failed = failure(f"{script}; echo so it is >&2", answer="file:a")
-    told = f"its exit status is 0, but {reason}; its standard error ends with: so it is"
+    told = f"the exit status is 0, but {reason}; its standard error ends with: so it is"
     assert str(failed) == f"the command gave no answer: {told}"
     assert (failed.cause, failed.output) == ("agent", "so it is\n")
 
@@ -195,7 +195,11 @@ def test_an_answer_in_a_folder_that_leads_elsewhere_is_refused() -> None:
     [
         ("printf '\\377'", "output", "what it printed is no UTF-8: invalid start byte at byte 0"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero", "output", "what it printed is over the limit of 1048576"),
-        (f"head -c {MAX_ANSWER} /dev/zero > a", "folder", "its folder is over the limit of 1048576 bytes"),
+        (
+            f"head -c {MAX_ANSWER} /dev/zero > a",
+            "folder",
+            "the command's folder is over the limit of 1048576 bytes",
+        ),
     ],
 )
 def test_other_answers_are_text_of_bounded_size(script: str, answer: str, reason: str) -> None:
@@ -205,8 +209,8 @@ def test_other_answers_are_text_of_bounded_size(script: str, answer: str, reason
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("exit 3", "its exit status is 3"),
-        ("kill -9 $$", "it was killed by signal 9"),
+        ("exit 3", "the exit status is 3"),
+        ("kill -9 $$", "the program was killed by signal 9"),
         ("for n in 1 2 3 4 5 6 7; do echo $n >&2; done; exit 1", "3\n4\n5\n6\n7"),
     ],
 )
@@ -334,7 +338,9 @@ def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, sc
         working = asyncio.ensure_future(agent(TASK, ENDPOINT))
         keeper, *others = await asyncio.to_thread(family_of, pid_file)
         keeper.kill()
-        with pytest.raises(CommandError, match=r"gave no answer: its keeper was killed$"):
+        with pytest.raises(
+            CommandError, match=r"gave no answer: the process that supervises the command was killed$"
+        ):
             await working
         check_gone([keeper, *others], scratch)
 

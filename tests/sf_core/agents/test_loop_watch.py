@@ -29,7 +29,7 @@ async def test_each_block_of_the_loop_is_told_once(
             await asyncio.sleep(0.1)
     assert len(caplog.messages) == 2
     for message in caplog.messages:
-        assert " blocks the event loop, which has not turned for 0.2 s: the 7 sessions" in message
+        assert " has blocked the event loop for 0.2 s, and the 7 sessions" in message
 
 
 async def place_in(*, is_inside_the_library: bool) -> str:

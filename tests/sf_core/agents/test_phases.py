@@ -160,7 +160,7 @@ def scores_nothing(task: Task, answer: Any) -> None:
         (
             {"agent": silent, "reward": strip},
             "reward_error",
-            f"ValueError: the agent {name_function(silent)} answered None, of which the reward function "
+            f"ValueError: the agent {name_function(silent)} returned None, for which the reward function "
             f"{name_function(strip)} made AttributeError: 'NoneType' object has no attribute 'strip'",
         ),
         (

@@ -73,7 +73,7 @@ def test_a_report_that_is_refused_fails_its_session_with_the_reason_and_no_other
             stand.reports.add(bad, {"status": "finished", "reward": 1.0} | report)
             assert await stand.answers(2) == [good, bad]
             status = await stand.status()
-            assert status["last_error"].startswith(f"the report on it was refused: {reason}")
+            assert status["last_error"].startswith(f"the report of the session was refused: {reason}")
             assert status["counters"]["failed_sessions"] == 2
 
     asyncio.run(scenario())

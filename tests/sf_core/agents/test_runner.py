@@ -58,7 +58,7 @@ async def forgotten() -> float:
         ({"a": 1.0, "b": float("inf")}, "inf as 'b', no finite number"),
         ({"a": 1.0, "b": None}, "None as 'b', no finite number"),
         (Scored(1.0, {"a": float("nan")}), "nan for 'a', no finite number"),
-        (forgotten(), "a coroutine: `await` it in an `async def`"),
+        (forgotten(), "a coroutine: use an `async def` and `await` the coroutine there"),
     ],
 )
 def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told: str) -> None:
@@ -74,7 +74,7 @@ def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told
         (1.0, "1.0, expected a list with a reward for each of 2 answers"),
         ("ab", "'ab', expected a list with a reward for each of 2 answers"),
         ({"a": 1.0, "b": 1.0}, "{'a': 1.0, 'b': 1.0}, expected a list with a reward for each of 2 answers"),
-        (forgotten(), "a coroutine: `await` it in an `async def`"),
+        (forgotten(), "a coroutine: use an `async def` and `await` the coroutine there"),
     ],
 )
 def test_rewards_of_a_group_are_one_for_each_answer(values: object, told: str) -> None:
@@ -92,7 +92,7 @@ class _DumbError(Exception):
 
 
 def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
-    assert _describe_error(_DumbError(), "agent") == "_DumbError: it cannot say why"
+    assert _describe_error(_DumbError(), "agent") == "_DumbError: (the error has no readable message)"
 
 
 def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:

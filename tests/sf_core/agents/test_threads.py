@@ -72,7 +72,9 @@ def test_calls_that_go_on_unawaited_count_once_they_are_many_and_until_they_end(
     with caplog.at_level(logging.WARNING):
         asyncio.run(asyncio.wait_for(count(), patience()))
     [told] = caplog.messages
-    assert told.startswith("3 calls go on although their sessions are over, the last of leave.<locals>.hang")
+    assert told.startswith(
+        "3 calls still run although their sessions have ended, the newest in leave.<locals>.hang"
+    )
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), StopIteration()])

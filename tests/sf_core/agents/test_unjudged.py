@@ -126,7 +126,9 @@ def test_a_function_that_waits_for_a_judge_is_not_to_blame(
 ) -> None:
     error, _ = scored(reward, server=server, timeout_s=1.0)
     assert isinstance(error, NotJudged)
-    assert str(error) == ("scoring took longer than rollout.score_timeout_s of 1 s, and waited for a judge")
+    assert str(error) == (
+        "scoring took longer than rollout.score_timeout_s of 1 s while it waited for a judge"
+    )
 
 
 @pytest.mark.parametrize("server", [["garbage", "garbage", ""]], indirect=True)

@@ -78,7 +78,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             {
                 "pipeline": "async; t1: train steps only; r0, t0: rollout, during train steps too",
                 "lag": "bound 1: sampling continues during training; "
-                "training waits for sessions that would grow older",
+                "training waits for sessions that would exceed this lag",
                 "t0": "rollout train rolls out: others train first",
                 "t1": "train trains as rank 0: does not carry rollout",
             },
@@ -127,7 +127,7 @@ def test_what_decided_and_what_is_not_known_is_said(write: Any) -> None:
     preferred = {"prefer": {"train": ["big"]}}
     _, lines = sf_plan(write({"d0": BOTH, "d1": {"tags": ["rollout", "train", "big"]}}, cluster=preferred))
     assert lines["d1"].endswith("tags of cluster.prefer")
-    assert lines["unknown"].startswith("the devices of d1, d0; device_kind or sf worker --probe would say")
+    assert lines["unknown"].startswith("the devices of d1, d0; set device_kind or use sf worker --probe")
     _, lines = sf_plan(write({"d0": BOTH, "d1": BOTH}))
     assert lines["d0"].endswith("first by name")
 
@@ -185,13 +185,13 @@ def test_the_plan_says_how_a_policy_sees_pictures(
     engine = {"kind": "vllm"}
     workers = {"r0": R0, "t0": {"tags": ["train"]}}
     code, lines = sf_plan(write(workers, policy={"sees": True}, engine=engine))
-    assert (code, lines["pictures"]) == (0, "the policy is shown them")
+    assert (code, lines["pictures"]) == (0, "the policy sees pictures")
     folder = str(tmp_path / "sees")
     make_policy(folder, PolicyConfig(sees=True, hidden_size=32, num_layers=1), seed=0)
     rules = {"max_picture_tokens": 64}
     code, lines = sf_plan(write(workers, policy={"model": folder}, engine=engine, rollout=rules))
     assert code == 0
     assert lines["pictures"] == (
-        "the policy is shown them, each as 4 to 64 tokens, one for every 28 by 28 pixels; larger ones are "
-        "made smaller"
+        "the policy sees pictures as 4 to 64 tokens each, one token per 28 by 28 pixels; larger pictures are "
+        "scaled down"
     )

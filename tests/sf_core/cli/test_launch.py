@@ -47,7 +47,7 @@ def test_a_finished_run_is_shown_and_not_run_again(finished_run: RunDirectory) -
     code, output = sf("resume", finished_run.uri)
     assert code == 0, output
     assert output.startswith(
-        "run r is already finished; a larger train.iterations continues it, another run_id starts a new run "
+        "run r is already finished; to continue it, raise train.iterations, another run_id starts a new run "
         "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
     )
     assert "tokens 1,000 sampled, 20 per second" in output, "of an earlier version"
@@ -118,7 +118,7 @@ def test_too_few_open_files_are_refused_before_anything_starts(stopped_run: RunD
         code, output = sf("resume", stopped_run.uri)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert (code, "this process may have 512 files open" in output) == (2, True), output
+    assert (code, "this process may open 512 files" in output) == (2, True), output
 
 
 def test_an_emulated_run_is_said_to_have_no_policy(finished_run: RunDirectory, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_finished_run_goes_on_with_more_iterations(finished_run: RunDirectory,
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": finished_run.uri.rsplit("/", 1)[0]}}))
     code, output = sf("train", str(file), "--set", "train.iterations=3")
-    assert "run r: as it was configured, but for train.iterations 3 (was 2)" in output
+    assert "run r: the stored configuration, except for train.iterations 3 (was 2)" in output
     assert (code, "no worker carries" in output) == (1, True), output
     code, output = sf("train", str(file), "--set", "train.iterations=1")
     assert (code, "run r has published version 2 and cannot end at" in output) == (1, True), output

@@ -57,9 +57,7 @@ def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_not_known_is_told_those_that_are() -> None:
-    sentence = (
-        "grpp: no such file; give the path of a YAML configuration, or the name of one that is built in: "
-    )
+    sentence = "grpp: no such file; give the path of a YAML file or the name of a built-in configuration: "
     for command in ("train", "plan", "up"):
         code, output = sf(command, "grpp")
         assert (code, sentence + ", ".join(builtin_configs()) in output) == (2, True), output

@@ -52,7 +52,7 @@ def test_a_step_has_the_settings_that_it_was_made_with(
 ) -> None:
     configure(copy, train={"checkpoint_every": 2, "learning_rate": 1e-2, "betas": (0.5, 0.5)})
     result = replay(copy.uri, 3)
-    assert "version 3 is made again from 2 (train steps: 1)" in caplog.text
+    assert "version 3 is computed again from version 2 (train steps: 1)" in caplog.text
     assert (result.equal, result.metrics) == (True, {})
 
 
@@ -65,7 +65,7 @@ def test_a_step_of_a_gpu_is_not_done_again_where_none_is(
     files.write_atomic(copy.manifest_file(0, "train"), changed.model_dump_json().encode())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, output = sf("replay", copy.uri, "--iteration", "0")
-    assert (code, "was trained on a GPU, which rounds differently; here is none" in output) == (2, True)
+    assert (code, "was trained on a GPU, but this machine has none" in output) == (2, True)
 
 
 def test_nothing_is_written_into_the_run(run_to_replay: RunDirectory) -> None:

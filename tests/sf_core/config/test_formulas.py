@@ -76,7 +76,7 @@ def test_the_page_of_settings_shows_the_other_kinds_and_loads_as_the_default() -
         "# kind m2po: ",
     ):
         assert shown in page
-    assert "#   budget: Maximum mean of the squared log-ratio. By default 0.04." in page
+    assert "#   budget: Maximum mean squared log-ratio. By default 0.04." in page
     assert "#   coefficient: Weight of the penalty." in page
     assert RunConfig.model_validate(yaml.safe_load(page)) == RunConfig()
 
@@ -142,23 +142,23 @@ def taught(rollout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any
 
 
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
-    "train.advantage none learns nothing from rewards, so it needs a teacher": taught(teacher=None),
-    "needs a teacher that is not the policy at its start": taught(teacher={"weights": "start"}),
+    "train.advantage none ignores rewards, so it needs a teacher": taught(teacher=None),
+    "needs a teacher other than the policy at its start": taught(teacher={"weights": "start"}),
     "rollout.gate, rollout.curriculum, train.select and train": taught({"gate": "varied"}),
-    "and train.loss.kl with place reward go by rewards, which teach nothing": taught(
-        {"curriculum": {"pool": 100}}
-    ),
-    "go by rewards, which teach nothing with train.advantage none": taught(
+    "and train.loss.kl with place reward use rewards, which have no": taught({"curriculum": {"pool": 100}}),
+    "use rewards, which have no effect with train.advantage none": taught(
         select={"kind": "extremes", "keep": 2}
     ),
-    "which teach nothing with train.advantage none: leave them out": taught(
+    "which have no effect with train.advantage none: leave them out": taught(
         loss={"kl": {"coefficient": 1, "place": "reward"}}
     ),
-    "train.critic has no use with train.advantage none": taught(critic={}),
-    "train.teacher.url tells log-probs at temperature 1 of the whole vocabulary": taught(
+    "train.critic has no effect with train.advantage none": taught(critic={}),
+    "train.teacher.url gives log-probs at temperature 1 of the whole vocabulary": taught(
         {"top_k": 5}, teacher=AT_URL
     ),
-    "top_k and outside_groups, whose agents choose their own": taught({"outside_groups": 1}, teacher=AT_URL),
+    "top_k and outside_groups (outside agents choose their own": taught(
+        {"outside_groups": 1}, teacher=AT_URL
+    ),
     "give exactly one of model, url and weights as the teacher; given: none of them": taught(teacher={}),
     "give exactly one of model, url and weights as the teacher; given: model and weights": taught(
         teacher={"model": "teacher", "weights": "start"}
@@ -167,33 +167,31 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         teacher={"url": "http://host:8000", "tokenizer": "folder"}
     ),
     "give url and tokenizer together": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
-    "give either url or model, which say where the judge is; given: neither": judge(),
-    "give either url or model, which say where the judge is; given: both": judge(
-        url="http://host:8000/v1", model="folder"
-    ),
+    "give either url or model for the judge; given: neither": judge(),
+    "give either url or model for the judge; given: both": judge(url="http://host:8000/v1", model="folder"),
     "name selects a model at url; a judge given by model needs no name": judge(model="folder", name="it"),
     "max_tokens_per_iteration (99) is less than max_tokens of one reply (256)": judge(
         model="folder", max_tokens_per_iteration=99
     ),
-    "train.advantage group compares the sessions of a group, and rollout.group_size is 1": {
+    "train.advantage group compares the sessions of a group, but rollout.group_size is 1": {
         "rollout": {"group_size": 1}
     },
     "train.advantage whitened compares the sessions of a group": {
         "rollout": {"group_size": 1},
         "train": {"advantage": {"kind": "whitened", "baseline": True}},
     },
-    "rollout.gate varied drops groups of equal rewards, which all are": {
+    "rollout.gate varied drops groups in which all rewards are equal; with": {
         "rollout": {"group_size": 1, "gate": "varied"},
         "train": {"advantage": "whitened"},
     },
-    "rollout.outside_groups (5) are some of the rollout.groups_per_batch (4) groups of a batch": {
+    "rollout.outside_groups (5) must not exceed rollout.groups_per_batch (4)": {
         "rollout": {"outside_groups": 5, "groups_per_batch": 4}
     },
-    "relative takes no negative rewards, and rollout.failed_reward is -1": {
+    "relative does not support negative rewards, but rollout.failed_reward is -1": {
         "rollout": {"failed_reward": -1},
         "train": {"advantage": "relative"},
     },
-    "rollout.temperature 0 draws no token by chance, so train.weights cannot": {
+    "train.weights cannot rank tokens by entropy at rollout.temperature 0": {
         "rollout": {"temperature": 0},
         "train": {"weights": ["surprising"]},
     },
@@ -201,83 +199,76 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "rollout": {"temperature": 0},
         **loss(entropy=0.1),
     },
-    "sequence_clip has one ratio for each row": loss(policy="sequence_clip"),
+    "sequence_clip has one ratio per row": loss(policy="sequence_clip"),
     "train.loss.policy plain has no ratio": loss(policy="plain", ratio_to="step_start"),
-    "m2po fits its bounds to the ratio to the policy that sampled": loss(
+    "m2po computes its bounds from the ratio to the policy that sampled": loss(
         policy="m2po", ratio_to="step_start"
     ),
-    "train.loss.correction repeats what the ratio to behaviour corrects already": loss(correction={}),
-    "train.loss.policy.beyond dual needs a cap": loss(policy={"beyond": "dual", "cap": None}),
+    "train.loss.correction repeats the correction of the ratio to behaviour": loss(correction={}),
+    "train.loss.policy.beyond dual needs train.loss.policy.cap": loss(policy={"beyond": "dual", "cap": None}),
     "train.loss.policy.cap (1.2) must exceed 1 + high (0.28) with beyond dual": loss(
         policy={"beyond": "dual", "cap": 1.2}
     ),
-    "train.weights fresh leaves nothing out: no token of this run lags by more than 1": {
+    "train.weights fresh has no effect: the lag of this run's tokens is at most 1": {
         "train": {"weights": ["fresh"]}
     },
-    "train.weights has the same kind twice": {"train": {"weights": ["overlong", "overlong"]}},
-    "train.loss.kl.renew_every is not reached within train.iterations (40)": loss(
+    "train.weights lists the same kind twice": {"train": {"weights": ["overlong", "overlong"]}},
+    "train.loss.kl.renew_every has no effect within train.iterations (40)": loss(
         kl={"coefficient": 1.0, "renew_every": 40}
     ),
     "train.advantage gae needs the values of a critic: add train.critic, as `critic: {}`": {
         "train": {"advantage": "gae"}
     },
-    "train.critic has no use with train.advantage group": {"train": {"critic": {}}},
+    "train.critic has no effect with train.advantage group": {"train": {"critic": {}}},
     "train.weights gated needs the values of a critic": {"train": {"weights": ["gated"]}},
-    "train.advantage pair is the gradient of its loss with train.loss.policy plain": {
-        "train": {"advantage": "pair"}
-    },
-    "train.advantage pair is made before the first optimiser step": {
+    "train.advantage pair needs train.loss.policy plain": {"train": {"advantage": "pair"}},
+    "train.advantage pair is computed before the first optimiser step": {
         "train": {"advantage": "pair", "loss": {"policy": "plain"}, "minibatches": 2}
     },
-    "rollout.gate mixed wants 5 right and 5 wrong sessions, which no group of 8 has (rollout.group_size): "
+    "rollout.gate mixed needs 5 right and 5 wrong sessions, but a group has 8 (rollout.group_size): "
     "lower `least`": {"rollout": {"gate": {"kind": "mixed", "least": 5}}},
-    "environment.group_reward waits for the answers of all sessions of a group, and rollout.spare_sessions "
-    "ends those that answer last: leave one of the two out": {
+    "environment.group_reward waits for the answers of all sessions of a group, but rollout.spare_sessions "
+    "stops the slowest sessions: leave one of the two out": {
         "environment": {"group_reward": "a:b"},
         "rollout": {"spare_sessions": 1},
     },
-    "environment.group_reward scores the answers of the run's own agents, and rollout.outside_groups are "
-    "rewarded from outside: leave one of the two out": {
+    "environment.group_reward scores the answers of the run's own agents, but the rewards of "
+    "rollout.outside_groups come from outside: leave one of the two out": {
         "environment": {"group_reward": "a:b"},
         "rollout": {"outside_groups": 1},
     },
-    "rollout.least_sessions (9) must not exceed rollout.group_size (8): lower it": {
-        "rollout": {"least_sessions": 9}
-    },
-    "rollout.curriculum.pool (8) must exceed the groups in flight, rollout.groups_per_batch (4) times 1 + "
-    "lag (1), because no task is sampled by two groups at once: raise it": {
+    "rollout.least_sessions (9) must not exceed rollout.group_size (8)": {"rollout": {"least_sessions": 9}},
+    "rollout.curriculum.pool (8) must exceed the number of groups in flight, rollout.groups_per_batch (4) "
+    "times 1 + lag (1), because two groups never sample a task at the same time": {
         "rollout": {"groups_per_batch": 4, "curriculum": {"pool": 8}}
     },
-    "rollout.curriculum.stages has a stage that begins when train.iterations (40) are done: lower the "
-    "`until` of the stage before it, or leave it out": stages({"until": 40}, {}),
-    "rollout.curriculum.stages weigh the parts of an environment, which environment.tasks, a function of "
-    "your own, does not have: leave one of the two out": {
+    "rollout.curriculum.stages has a stage that begins after the last iteration (train.iterations 40): lower "
+    "the `until` of the previous stage, or leave this stage out": stages({"until": 40}, {}),
+    "rollout.curriculum.stages are shares of an environment's parts, but environment.tasks, a function "
+    "of your own, has no parts: leave one of the two out": {
         **stages({}),
         "environment": {"tasks": "mine:tasks"},
     },
-    "rollout.curriculum chooses tasks of the environment, and all groups are from outside "
+    "rollout.curriculum chooses tasks of the environment, but all groups come from outside "
     "(rollout.outside_groups): leave one of the two out": {
         "rollout": {"outside_groups": 32, "curriculum": {"pool": 100}}
     },
-    "rollout.curriculum.sizes.fewer (8) must be below rollout.group_size (8): lower it": curriculum(
-        sizes={"fewer": 8}
-    ),
-    "train.advantage group compares the sessions of a group, and rollout.curriculum.sizes.fewer is 1: raise "
-    "it, or take train.advantage whitened": curriculum(sizes={"fewer": 1}),
-    "rollout.gate mixed drops every group of 3 sessions (rollout.curriculum.sizes.fewer): raise": curriculum(
+    "rollout.curriculum.sizes.fewer (8) must be below rollout.group_size (8)": curriculum(sizes={"fewer": 8}),
+    "train.advantage group compares the sessions of a group, but rollout.curriculum.sizes.fewer is 1: raise "
+    "it, or use train.advantage whitened": curriculum(sizes={"fewer": 1}),
+    "rollout.gate mixed drops every group of 3 sessions: raise rollout.curriculum.sizes.fewer": curriculum(
         {"gate": {"kind": "mixed", "least": 2}}, sizes={"fewer": 3}
     ),
-    "train.select.keep (8) must be below rollout.group_size (8), or nothing is left out: lower it, or leave "
+    "train.select.keep (8) must be below rollout.group_size (8): lower train.select.keep, or leave "
     "train.select out": select(8),
     **{
-        f"train.advantage {kind} compares sessions of the whole batch, and train.select extremes keeps the "
-        "best and the worst of each group: take train.advantage group, or leave train.select out": select(
-            4, advantage=kind, critic={} if kind == "gae" else None
-        )
+        f"train.advantage {kind} compares sessions of the whole batch, but train.select extremes keeps the "
+        "best and the worst sessions of each group: use train.advantage group, or leave train.select "
+        "out": select(4, advantage=kind, critic={} if kind == "gae" else None)
         for kind in ("gae", "whitened", "role_baseline")
     },
-    "mean_over: constant needs session_tokens": loss(mean_over="constant"),
-    "and session_tokens needs it: give both or neither": loss(session_tokens=10),
+    "mean_over: constant and session_tokens need each other": loss(mean_over="constant"),
+    "and session_tokens need each other: give both or neither": loss(session_tokens=10),
 }
 
 
@@ -297,8 +288,9 @@ def test_what_goes_by_earlier_groups_needs_a_pool(rules: dict[str, Any]) -> None
         config(**curriculum(**{**rules, "pool": None}))
     (error,) = refused.value.errors()
     assert error["msg"] == (
-        "Value error, rollout.curriculum with order draw, sizes, or solved or unsolved below 1 goes by what "
-        "came of a task before, and without a pool no task comes twice: give rollout.curriculum.pool"
+        "Value error, rollout.curriculum with order draw, with sizes, or with solved or unsolved below 1 "
+        "uses the earlier results of tasks, but without a pool no task is sampled twice: set "
+        "rollout.curriculum.pool"
     )
 
 
@@ -318,8 +310,8 @@ def test_stages_that_do_not_rise_or_do_not_end_with_an_open_one_are_refused(part
         config(**stages(*parts))
     (error,) = refused.value.errors()
     assert error["msg"] == (
-        "Value error, rollout.curriculum.stages: each but the last needs an `until` above that of the stage "
-        "before, and the last has none"
+        "Value error, rollout.curriculum.stages: each stage except the last needs an `until` above the "
+        "`until` of the previous stage; the last stage must not have one"
     )
 
 
@@ -329,7 +321,7 @@ def test_what_draws_alone_look_at_is_refused_with_epochs(rules: dict[str, Any]) 
         config(**curriculum(**rules))
     (error,) = refused.value.errors()
     assert error["msg"] == (
-        "Value error, rollout.curriculum.explore and utility have no effect with order epochs: take order "
+        "Value error, rollout.curriculum.explore and utility have no effect with order epochs: use order "
         "draw, or leave them out"
     )
 
@@ -372,7 +364,7 @@ def test_a_wrong_selection_is_named_with_its_setting(settings: Any, told: str) -
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
-    with pytest.raises(ValidationError, match="has the same kind twice") as refused:
+    with pytest.raises(ValidationError, match="lists the same kind twice") as refused:
         config(rollout={"group_size": 1}, train={"weights": ["overlong", "overlong"]})
     assert "rollout.group_size is 1" in str(refused.value)
 

@@ -27,7 +27,8 @@ def test_overrides_replace_values_of_the_file_and_add_new_ones(config_file: Path
 
 def test_an_override_within_a_list_says_how_to_give_it() -> None:
     sentence = (
-        "--set train.weights.0.kind=fresh: weights is a list: give all of it, as --set train.weights=[...]"
+        "--set train.weights.0.kind=fresh: weights is a list: give the whole list, as --set "
+        "train.weights=[...]"
     )
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         load_config("dapo", ["train.weights.0.kind=fresh"])
@@ -117,7 +118,7 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
             "cluster.workers.r0.tags=[a b]",
             "cluster.workers.r0.tags.0: 'a b' is not a valid tag or name: use letters",
         ),
-        ("cluster.workers.r0.device_kind=k80", "device kind 'k80' is not known; known are a100, "),
+        ("cluster.workers.r0.device_kind=k80", "unknown device kind 'k80'; use one of a100, "),
         ("pipeline=colocate", "pipeline: input should be 'colocated', 'disaggregated', 'async' or"),
         ("train.min_workers=2", "train.min_workers (2) must not exceed train.workers (1)"),
     ],

@@ -62,7 +62,7 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         loaded(tmp_path, text)
-    told = f"the key {key} is in line {lines[0]} and again in line {lines[1]}: write its settings once"
+    told = f"the key {key} is in line {lines[0]} and again in line {lines[1]}: merge the two"
     assert str(refused.value) == f"{tmp_path}/mine.yaml: not valid YAML: {told}"
 
 
@@ -146,8 +146,8 @@ def test_an_option_that_names_no_worker_is_told_how_to_edit_one_and_how_to_repla
         load_config("quickstart", ["cluster.workers.g0.device=cuda:0"])
     said = str(refused.value)
     assert said.startswith("--set cluster.workers.g0.tags: field required, because a worker")
-    assert "to edit one of those that are there, name it: --set cluster.workers.NAME.FIELD=VALUE; " in said
-    assert said.endswith("give all of them, as cluster.workers in a file")
+    assert "to change an existing worker, use its name: --set cluster.workers.NAME.FIELD=VALUE; " in said
+    assert said.endswith("to replace all workers, give cluster.workers in a file")
 
 
 def test_a_wrong_setting_is_named_with_the_file_and_the_line_in_which_it_is_written(tmp_path: Path) -> None:

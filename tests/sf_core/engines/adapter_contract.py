@@ -103,7 +103,7 @@ def _flip(file: Path) -> None:
 
 
 REFUSED: dict[str, Callable[[Path], None]] = {
-    r"adapter_model\.safetensors: its tensors differ from those that were written": _flip,
+    r"adapter_model\.safetensors: the tensors differ from those that were written": _flip,
     r"adapter_model\.safetensors: no such file": Path.unlink,
     r"adapter_config\.json cannot be read": lambda file: file.with_name(ADAPTER_CONFIG).unlink(),
     r"adapter_config\.json describes rank 5 .*; the adapter that the run began with has rank 4": _set(r=5),

@@ -106,8 +106,8 @@ async def later(split: str, index: int) -> Task:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (lambda split, index: None, "None, which is no task: it must return sf_core.types.Task("),
-        (lambda split, index: {"task_id": "a"}, "{'task_id': 'a'}, which is no task: "),
+        (lambda split, index: None, "None, which is not a task: it must return sf_core.types.Task("),
+        (lambda split, index: {"task_id": "a"}, "{'task_id': 'a'}, which is not a task: "),
         (lambda split, index: Task(7, "e", "p"), "a task whose task_id is 7: it must be a text"),  # type: ignore[arg-type]
         (later, "a coroutine: it must not be async, and return sf_core.types.Task("),
     ],

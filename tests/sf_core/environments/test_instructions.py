@@ -135,7 +135,7 @@ def test_what_a_text_is_about(text: str, subject: str, expected: bool) -> None:
     ("settings", "message"),
     [
         ({"kinds": ["no_comas"]}, "no_comas"),
-        ({"constraints": [2, 1]}, "expected 1 <= fewest <= most"),
+        ({"constraints": [2, 1]}, "expected 1 <= minimum <= maximum"),
         ({"kinds": ["json"], "constraints": [1, 2]}, "the number of kinds"),
         ({"answers": 0}, "environment.settings.answers"),
     ],

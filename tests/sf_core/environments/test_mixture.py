@@ -255,8 +255,8 @@ def test_a_host_must_do_what_every_part_needs() -> None:
     with pytest.raises(ValueError) as refused:
         check_host(command)
     assert str(refused.value) == (
-        "environment.name: mixture: part away: agent: this host has no program 'no-such-program' "
-        "that can be executed"
+        "environment.name: mixture: part away: agent: the program 'no-such-program' "
+        "does not exist on this host, or cannot be executed"
     )
 
 
@@ -278,7 +278,7 @@ def test_a_task_of_no_part_is_refused() -> None:
         ),
         (
             {"words": WORDS, "rules": {"name": "quickstat"}},
-            "environment.settings.parts.rules: name: there is no environment 'quickstat'; there are quicksta",
+            "environment.settings.parts.rules: name: unknown environment 'quickstat'; use one of quicksta",
         ),
         (
             {"rules": {"name": "instructions", "settings": {"kinds": [], "texd": 1}}},

@@ -158,7 +158,7 @@ def test_the_configuration_of_an_earlier_run_means_what_it_meant() -> None:
     [
         (
             setting(name="quickstat"),
-            "environment.name: there is no environment 'quickstat'; there are quickstart, ",
+            "environment.name: unknown environment 'quickstat'; use one of quickstart, ",
         ),
         (setting(name="nowhere:Sums"), "environment.name: nowhere:Sums: cannot import nowhere"),
         (

@@ -105,7 +105,7 @@ def test_a_text_of_another_agent_is_scored_by_the_rubric() -> None:
         ({}, "environment.settings.name: field required"),
         (
             {"name": "no-such"},
-            "environment.settings.name: there is no module 'no_such' here, the environment",
+            "environment.settings.name: the module 'no_such' of the verifiers environment 'no-such' is",
         ),
         (
             {"name": PAD, "argument": {}},

@@ -178,14 +178,21 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
 @pytest.mark.parametrize(
     "change,sentence",
     [
-        ({"use_dora": True}, "describes DoRA (use_dora), which is not trained here"),
+        ({"use_dora": True}, "describes DoRA (use_dora), which training here does not support"),
         (
             {"use_rslora": True},
-            "describes rank-stabilised scaling (rsLoRA) (use_rslora), which is not trained here; the same "
+            "describes rank-stabilised scaling (rsLoRA) (use_rslora), which training here does not "
+            "support; the same "
             "adapter has use_rslora false and lora_alpha 16",
         ),
-        ({"modules_to_save": ["lm_head"]}, "describes whole modules beside its factors (modules_to_save)"),
-        ({"lora_dropout": 0.05}, "describes dropout (lora_dropout), which is not trained here; set it to 0"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "describes whole modules in addition to its factors (modules_to_save)",
+        ),
+        (
+            {"lora_dropout": 0.05},
+            "describes dropout (lora_dropout), which training here does not support; set it to 0",
+        ),
         ({"alpha_pattern": {"q_proj": 8}}, "describes an alpha for each layer (alpha_pattern)"),
         ({"rank_pattern": {"q_proj": 8}}, "describes a rank for each layer (rank_pattern)"),
         ({"bias": "all"}, "says that biases are trained (bias: all)"),

@@ -84,8 +84,11 @@ def test_picture_is_turned_as_exif_says() -> None:
     [
         (b"", "it is broken, or in an unknown picture format"),
         (b"\x89PNG broken", "it is broken, or in an unknown picture format"),
-        (save(Image.new("RGB", (90, 90)))[:-40], "it cannot be decoded: "),
-        (save(Image.new("RGB", (8, 1700))), "its sides are 8 by 1700 pixels, a ratio above 200"),
+        (save(Image.new("RGB", (90, 90)))[:-40], "the picture cannot be decoded: "),
+        (
+            save(Image.new("RGB", (8, 1700))),
+            "the picture has 8 by 1700 pixels; the ratio of its sides must not exceed 200",
+        ),
         (
             save(
                 Image.new("RGB", (56, 56)),
@@ -106,8 +109,8 @@ def test_what_cannot_be_shown_is_refused(data: bytes, told: str) -> None:
 def test_large_pictures_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = save(Image.new("RGB", (300, 300)))
     monkeypatch.setattr(fitting, "MAX_PIXELS", 300 * 300 - 1)
-    with pytest.raises(ValueError, match="it has 300 by 300 pixels, and at most 89999 are decoded"):
+    with pytest.raises(ValueError, match="the picture has 300 by 300 pixels; the limit is 89999 pixels"):
         fit_picture(data, SIGHT)
     monkeypatch.setattr(fitting, "MAX_BYTES", len(data) - 1)
-    with pytest.raises(ValueError, match=f"it has {len(data)} bytes, and at most {len(data) - 1} are read"):
+    with pytest.raises(ValueError, match=f"the picture has {len(data)} bytes; the limit is {len(data) - 1}"):
         fit_picture(data, SIGHT)

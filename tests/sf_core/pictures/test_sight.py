@@ -22,7 +22,7 @@ def test_fit_is_qwens_and_is_left_alone(height: int, width: int, max_tokens: int
     try:
         fitted = sight.fit(height, width)
     except ValueError as error:
-        assert str(error).startswith(f"its sides are {width} by {height} pixels")
+        assert str(error).startswith(f"the picture has {width} by {height} pixels")
         return
     limits = sight.side, sight.min_pixels, sight.max_pixels
     assert fitted == smart_resize(height, width, *limits)
@@ -34,7 +34,7 @@ def test_fit_is_qwens_and_is_left_alone(height: int, width: int, max_tokens: int
 def test_limit_below_the_processors_least_is_refused() -> None:
     """An engine would make the picture larger again."""
     with pytest.raises(
-        ValueError, match=r"max_picture_tokens is 3, and the policy.s processor makes no picture"
+        ValueError, match=r"max_picture_tokens is 3, but the policy.s processor uses at least"
     ):
         SIGHT.limit(3)
 

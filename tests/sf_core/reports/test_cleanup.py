@@ -318,9 +318,9 @@ def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Pa
     with served(root, "busy") as (url, http):
         busy, idle = make(root, "busy", 3, url=url), make(root, "idle", 3)
         code, output = sf("gc", busy.uri, "--yes")
-        assert (code, output) == (2, "error: busy: is being worked on; stop it or wait for its end")
+        assert (code, output) == (2, "error: busy: the run is in use; stop it or wait until it ends")
         code, output = sf("gc", str(root), "--yes")
-        assert code == 0 and "skipped: busy: is being worked on" in output
+        assert code == 0 and "skipped: busy: the run is in use" in output
         assert names(idle) == []
         assert "busy running 3/4" in sf("ls", str(root))[1]
         http.post("/runs/busy/release", json={})
@@ -373,8 +373,9 @@ def test_on_loopback_of_another_machine_a_data_plane_cannot_be_asked(root: Path)
     code, output = sf("gc", run.uri)
     attempt = run.path("attempts", "00001")
     sentence = (
-        "error: a: whether anybody works on it cannot be told: its data plane at http://127.0.0.1:1 is on "
-        f'elsewhere; ask there, or if it is gone for good, write {{"dataplane": ""}} into {attempt}'
+        "error: a: it is unknown if the run is in use: its data plane at http://127.0.0.1:1 is on "
+        f'elsewhere; run the command there, or if it is gone for good, write {{"dataplane": ""}} into '
+        f"{attempt}"
     )
     assert (code, output) == (2, sentence)
     code, output = sf("gc", str(root))
@@ -404,12 +405,12 @@ def test_before_anything_is_removed_data_planes_that_are_away_may_come_back(
     monkeypatch.setattr(states, "RESTART_S", 0.05)
     url = "http://127.0.0.1:1"
     run = make(root, "a", 3, url=url)
-    assert "may be starting again" not in sf("gc", run.uri)[1]
+    assert "may be restarting" not in sf("gc", run.uri)[1]
     code, output = sf("gc", run.uri, "--yes")
     assert code == 0
-    assert output.startswith("a: no data plane answers; it may be starting again, so 0 s are waited")
+    assert output.startswith("a: the data plane does not answer and may be restarting; waiting for 0 s")
     assert output.endswith("removed 4 items, 0.0 MB")
-    assert "may be starting again" not in sf("gc", make(root, "b", 4, url=url).uri, "--yes", "--journals")[1]
+    assert "may be restarting" not in sf("gc", make(root, "b", 4, url=url).uri, "--yes", "--journals")[1]
 
 
 def test_a_run_that_was_given_more_iterations_is_finished_when_they_are_summed_up(root: Path) -> None:

@@ -43,7 +43,11 @@ def run_of(folder: Path, *iterations: dict[str, dict[str, Any]]) -> tuple[RunVie
     [
         ({"filter": {"zero_advantage_share": 1.0}}, "equal", "nothing was learned: my_agent:reward does not"),
         ({"train": {"grad_norm": 0.0}}, "gradient", "the gradient was zero"),
-        ({"rollout": {"cut_answers": 9}}, "cut", "90% of the answers ran into rollout.max_tokens (64)"),
+        (
+            {"rollout": {"cut_answers": 9}},
+            "cut",
+            "90% of the answers were cut off by rollout.max_tokens (64)",
+        ),
     ],
 )
 def test_an_iteration_in_which_nothing_or_little_can_be_learned_says_why(

@@ -246,7 +246,7 @@ def test_a_branch_is_left_out_if_its_sampled_answers_cannot_be_told(tmp_path: Pa
     sample(run, 0, [forked, last])
     assert trainable(run, tmp_path / "out.parquet") == [[False, True]]
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
-    assert (code, "1 left out: which answers were sampled cannot be told" in output) == (0, True)
+    assert (code, "1 left out: it is unknown which answers were sampled" in output) == (0, True)
     # this format says nothing of it
     assert export(run.uri, "sharegpt", str(tmp_path / "all.jsonl")).rows == 2
 
@@ -273,9 +273,9 @@ def test_the_command_says_what_it_wrote(sampled_run: RunDirectory, tmp_path: Pat
 @pytest.mark.parametrize(
     ("to", "out", "sentence"),
     [
-        ("csv", "out.csv", "csv: no such format; there are trl, verl, sharegpt, atif"),
-        ("verl", "out.jsonl", "out.jsonl: verl reads files whose names end in .parquet; choose such a name"),
-        ("trl", "taken.jsonl", "taken.jsonl: is there already; choose another name or remove it"),
+        ("csv", "out.csv", "unknown format csv; use one of trl, verl, sharegpt, atif"),
+        ("verl", "out.jsonl", "out.jsonl: the name of a file for verl must end in .parquet"),
+        ("trl", "taken.jsonl", "taken.jsonl already exists; choose another name or remove it"),
         ("trl", "file/out.jsonl", "is a file"),
     ],
 )
@@ -383,7 +383,7 @@ def test_pictures_are_marked_in_the_texts_of_verl_and_sharegpt(tmp_path: Path) -
 @pytest.mark.parametrize(("to", "name"), [("verl", "out.parquet"), ("sharegpt", "out.jsonl")])
 def test_texts_that_spell_the_mark_of_pictures_are_left_out(tmp_path: Path, to: str, name: str) -> None:
     run, _ = seen_run(tmp_path, "what is an <image>?")
-    assert export(run.uri, to, str(tmp_path / name)).left_out == {"a text of it spells <image>": 1}
+    assert export(run.uri, to, str(tmp_path / name)).left_out == {"a text contains <image>": 1}
 
 
 def test_pictures_are_parts_with_files_in_atif(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_pat
         "discarded 5 failed: agent_error 5; the last: my_agent.py:12: agent raised KeyError: x"
     )
     assert describe_iteration(RunView(run), 1, 40) == second
-    third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before it, 2,000 tokens/s, 5.0 s"
+    third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before the iteration, 2,000 tokens/s, 5.0 s"
     assert describe_iteration(RunView(run), 2, 40) == third
     times = {"started_at": 115.0, "finished_at": 120.0, "teacher_kl": 0.0625}
     for stage in STAGES:

@@ -149,7 +149,7 @@ def test_the_report_has_the_table_of_the_devices(configured_run: RunDirectory) -
 def test_waits_are_told_with_since_when_and_until_when() -> None:
     line = waits_table([{"what": "batch 3: 2 of 8 groups", "since": AT, "until": AT + 1800}]).splitlines()[-1]
     assert re.fullmatch(r"\| \d\d:\d\d:\d\d \| \d\d:\d\d:\d\d \| batch 3: 2 of 8 groups \|", line)
-    assert waits_table([]) == "Nothing is waited for that takes long."
+    assert waits_table([]) == "Nothing takes long at the moment."
 
 
 def test_answers_of_policies_are_shown_and_never_read_as_markdown(tmp_path: Path) -> None:

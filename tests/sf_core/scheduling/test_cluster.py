@@ -67,11 +67,11 @@ def test_a_second_run_waits_until_the_first_has_given_its_workers_back(tagged_cl
     assert (found.trainers, found.agent) == (("t0",), ("a0", "a1"))
     [sentence] = told
     assert sentence.startswith(
-        "workers a0, t0 are held by run first.1, and a cluster serves one run at a time: wait until it has "
-        "ended, or cancel it; "
+        "workers a0, t0 are held by run first.1, and a cluster serves one run at a time: wait until that "
+        "run ends, or cancel it; "
     )
     # how long is left depends on how busy the machine is
-    assert re.search(r"; it may be ending, and is awaited for 1?\d\d s$", sentence)
+    assert re.search(r"; that run may be ending: waiting for 1?\d\d s$", sentence)
 
 
 def test_a_second_run_is_refused_by_a_first_that_does_not_end_and_the_first_goes_on(

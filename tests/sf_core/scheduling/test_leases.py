@@ -213,7 +213,7 @@ def test_a_failed_lease_is_said_at_once_and_the_run_ends_when_nobody_is_left(
     bench.end("a1", LeaseEnd("failed", ValueError("another")))
     bench.adapt(sessions=2)
     assert bench.leases.nobody_left is BROKEN
-    assert "nobody is left for `agent`, and the run ends" in caplog.messages
+    assert "no worker is left for `agent`, so the run ends" in caplog.messages
     bench.now += AGAIN_S + 1
     assert bench.adapt(sessions=2) == []
     with pytest.raises(ValueError, match="module my_agent has no agent"):

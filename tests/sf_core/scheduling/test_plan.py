@@ -178,13 +178,15 @@ def test_a_pipeline_gives_workers_their_duties_by_their_tags(
             "disaggregated",
             1,
             {"t0": "rollout train"},
-            r"disaggregated needs a worker that carries rollout beside the trainers t0; workers: t0 \{",
+            r"disaggregated needs a worker that carries rollout in addition to the trainers t0; workers: "
+            r"t0 \{",
         ),
         (
             "multiplexed",
             2,
             {"t0": "rollout train", "t1": "rollout train"},
-            r"pipeline multiplexed needs a worker that carries rollout beside the trainers t0, t1; workers: ",
+            r"pipeline multiplexed needs a worker that carries rollout in addition to the trainers t0, "
+            r"t1; workers: ",
         ),
         (
             "multiplexed",
@@ -401,8 +403,8 @@ def test_a_single_gpu_samples_an_adapter_with_the_built_in_engine() -> None:
         local_workers(config, 1)
     check_sentence(
         str(refused.value),
-        "engine.kind vllm with train.lora needs a GPU beside the trainer's, and this machine has one",
-        "leave engine.kind out, as a single GPU samples an adapter with the built-in engine",
+        "engine.kind vllm with train.lora needs a second GPU, but this machine has one",
+        "leave engine.kind out; on one GPU the built-in engine samples with an adapter",
     )
     for num_gpus in (0, 2):
         assert {"r0", "t0"} <= local_workers(config, num_gpus).keys()

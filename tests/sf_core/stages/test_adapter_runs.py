@@ -149,7 +149,7 @@ def flip_a_bit(folder: str) -> None:
 
 
 def test_a_damaged_adapter_is_neither_begun_from_nor_merged(tmp_path: Path, policy_copy: Path) -> None:
-    damaged = r"adapter_model\.safetensors: its tensors differ from those that were written"
+    damaged = r"adapter_model\.safetensors: the tensors differ from those that were written"
     run, _ = trained(tmp_path, policy_copy, "float32", "float32")
     flip_a_bit(run.weights_dir(1))
     with pytest.raises(ValueError, match=damaged):

@@ -65,7 +65,7 @@ def test_a_run_that_is_being_trained_is_refused_and_an_evaluation_that_died_goes
 ) -> None:
     with served(tmp_path / "runs", "r") as (url, _):
         halfway_run.begin_attempt(Attempt(dataplane=url))
-        with pytest.raises(ValueError, match="r: is being worked on; stop it or wait for its end"):
+        with pytest.raises(ValueError, match="r: the run is in use; stop it or wait until it ends"):
             evaluation(halfway_run)
         halfway_run.begin_attempt(Attempt(dataplane=url, evaluate_only=True))
         assert evaluation(halfway_run).version == 2
@@ -81,10 +81,12 @@ def test_a_data_plane_that_is_starting_again_is_awaited(
     with ExitStack() as stack:
 
         def start(line: str) -> None:
-            assert line.startswith("r: no data plane answers; it may be starting again, so 20 s")
+            assert line.startswith(
+                "r: the data plane does not answer and may be restarting; waiting for 20 s"
+            )
             stack.enter_context(served(tmp_path / "runs", "r", port=port))
 
-        with pytest.raises(ValueError, match="r: is being worked on"):
+        with pytest.raises(ValueError, match="r: the run is in use"):
             open_evaluation(config, start)
 
 
@@ -108,5 +110,5 @@ def test_a_run_without_a_policy_cannot_be_measured(tmp_path: Path) -> None:
 
 
 def test_a_form_must_name_the_run() -> None:
-    with pytest.raises(ValueError, match="run_id: say which run to evaluate"):
+    with pytest.raises(ValueError, match="run_id: name the run to evaluate"):
         open_evaluation(RunConfig())

@@ -404,7 +404,7 @@ def test_an_id_that_would_end_the_teachers_server_is_not_sent(
     rows = [with_ids(answered(0, 0, 1.0), 1, 2, known - 1), with_ids(answered(0, 1, 0.0), 1, known, 2)]
     with pytest.raises(ValueError) as refused:
         filtered(RunDirectory(str(tmp_path / "run")), rows, teacher=named | {"tokenizer": small_policy})
-    names = (f"id {known} in row g0.1.b0 of session g0.1 is none of the {known:,} of the teacher at ",)
+    names = (f"token id {known} in row g0.1.b0 of session g0.1 is outside the vocabulary of the teacher at ",)
     check_sentence(str(refused.value), *names, small_policy)
     assert asked == []
 

@@ -315,7 +315,7 @@ def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(policy_
         f"takes {foretold / 1e9:,.1f} GB",
         "engine.max_running 100000000000",
         "engine.context_length 40",
-        "the cpu device does not have that much left",
+        "more than the cpu device has left",
     )
 
 

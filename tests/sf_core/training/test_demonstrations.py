@@ -111,7 +111,9 @@ def test_a_configuration_of_the_built_in_policy_ruins_no_model(setting: dict[str
     policy = config.policy.model_copy(update={"model": "m"})
     with pytest.raises(ValueError) as refused:
         check_demonstrations(config.model_copy(update={"policy": policy}))
-    check_sentence(str(refused.value), f"policy.warmstart.{next(iter(setting))}", "would ruin a model")
+    check_sentence(
+        str(refused.value), f"policy.warmstart.{next(iter(setting))}", "would damage a pretrained model"
+    )
 
 
 PLAIN = (
@@ -137,7 +139,7 @@ CALL = Quickstart().demonstrate(1)
         (PLAIN, "shows no tools"),
         (TOOLS + PLAIN, "does not render the assistant's calls"),
         (PLAIN.replace("<|im_end|>\n", "\n"), "does not end the assistant's turn with an end mark"),
-        ("{{ messages | length }}" + PLAIN, "rewrites earlier messages when later ones come"),
+        ("{{ messages | length }}" + PLAIN, "changes earlier messages when later messages are added"),
         ("{{ raise_exception('no such role') }}" + PLAIN, "no such role"),
     ],
 )

@@ -57,8 +57,8 @@ def as_codes(dtype: torch.dtype) -> Callable[[Path], None]:
     return store
 
 
-ADAPTER = " holds an adapter (adapter_config.json): name the folder of its model here, and this one"
-FULL = "; training needs full ones: name the folder of the model that they were made from"
+ADAPTER = " holds an adapter (adapter_config.json): name the folder of its base model as policy.model"
+FULL = "; training needs unquantised weights: name the folder of the original model"
 CAUSAL = ": name a folder of a causal language model (...ForCausalLM in its config.json)"
 
 UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -82,20 +82,20 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a GGUF file": (only("small.gguf"), "holds a GGUF file: `sf model "),
     "adapter": (only("adapter_config.json"), ADAPTER),
     "adapter beside a model": (also("adapter_config.json"), ADAPTER),
-    "encoder": (be(architectures=["BertModel"]), f" is BertModel, which samples no text{CAUSAL}"),
-    "masked": (be(architectures=["BertForMaskedLM"]), " is BertForMaskedLM, which samples no text"),
-    "embedding": (be(architectures=["Qwen3Model"]), " is Qwen3Model, which samples no text"),
+    "encoder": (be(architectures=["BertModel"]), f" is BertModel, which does not generate text{CAUSAL}"),
+    "masked": (be(architectures=["BertForMaskedLM"]), " is BertForMaskedLM, which does not generate text"),
+    "embedding": (be(architectures=["Qwen3Model"]), " is Qwen3Model, which does not generate text"),
     "reward": (
         be(architectures=["LlamaForSequenceClassification"]),
-        " is LlamaForSequenceClassification, which samples no text",
+        " is LlamaForSequenceClassification, which does not generate text",
     ),
     "for images too": (
         be(architectures=["Qwen3VLForConditionalGeneration"], model_type="qwen3_vl"),
-        " is Qwen3VLForConditionalGeneration, of which transformers has no causal language model" + CAUSAL,
+        " is Qwen3VLForConditionalGeneration, which is not a causal language model in transformers" + CAUSAL,
     ),
     "encoder and decoder": (
         be(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
-        f" is T5ForConditionalGeneration, which reads by an encoder and answers by a decoder{CAUSAL}",
+        f" is T5ForConditionalGeneration, an encoder-decoder model{CAUSAL}",
     ),
 }
 
@@ -171,7 +171,7 @@ def test_a_policy_that_sees_attends_and_turns_as_it_is_trained(tmp_path: Path) -
         rewrite(tmp_path / "config.json", text_config=shape["text_config"] | text)
         with pytest.raises(ValueError) as raised:
             check_model_folder(folder)
-        check_sentence(str(raised.value), f"{folder} asks for sliding windows", "rope_scaling")
+        check_sentence(str(raised.value), f"{folder} uses sliding windows", "rope_scaling")
 
 
 def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_folder(

@@ -91,7 +91,7 @@ def test_the_digest_is_of_weights_and_configuration_and_of_no_place(
         ("{run}x@3", "taughtx@3 is not a version of a run: "),
         ("{run}/weights", "is not a Hugging Face model folder (no config.json)"),
         ("{run}/nothing", "does not exist"),
-        ("Qwen/Qwen3-8B", "then named as that folder: train.teacher.model=Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "and set train.teacher.model=Qwen3-8B"),
     ],
 )
 def test_what_is_no_teacher_is_refused_in_one_sentence(
@@ -140,7 +140,7 @@ def test_a_teacher_must_have_a_tokenizer_and_know_every_id(small_policy: str, po
     size = policy.get_vocab_size()
     with pytest.raises(ValueError) as refused:
         check_vocabulary(policy, size + 28, str(policy_copy), "here")
-    check_sentence(str(refused.value), f"knows {size:,} ids, and the policy may sample {size + 28:,}")
+    check_sentence(str(refused.value), f"has {size:,} ids, but the policy can sample {size + 28:,}")
     (policy_copy / "config.json").unlink()
     # a tokenizer alone does not say it
     check_vocabulary(policy, size + 28, str(policy_copy), "here")

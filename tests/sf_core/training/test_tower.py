@@ -153,7 +153,7 @@ def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: 
     ):
         Tower(policy, str(tmp_path)).show(microbatch)
     longer = msgspec.structs.replace(microbatch.pictures[0], length=5)
-    with pytest.raises(ValueError, match="has 4 tokens, and a trajectory shows it as 5"):
+    with pytest.raises(ValueError, match="has 4 tokens, but a trajectory has 5 tokens for it"):
         Tower(policy, media).show(replace(microbatch, pictures=(longer,)))
 
 

@@ -166,7 +166,7 @@ def test_a_row_without_sampled_tokens_has_no_version_range() -> None:
 
 
 def test_arrays_of_different_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"branch 0 of session .* must have one length, got \[8, 9\]"):
+    with pytest.raises(ValueError, match=r"branch 0 of session .* must have equal lengths, got \[8, 9\]"):
         to_table("run-1", [example(token_ids=np.arange(8, dtype=np.int32))])
 
 
@@ -246,7 +246,9 @@ def test_only_files_of_policies_that_see_have_pictures(run_anywhere: RunDirector
     names = [[piece.schema.names for piece in iter_trajectories(uri, 8)] for uri in (blind, seeing)]
     assert names == [[SCHEMA.names], [SEEING_SCHEMA.names]]
     assert [row.images for row in to_rows(read_trajectories(blind))] == [()]
-    with pytest.raises(ValueError, match=r"branch 0 of session .* has pictures, and its policy sees none"):
+    with pytest.raises(
+        ValueError, match=r"branch 0 of session .* has pictures, but its policy does not see pictures"
+    ):
         to_table("run-1", [shown])
 
 

@@ -173,5 +173,7 @@ def test_a_tensor_that_is_in_two_files_is_named(run_anywhere: RunDirectory) -> N
         files.write_atomic(run_anywhere.path("start", f"{name}.safetensors"), save({"w": torch.ones(2)}))
     index = b'{"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}'
     files.write_atomic(run_anywhere.path("start", "model.safetensors.index.json"), index)
-    with pytest.raises(ValueError, match=r"b\.safetensors: has 'w', as another file of the folder"):
+    with pytest.raises(
+        ValueError, match=r"b\.safetensors: has the tensor 'w', which another file of the folder also has"
+    ):
         open_weights(run_anywhere.start_dir)

@@ -111,7 +111,7 @@ def parse_stop(body: Body, name: str = "stop") -> list[str]:
     stop = get(body, name, (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
     if not all(isinstance(text, str) and text for text in stop):
-        raise WrongField(name, f"{name} must be a non-empty string or a list of them")
+        raise WrongField(name, f"{name} must be a non-empty string or a list of such strings")
     return list(stop)
 
 

@@ -112,7 +112,10 @@ def test_words_are_compared_without_case_and_space_around_them() -> None:
 
 
 def test_words_of_which_most_begin_alike_cannot_be_told_apart() -> None:
-    with pytest.raises(ValueError, match=r"^its most likely tokens begin several of polite, police$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^the most likely tokens of the reply begin more than one of the words polite, police$",
+    ):
         weigh_words({"pol": -0.1, "polite": -5.0}, ["polite", "police"])
 
 
@@ -288,7 +291,7 @@ async def unknown(judges: Mapping[str, Judge]) -> Any:
 def test_an_unknown_name_lists_those_that_there_are(server: JudgeServer) -> None:
     [error], _ = ask(server, unknown)
     assert isinstance(error, ValueError)
-    assert str(error) == "there is no judge 'test'; environment.judges has taste"
+    assert str(error) == "unknown judge 'test'; use one of taste (environment.judges)"
 
 
 def test_a_function_that_was_given_up_asks_nobody(server: JudgeServer) -> None:

@@ -65,14 +65,14 @@ def test_its_answer_is_a_file_or_the_folder() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("exit 3", "its exit status is 3"),
-        ("kill -9 $$", "it was killed by signal 9"),
-        ("true", "its exit status is 0, but there is no file a in its folder"),
-        ("mkfifo a", "its exit status is 0, but there is no file a in its folder"),
-        ("ln -s /etc/passwd a", "its exit status is 0, but a is a path to a place outside its folder"),
-        ("ln -s ../proc/1/environ a", "its exit status is 0, but a is a path to a place outside its folder"),
+        ("exit 3", "the exit status is 3"),
+        ("kill -9 $$", "the program was killed by signal 9"),
+        ("true", "the exit status is 0, but the file a does not exist in the command's folder"),
+        ("mkfifo a", "the exit status is 0, but the file a does not exist in the command's folder"),
+        ("ln -s /etc/passwd a", "the exit status is 0, but a leads outside its folder"),
+        ("ln -s ../proc/1/environ a", "the exit status is 0, but a leads outside its folder"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is over the limit of 1048576 bytes"),
-        ("yes", "it wrote more than the limit output_mb (1)"),
+        ("yes", "the output exceeds output_mb (1)"),
         ("head -c 90000000 /dev/zero > a; sleep 1000", "it used more than the limit memory_mb (64)"),
     ],
 )

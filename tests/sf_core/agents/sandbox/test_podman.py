@@ -60,14 +60,18 @@ def test_it_is_told_the_limits_of_a_sandbox(tmp_path: Path, monkeypatch: pytest.
 def test_an_image_needs_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     why_no_sandbox.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match=r"^there is no podman on this host, and sandbox\.image needs it$"):
+    with pytest.raises(
+        SandboxError, match=r"^podman is not installed on this host, but sandbox\.image needs it$"
+    ):
         run("true", limits=SandboxLimits(image="docker.io/library/python:3.12"))
     why_no_sandbox.cache_clear()
 
 
 @pytest.mark.usefixtures("podman")
 def test_an_image_that_is_not_there_is_refused_and_not_pulled() -> None:
-    told = r"^no sandbox can be made here of the image localhost/nowhere \(.*not known\): `podman pull` it"
+    told = (
+        r"^a sandbox of the image localhost/nowhere cannot be created here \(.*not known\): run `podman pull`"
+    )
     with pytest.raises(SandboxError, match=told):
         run("true", limits=SandboxLimits(image="localhost/nowhere"))
 

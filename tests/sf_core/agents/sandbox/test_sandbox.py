@@ -238,12 +238,12 @@ def no_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_without_bubblewrap_a_sandbox_is_refused(no_programs: Path) -> None:
-    told = "there is no bubblewrap on this host (Debian's package: bubblewrap)"
+    told = "bubblewrap is not installed on this host (Debian package: bubblewrap)"
     assert why_no_sandbox() == told
-    with pytest.raises(SandboxError, match=r"^there is no bubblewrap on this host"):
+    with pytest.raises(SandboxError, match=r"^bubblewrap is not installed on this host"):
         run("true")
     command = Command(command=("/bin/sh",), sandbox=SandboxLimits())
-    with pytest.raises(ValueError, match=r"^sandbox: there is no bubblewrap on this host"):
+    with pytest.raises(ValueError, match=r"^sandbox: bubblewrap is not installed on this host"):
         CommandAgent(command)
 
 
@@ -254,7 +254,7 @@ def test_where_namespaces_cannot_be_made_a_sandbox_is_refused(no_programs: Path)
     (no_programs / "bwrap").chmod(0o755)
     reason = why_no_sandbox() or ""
     assert reason.startswith(
-        "no sandbox can be made here (bwrap: No permissions to create a new namespace): this"
+        "a sandbox cannot be created here (bwrap: No permissions to create a new namespace): this"
     )
 
 

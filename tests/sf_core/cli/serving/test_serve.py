@@ -99,7 +99,7 @@ def test_a_version_that_is_not_kept_is_answered_with_those_that_are(published_ru
 
 def test_a_model_folder_is_told_from_a_run(published_run: RunDirectory) -> None:
     code, output = sf("serve", published_run.start_dir)
-    assert (code, f"{published_run.start_dir} is a model folder, and no run" in output) == (2, True), output
+    assert (code, f"{published_run.start_dir} is a model folder, not a run" in output) == (2, True), output
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_keys_that_keep_nobody_out_are_refused(
 
 def test_a_runs_own_directory_is_not_recorded_into(published_run: RunDirectory) -> None:
     code, output = sf("serve", published_run.uri, "--record", published_run.uri)
-    assert (code, "is a run's own directory" in output) == (2, True), output
+    assert (code, "is the directory of a run" in output) == (2, True), output

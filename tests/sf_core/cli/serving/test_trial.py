@@ -163,7 +163,7 @@ def test_a_command_as_agent_is_shown_with_what_it_writes(trial_yaml: str) -> Non
     [
         ("agent=tried_module:name_error", "NameError: name 'json' is not defined"),
         ("agent=tried_module:no_await", "AttributeError: 'coroutine' object has no attribute 'choices'"),
-        ("agent=tried_module:takes_one", "takes (task) and is called with (task, endpoint): too many"),
+        ("agent=tried_module:takes_one", "takes (task), but is called with (task, endpoint): too many"),
         ("agent=tried_module:never_asks", "the agent got no answer from the policy"),
         ("agent=tried_module:own_address", "APIConnectionError: Connection error."),
         ("reward=tried_module:no_reward", "returned None, no finite number"),
@@ -225,7 +225,7 @@ def test_an_agent_is_tried_against_an_endpoint_elsewhere(
 def test_tasks_that_change_are_told_before_anything_is_served(trial_yaml: str) -> None:
     code, output = sf("try", trial_yaml, "--set", "environment.tasks=tried_module:changing")
     assert code != 0 and "tried_module:changing (tried_module.py:" in output
-    assert "changes between two calls" in output and "policy:" not in output
+    assert "gave different tasks in two calls" in output and "policy:" not in output
 
 
 def test_answers_of_a_model_may_be_as_long_as_in_a_run_of_it(trial_yaml: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_port_that_is_taken_is_named_and_nothing_starts(tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_one_is_named() -> None:
     ports = Ports.free()
-    sentence = r": nothing can be written there \(File exists\); choose another --folder"
+    sentence = r" cannot be written \(File exists\); choose another --folder"
     # of a short name, as a socket's has to be
     with tempfile.NamedTemporaryFile() as file, pytest.raises(StackError, match=f"^{file.name}{sentence}"):
         up(Path(file.name), RunConfig().cluster.workers, ports, print)

@@ -161,5 +161,5 @@ def test_nothing_remains_of_a_command_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_path_is_too_long_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StackError, match="too long for a socket; choose a shorter one"):
+    with pytest.raises(StackError, match="too long for a socket; choose a shorter path"):
         Supervisor(tmp_path / ("x" * 100), tmp_path, {})

@@ -156,7 +156,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
     with pytest.raises(ApiError) as refused:
         answer_grammar(schema, [], made())
     assert refused.value.status == 400
-    assert refused.value.message.startswith(f"The schema of the answer cannot be followed: {fault}")
+    assert refused.value.message.startswith(f"The schema of the answer cannot be used: {fault}")
     assert "\n" not in refused.value.message
 
 

@@ -135,7 +135,7 @@ def test_tools_without_a_type_in_parquet_are_left_out(tmp_path: Path) -> None:
     talk.turns([bare], "an empty mapping")
     talk.turns([], "no tool")
     exported = export(talk.store(tmp_path).uri, "verl", str(tmp_path / "out.parquet"))
-    assert (exported.rows, exported.left_out) == (1, {"its tools have no type in Parquet": 1})
+    assert (exported.rows, exported.left_out) == (1, {"the tools have no Parquet type": 1})
 
 
 def test_sharegpt_has_the_tools_as_text(talk: Talk, tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
     with pytest.raises(RuntimeError) as ended:
         client.wait_for_batch(0, timeout_s=60, absence_timeout_s=60)
     assert str(ended.value) == (
-        "batch 0: the last 10 groups were all dropped (equal_rewards 10), so that no batch gets full: "
-        "rollout.gate varied lets none pass; take tasks that the policy solves now and then, correct "
+        "batch 0: the last 10 groups were all dropped (equal_rewards 10), so no batch can be completed: "
+        "rollout.gate varied rejects every group; use tasks that the policy sometimes solves, correct "
         "rollout.success, or set rollout.gate to all"
     )
     assert sessions(claim(served_plane, "a0", 2)) == [], "nothing is sampled for a run that ends"
@@ -75,8 +75,8 @@ def test_a_reward_without_the_part_fails_its_session_with_the_parts_that_it_has(
     for name in (first, second):
         ask(served_plane, name)
     refusal = (
-        "The reward has no part 'right', which rollout.success.part names; it has 'form', 'style': name one "
-        "of them there, or return that part."
+        "The reward has no part 'right' (rollout.success.part); its parts are 'form', 'style': set "
+        "rollout.success.part to one of these, or return the missing part."
     )
     assert end(served_plane, first, style=1.0, form=0.0) == {"finished": [], "refused": {first: refusal}}
     status = served_plane.get("/runs/run")
@@ -87,8 +87,8 @@ def test_a_reward_without_the_part_fails_its_session_with_the_parts_that_it_has(
     [third, _] = sessions(claim(served_plane, "a0", 2))
     ask(served_plane, third)
     refusal = (
-        "The reward has no part 'right', which rollout.success.part names; it has no parts: return a mapping "
-        "of them, or remove rollout.success.part."
+        "The reward has no part 'right' (rollout.success.part); it has no parts: return a "
+        "mapping of named parts, or remove rollout.success.part."
     )
     assert end(served_plane, third)["refused"] == {third: refusal}
     assert served_plane.get(BATCH)["failures_in_a_row"] == 2, "so that the flow ends with it"

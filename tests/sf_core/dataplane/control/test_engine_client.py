@@ -450,7 +450,7 @@ def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
     published = served_plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     told = "because it refuses version 1: w1/model.safetensors: cut off"
     assert published["engines"] == {"r0": 0}
-    assert published["refusals"] == [f"engine r0 goes on with version 0, {told}"]
+    assert published["refusals"] == [f"engine r0 still uses version 0, {told}"]
     assert "engine r0 refuses version 1: w1/model.safetensors: cut off" in caplog.text
     # a run that cannot go on without version 1 says it when it ends
     assert told in served_plane.get("/runs/run")["waiting_for"]

@@ -169,7 +169,7 @@ def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
 def test_a_request_that_ends_without_a_token_is_refused_and_its_session_goes_on(
     served_plane: ServedPlane, renderer: Renderer, opened: dict[str, Any]
 ) -> None:
-    sentence = "This request got no answer that counts: engine r0 ended it without a token."
+    sentence = "No engine gave a valid answer to this request: engine r0 ended the request without a token."
     with engine(served_plane) as socket:
 
         def end(reason: FinishReason, ids: list[int]) -> None:
@@ -216,7 +216,7 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
                 socket.send(wire.pack(wire.Chunks([Chunk(given(socket).request_id, [5], [], VERSION)])))
                 assert close_reason(socket)[0] == wire.BAD_FRAME
             assert asked.result().status_code == 502
-            assert "sent 1 tokens with 0 log-probs, as others did before" in asked.result().text
+            assert "sent 1 tokens with 0 log-probs, like other engines before" in asked.result().text
         assert len(served_plane.live_engines()) == 1
         tree = served_plane.get(f"/sessions/{opened['session_id']}")
         assert tree["turns"] == []

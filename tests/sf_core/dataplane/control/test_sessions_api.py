@@ -99,7 +99,7 @@ def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewar
     ]
     for wrong in ("chatcmpl-1", first.id.replace(".open.", ".open.0")):
         response = served_plane.http.post(path + "/reward", json={"reward": 1, "step_rewards": {wrong: 1.0}})
-        assert (response.status_code, "is the id of no answer" in response.text) == (400, True)
+        assert (response.status_code, "is not the id of an answer" in response.text) == (400, True)
     steps = {answer_id: float(number) for number, answer_id in enumerate(ids, 1)}
     served_plane.post(path + "/finish", {"status": "finished", "reward": 0.0, "step_rewards": steps})
     wait_until(lambda: bool(stored(served_plane.run_dir / "run")))
@@ -192,7 +192,7 @@ def check_asked_again(response: httpx.Response) -> None:
     assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
     error = response.json()["error"]
     assert error["code"] == "run_not_served"
-    assert error["message"].startswith("No run named run is served now: its flow may be starting")
+    assert error["message"].startswith("No run named run is served now. If its flow is starting")
 
 
 def test_a_session_of_a_run_that_is_not_served_yet_is_to_be_asked_for_again(
@@ -234,7 +234,7 @@ def test_a_session_of_a_run_that_stopped_waits_for_it_and_of_one_that_is_complet
     served_plane.post("/runs/run/release")
     response = open_session(served_plane)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "run_over")
-    assert response.json()["error"]["message"] == "Run run is over: all of its 1 iterations are done."
+    assert response.json()["error"]["message"] == "Run run has ended: all 1 iterations are done."
 
 
 def test_a_paused_run_opens_sessions_whose_requests_wait(

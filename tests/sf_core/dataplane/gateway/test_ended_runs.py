@@ -102,7 +102,7 @@ def test_a_run_that_is_taken_up_again_answers_again(served_plane: ServedPlane, r
     served_plane.post("/runs/run/release")
     refused = ask(served_plane, "chat")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-    assert "no flow works on it until one is started again" in refused.json()["error"]["message"]
+    assert "its flow has stopped and can be started again" in refused.json()["error"]["message"]
     served_plane.register(attempt=2)
     served_plane.connect(answering(renderer, "hello"), attempt=2)
     assert ask(served_plane, "chat").json()["choices"][0]["message"]["content"] == "hello"

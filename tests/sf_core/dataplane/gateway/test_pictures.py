@@ -122,7 +122,7 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
     frames = [Image.new("RGB", (28, 28), color) for color in ("red", "blue")]
     frames[0].save(film, "GIF", save_all=True, append_images=frames[1:])
     for data, sentence in [
-        (RED[:60], "it cannot be decoded"),
+        (RED[:60], "the picture cannot be decoded"),
         (b"no picture", "it is broken, or in an unknown picture format"),
         (film.getvalue(), "it is animated"),
         (png("red", (28 * 212, 28)), "a ratio above 200"),
@@ -219,7 +219,7 @@ def test_placeholders_may_not_be_given_otherwise(plane: ServedPlane, seeing: Ren
     assert spelled.status_code == 400 and "a text has <|image_pad|>" in spelled.text
     for prompt in ([5, seeing.sight.token_id], "see <|image_pad|>"):
         given = ask(plane, "/v1/completions", {"prompt": prompt})
-        assert given.status_code == 400 and "which stands for a picture" in given.text
+        assert given.status_code == 400 and "which is reserved for pictures" in given.text
     assert not plane.asked
 
 
@@ -327,9 +327,10 @@ def test_an_address_is_refused_in_one_sentence(plane: ServedPlane) -> None:
     response = ask(plane, CHAT, show_in_chat(url="https://example.com/a.png")[0])
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": "messages[0].content[1] has a picture whose bytes are not in the request: send them "
-        "as base64, in a field for URLs as data URL; nothing is fetched from addresses, and there is no "
-        "store of files",
+        "message": "messages[0].content[1] has a picture whose bytes are not in the request: send the "
+        "picture "
+        "as base64, in a field for URLs as a data URL; pictures are not downloaded, and files cannot be "
+        "uploaded",
         "type": "invalid_request_error",
         "param": "messages[0].content[1]",
         "code": None,

@@ -55,6 +55,6 @@ def test_a_run_that_cannot_be_opened_keeps_no_other_one_from_being_served(
     with caplog.at_level(logging.WARNING, "sf_core.dataplane"):
         assert asyncio.run(scenario()) == ["good"]
     [line] = caplog.messages
-    assert "bad.journal: the run is not served: " in line
-    assert "start its flow again" in line
+    assert "bad.journal: the run cannot be served: " in line
+    assert "start the flow of the run again" in line
     assert ("was written by another version" in line) == (damaged == "journal")

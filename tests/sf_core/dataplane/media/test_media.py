@@ -132,9 +132,12 @@ def test_letters_of_urls_are_read(tmp_path: Path) -> None:
         (encoded(png("red", kind="EPS")), "it is broken, or in an unknown picture format"),
         ("AAAA", "it is broken, or in an unknown picture format"),
         ("A", "its base64 is broken"),
-        (encoded(png("red")[:60]), "it cannot be decoded"),
-        (encoded(png("red", (28 * 212, 28))), "its sides are 5936 by 28 pixels, a ratio above 200"),
-        ("A" * 45_000_000, "it has 33750000 bytes, and at most 33554432 are read"),
+        (encoded(png("red")[:60]), "the picture cannot be decoded"),
+        (
+            encoded(png("red", (28 * 212, 28))),
+            "the picture has 5936 by 28 pixels; the ratio of its sides must not exceed 200",
+        ),
+        ("A" * 45_000_000, "the picture has 33750000 bytes; the limit is 33554432"),
     ],
 )
 def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(

@@ -50,7 +50,7 @@ def test_the_wait_for_the_batch_ends_with_the_function_to_blame(
     second(served_plane, other, "t-3")
 
     told = (
-        f"batch 0: {SOURCE} changes between two calls: sessions of group 0, which work on one task, got "
+        f"batch 0: {SOURCE} gave different tasks for equal arguments: sessions of group 0 got "
         "'t-3' of 'e' and 't-7' of 'e'. Equal arguments must give equal tasks, in every process"
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(told)}$"):

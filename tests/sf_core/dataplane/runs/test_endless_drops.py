@@ -46,8 +46,9 @@ class Dropping(Driver):
 RULES: dict[str, Any] = {"groups_per_batch": 2, "session_attempts": 1, "gate": "varied"}
 
 FAULT = (
-    "the last 20 groups were all dropped (equal_rewards 20), so that no batch gets full: rollout.gate varied "
-    "lets none pass; take tasks that the policy solves now and then, correct rollout.success, or set "
+    "the last 20 groups were all dropped (equal_rewards 20), so no batch can be completed: rollout.gate "
+    "varied "
+    "rejects every group; use tasks that the policy sometimes solves, correct rollout.success, or set "
     "rollout.gate to all"
 )
 
@@ -144,8 +145,8 @@ def test_counts_are_by_reason_and_what_fails_most_is_named(dropping: Play) -> No
         await driver.groups(3)
         await driver.groups(17, None)
         assert driver.fault() == (
-            "the last 20 groups were all dropped (equal_rewards 3, agent_error 17), so that no batch gets "
-            "full: mend what fails, the last was KeyError: x"
+            "the last 20 groups were all dropped (equal_rewards 3, agent_error 17), so no batch can be "
+            "completed: fix the failure; the last error was KeyError: x"
         )
 
     dropping(scenario)
@@ -158,8 +159,8 @@ def test_groups_that_their_judge_drops_name_the_judge(dropping: Play) -> None:
             told = FinishBody(status="failed", cause="group", error="no majority")
             await endings.finish(driver.run, driver.given_out[0], told)
         assert driver.fault() == (
-            "the last 20 groups were all dropped (not_judged 20), so that no batch gets full: "
-            "environment.group_reward returns None for them; take larger groups, or other tasks"
+            "the last 20 groups were all dropped (not_judged 20), so no batch can be completed: "
+            "environment.group_reward returns None for these groups; use larger groups, or other tasks"
         )
 
     dropping(scenario)

@@ -68,7 +68,7 @@ def test_a_file_of_outcomes_that_cannot_be_read_is_named_and_a_run_goes_on_witho
         assert f"{file}: {fault}" in refused.value.message
         assert refused.value.message.endswith(
             "; to continue without them, remove rollout.curriculum from the configuration, or remove the "
-            "manifests of this iteration and of later ones"
+            "manifests of this and all later iterations"
         )
 
         manifests = Path(driver.spec["run_dir"]) / "manifests"

@@ -27,7 +27,7 @@ KB = 1 / 1024
 NOTHING = 0.001 * KB
 """A bound in MB that the first session exceeds."""
 
-REASON = "of 0.0 MB held, so that groups are begun one at a time: raise --memory-mb"
+REASON = "of 0.0 MB held, so groups start one at a time: raise --memory-mb"
 
 
 class NarrowDriver(Driver):
@@ -177,7 +177,8 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
         error = refused.json()["error"]
         assert (error["code"], error["message"]) == (
             "memory_full",
-            "No session is opened now, memory: 0.0 of 0.0 MB held: ask again, or start the data plane with "
+            "No session can be opened now, memory: 0.0 of 0.0 MB held: try again later, or start the "
+            "data plane with "
             "more --memory-mb.",
         )
         [claim] = plane.claim()

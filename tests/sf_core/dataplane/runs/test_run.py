@@ -205,7 +205,9 @@ def test_rewards_of_answers_that_a_session_did_not_get_fail_it_with_the_reason(
         report = {"status": "finished", "reward": 1.0, "step_rewards": steps}
         response = answering_plane.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
         assert response.status_code == 400
-        assert f"{other['session_id']}.0.0', which is the id of no answer of this session" in response.text
+        assert (
+            f"{other['session_id']}.0.0', which is not the id of an answer of this session" in response.text
+        )
     assert answering_plane.get("/runs/run")["counters"]["failures.reward_error"] == 2
 
 
@@ -321,7 +323,7 @@ def test_bad_control_calls_get_a_sentence(answering_plane: ServedPlane) -> None:
         ("/runs", {"run_id": "x"}, 400, "run_dir: Field required"),
         ("/runs/other/claim", {}, 400, "runner: Field required"),
         ("/runs/other/claim", {"runner": "a", "max": 1}, 404, "Run other is not registered"),
-        ("/runs/run/batches/0/seal", {"attempt": 1}, 409, "batch 0 is not ready: it waits for 2 of 2 groups"),
+        ("/runs/run/batches/0/seal", {"attempt": 1}, 409, "batch 0 is not ready: waiting for 2 of 2 groups"),
         ("/runs/run/evaluations/9/seal", {"attempt": 1}, 409, "the evaluation of version 9 is not done"),
     ]:
         response = answering_plane.http.post(path, json=body)

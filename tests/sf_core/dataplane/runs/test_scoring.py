@@ -227,4 +227,7 @@ def test_an_answer_that_cannot_be_sent_fails_its_session_with_a_sentence(
     claim(scored_plane, "s0", 0, "reward")
     run_runner(scored_plane, "a0", "agent", agent=lambda task, endpoint: NotJson("x"))
     wait_until(lambda: "must be" in scored_plane.get("/runs/run")["last_error"])
-    assert "the agent answered NotJson, which is not JSON" in scored_plane.get("/runs/run")["last_error"]
+    assert (
+        "the agent returned NotJson, which cannot be written as JSON"
+        in scored_plane.get("/runs/run")["last_error"]
+    )

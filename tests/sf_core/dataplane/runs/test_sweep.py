@@ -34,7 +34,7 @@ def test_a_run_that_cannot_be_let_go_is_served_and_keeps_no_other_from_being_loo
         with pytest.raises(OSError):
             await plane.release(plane.run("over"))
         sweeping = asyncio.ensure_future(plane.sweep())
-        await until_told(caplog, "run over could not be looked after")
+        await until_told(caplog, "regular checks of run over failed")
         assert "over" in plane.runs and "over" in plane.sealers
 
         other = plane.run("other")

@@ -221,8 +221,9 @@ def test_judges_that_never_answer_end_the_run(play: Play) -> None:
             [session] = await driver.answered()
             await driver.unjudge(session)
         assert driver.run.fault == (
-            "the last 10 groups were all dropped (not_judged 10), so that no batch gets full: see that the "
-            "judges answer, the last reason was away"
+            "the last 10 groups were all dropped (not_judged 10), so no batch can be completed: check "
+            "that the "
+            "judges answer; the last error was away"
         )
 
     play(scenario)
@@ -263,7 +264,7 @@ def test_without_a_runner_that_serves_its_judges_a_run_says_so(play: Play) -> No
     async def scenario(driver: UnjudgedDriver) -> None:
         await driver.answered()
         said = batch_status(driver.run, 0)["waiting_for"]
-        assert "no runner that scores is connected, which serves the judges" in said
+        assert "no runner that scores and serves the judges is connected" in said
         await driver.claimed("s", 9, "reward")
         assert "no runner that scores" not in batch_status(driver.run, 0)["waiting_for"]
 
@@ -315,8 +316,8 @@ def test_an_evaluation_of_which_nothing_was_judged_ends_the_run_and_is_judged_wh
         assert driver.run.fault == ""
         await driver.unjudge(second, 3)
         assert driver.run.fault == (
-            "nothing of the evaluation of version 0 could be judged, each of 2 answers was tried 3 times: "
-            "away. See that the judges answer, then resume the run"
+            "no answer of the evaluation of version 0 could be judged; each of 2 answers was tried 3 times: "
+            "away. Check that the judges answer, then resume the run"
         )
         assert await driver.claimed("s", 9, "reward") == []
         await driver.register(attempt=2)
@@ -457,7 +458,7 @@ def test_a_run_without_judges_tells_nothing_of_them(play: Play) -> None:
 def test_a_budget_that_is_spent_ends_the_run_until_it_is_raised(play: Play) -> None:
     async def scenario(driver: UnjudgedDriver) -> None:
         fault = (
-            "judge taste has taken 30 tokens since the last batch, and "
+            "judge taste has used 30 tokens since the last batch, but "
             "environment.judges.taste.max_tokens_per_iteration is 20: raise it and resume the run"
         )
         await driver.register(judge_budgets={"taste": 20})

@@ -181,10 +181,10 @@ def test_prompts_that_differ_by_a_picture_share_nothing_behind_it(seeing: Render
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
-        ([user("see <|image_pad|>")], "a text has <|image_pad|>, which stands for a picture"),
+        ([user("see <|image_pad|>")], "a text contains <|image_pad|>, which is reserved for pictures"),
         (
             [{"role": "user", "content": [picture("red"), text("<|image_pad|>")]}],
-            "a text has <|image_pad|>, which stands for a picture",
+            "a text contains <|image_pad|>, which is reserved for pictures",
         ),
         (
             [user("hi"), {"role": "assistant", "content": "<|image_pad|>"}],

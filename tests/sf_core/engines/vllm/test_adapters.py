@@ -172,7 +172,7 @@ class TestContract(AdapterEngineTests):
         factors = make_factors(shape_factors(adapter, linears_of(str(start))), seed=1)
         save_adapter(str(start / "adapter"), factors, adapter.encode("tiny"), 0)
         said = refusal(url, str(start), WeightsRef(0, str(start / "adapter")), adapts=True)
-        assert "takes adapters up to rank 8, and the run trains rank 9" in said
+        assert "takes adapters up to rank 8, but the run trains rank 9" in said
         assert said.endswith("--max-lora-rank=16")
 
 

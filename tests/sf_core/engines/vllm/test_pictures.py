@@ -124,7 +124,7 @@ class TestPictures(ServingTests):
         with self.serve() as engine:
             self.fake.shown_at = 1
             assert sample(engine, self.request("r")) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
-            check_sentence(caplog.messages[-1], "vLLM shows pictures at [{'offset': 2, 'length': 6}, ")
+            check_sentence(caplog.messages[-1], "vLLM places pictures at [{'offset': 2, 'length': 6}, ")
             self.fake.shown_at = 0
             assert len(sample(engine, self.request("r"))) > 1
 
@@ -149,7 +149,7 @@ class TestPictures(ServingTests):
             ({"allowed_local_media_path": "/nowhere"}, "start it with --allowed-local-media-path "),
             (
                 {"allowed_local_media_path": "/", "skip_tokenizer_init": True},
-                "shows no pictures: start it without --skip-tokenizer-init",
+                "does not support pictures: start it without --skip-tokenizer-init",
             ),
         ],
     )

@@ -151,7 +151,7 @@ class TestSeeing(FolderEngineTests):
                 assert (chunk.token_ids, chunk.finish_reason) == ([], FinishReason.LENGTH)
                 told.append(caplog.messages[-1])
             assert "is missing" in told[0] and "has other bytes" in told[1]
-            assert told[2].startswith("vLLM shows pictures at [{'offset': 1, ")
+            assert told[2].startswith("vLLM places pictures at [{'offset': 1, ")
             request = self.request("r")
             self.check_logprobs(request, sample(engine, request))
 
@@ -163,7 +163,7 @@ class TestSeeing(FolderEngineTests):
                 replace(self.request("r"), prompt_ids=[*self.prompt, self.policies.sight.token_id]),
             ):
                 error = catch(lambda: engine.submit(wrong), ValueError)  # noqa: B023
-                assert "are not those of its pictures" in str(error)
+                assert "do not match the pictures of the request" in str(error)
             assert engine.num_requests == 0
 
 

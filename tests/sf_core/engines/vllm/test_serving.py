@@ -271,16 +271,16 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"lora_config": None}, "takes no adapters: start it with --enable-lora"),
     (
         {"lora_config": {"max_lora_rank": 1, "max_cpu_loras": 3}},
-        "takes adapters up to rank 1, and the run trains rank 2: start it with --enable-lora "
+        "takes adapters up to rank 1, but the run trains rank 2: start it with --enable-lora "
         "--max-loras=2 --max-cpu-loras=3 --max-lora-rank=8",
     ),
     (
         {"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 2}},
-        "keeps 2 adapters in memory, and 3 are needed",
+        "keeps 2 adapters in memory, but 3 are needed",
     ),
     (
         {"has_adapter_routes": False},
-        "answers /v1/load_lora_adapter with 404: it must be vLLM, started with "
+        "answered /v1/load_lora_adapter with 404: it must be a vLLM server, started with "
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
     ),
 ]
@@ -324,7 +324,7 @@ class TestAdapters(ServingTests):
             self.fake.refuses_adapters = True
             chunks: list[Chunk] = []
             engine.take_weights(self.weights(1))
-            with pytest.raises(WeightsRefusedError, match=r"vLLM did not take the adapter in .*a-1: no such"):
+            with pytest.raises(WeightsRefusedError, match=r"vLLM refused the adapter in .*a-1: no such"):
                 until(lambda: chunks.extend(engine.step()), lambda: False)
             self.check_tokens(chunks + drain(engine))
             assert [*self.fake.adapters.values()] == [self.weights(0).uri]

@@ -54,7 +54,7 @@ def test_a_server_says_of_every_token_what_the_model_says(teacher_url: str, tied
 def test_a_row_that_is_too_long_for_the_server_is_named(teacher_url: str) -> None:
     with pytest.raises(ValueError) as refused:
         ask_teacher(teacher_url, [("row 0", [1, 2]), ("row 1", [5] * CONTEXT)], patience())
-    says = f"row 1 has {CONTEXT} tokens, of which the teacher at {teacher_url} takes {CONTEXT - 1}: "
+    says = f"row 1 has {CONTEXT} tokens, but the teacher at {teacher_url} takes at most {CONTEXT - 1}: "
     check_sentence(str(refused.value), says, f"start it with --max-model-len={CONTEXT + 1}")
 
 
@@ -151,7 +151,7 @@ def test_a_server_that_stays_away_ends_the_wait_with_the_reason(faulty: Faulty) 
     ("answer", "sentence"),
     [
         ((401, b""), "rejected the key: set SF_TEACHER_KEY to the server's API key"),
-        ((404, b"Not Found"), "does not take what asks for its models: /v1/models: 404 Not Found"),
+        ((404, b"Not Found"), "refuses the request for its models: /v1/models: 404 Not Found"),
         ((400, b'{"error": {"message": "too long"}}'), "does not take row "),
     ],
 )

@@ -37,16 +37,16 @@ def test_it_says_of_each_instance_that_is_not_right_what_tells_so(generated: Pat
     done = check(tmp_path, rows, generated)
     a, b, c, d, told = done.stdout.splitlines()
     assert a.startswith("a: with its patch ") and " fails: " in a
-    assert b == f"b: with its patch pytest finds no {gone}"
-    assert c == "c: its tests pass without its patch"
-    assert d == "d: its test_patch does not fit its base_commit"
-    assert (told, done.returncode) == ("1 of 5 instances are right on this host", 1)
+    assert b == f"b: with the patch applied, pytest finds no {gone}"
+    assert c == "c: the tests pass without the patch"
+    assert d == "d: the test_patch does not apply to base_commit"
+    assert (told, done.returncode) == ("1 of 5 instances work on this host", 1)
 
 
 def test_a_data_set_that_is_right_ends_well(generated: Path, tmp_path: Path) -> None:
     rows = rows_of(generated)[:1]
     done = check(tmp_path, rows, generated)
-    assert (done.stdout, done.returncode) == ("1 of 1 instances are right on this host\n", 0)
+    assert (done.stdout, done.returncode) == ("1 of 1 instances work on this host\n", 0)
 
 
 @pytest.mark.parametrize(

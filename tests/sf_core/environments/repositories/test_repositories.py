@@ -285,7 +285,10 @@ def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"repo": "acme/gone"}, "has no git folder acme__gone or acme/gone, and no archive acme__gone-"),
+        (
+            {"repo": "acme/gone"},
+            "has neither a git folder acme__gone or acme/gone nor an archive acme__gone-",
+        ),
         ({"base_commit": "0" * 40}, f"acme__lists.git has no commit {'0' * 40}"),
         ({"FAIL_TO_PASS": '["test_middle"]'}, "row 1: FAIL_TO_PASS.0: "),
         ({"FAIL_TO_PASS": "[]"}, "row 1: FAIL_TO_PASS: "),
@@ -342,20 +345,20 @@ GONE = "lists/tests/test_lists.py::test_of_another_time"
 @pytest.mark.parametrize(
     ("wrong", "fault"),
     [
-        (lambda row: {"test_patch": row["test_patch"] * 2}, "its test_patch does not fit its base_commit"),
-        (lambda row: {"patch": UNFIT}, "its patch does not fit its base_commit"),
+        (lambda row: {"test_patch": row["test_patch"] * 2}, "the test_patch does not apply to base_commit"),
+        (lambda row: {"patch": UNFIT}, "the patch does not apply to base_commit"),
         (
             lambda row: {"PASS_TO_PASS": [GONE, f"{GONE}[1]"]},
-            f"with its patch pytest finds no {GONE}, nor 1 more",
+            f"with the patch applied, pytest finds no {GONE}, nor 1 more",
         ),
         (
             lambda row: {"FAIL_TO_PASS": ["lists/tests/gone.py::test_gone"]},
-            "with its patch pytest finds no lists/tests/gone.py::test_gone, nor 3 more "
+            "with the patch applied, pytest finds no lists/tests/gone.py::test_gone, nor 3 more "
             "(ERROR: file or directory not found: lists/tests/gone.py)",
         ),
         (
             lambda row: {"test_patch": row["test_patch"] + UNREADABLE, "FAIL_TO_PASS": ["new.py::test_new"]},
-            "with its patch pytest finds no new.py::test_new (ModuleNotFoundError: "
+            "with the patch applied, pytest finds no new.py::test_new (ModuleNotFoundError: "
             "No module named 'of_another_host')",
         ),
     ],

@@ -60,7 +60,7 @@ def test_a_command_makes_a_folder_and_says_what_it_is(gguf_file: Path, tmp_path:
 def test_what_no_folder_can_be_made_of_is_refused(gguf_file: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(20))
     for arguments, message in [
-        ([str(gguf_file)], f"is a GGUF file: say where to make the folder, `sf model {gguf_file} DIR`"),
+        ([str(gguf_file)], f"is a GGUF file: name the folder to create, `sf model {gguf_file} DIR`"),
         ([str(tmp_path / "broken.gguf"), str(tmp_path / "x")], "cannot be read by transformers"),
         (["smollm3"], "smollm3 is not a Hugging Face model folder"),
         (["smollm3", str(tmp_path / "x")], "is neither a GGUF file nor one of smollm2, smollm2-tools"),
@@ -117,12 +117,12 @@ def test_without_a_network_the_message_says_what_to_put_where(
 
 
 def test_quantised_weights_and_gguf_files_are_refused_as_policies(gguf_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is a GGUF file: `sf model .* DIR` makes a folder of it"):
+    with pytest.raises(ValueError, match=r"is a GGUF file: `sf model .* DIR` converts it to a folder"):
         check_model_folder(str(gguf_file))
     make_folder(gguf_file, tmp_path / "policy")
     shape = json.loads((tmp_path / "policy" / "config.json").read_text())
     (tmp_path / "policy" / "config.json").write_text(
         json.dumps(shape | {"quantization_config": {"quant_method": "gptq"}})
     )
-    with pytest.raises(ValueError, match=r"are quantised \(gptq\); training needs full ones"):
+    with pytest.raises(ValueError, match=r"are quantised \(gptq\); training needs unquantised weights"):
         check_model_folder(str(tmp_path / "policy"))

@@ -115,7 +115,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="have no answered task in common"):
         compare(one, other, [])
     configure(RunDirectory(str(tmp_path / "v00003-a")))
-    with pytest.raises(ValueError, match="its evaluation is not done"):
+    with pytest.raises(ValueError, match="the evaluation is not done"):
         compare(str(tmp_path / "v00003-a"), None, [])
 
 

@@ -86,8 +86,8 @@ def test_runs_without_outcomes_say_so(tmp_path: Path) -> None:
     configure(run)
     sample(run, 0, [conversation(TALK)])
     assert " ".join(lines(inspect_tasks(run.uri))) == (
-        "run plain has no outcomes of its groups: runs write them that have a rollout.gate, "
-        "rollout.curriculum, rollout.spare_sessions or rollout.least_sessions"
+        "run plain has no outcomes of its groups: only runs with rollout.gate, "
+        "rollout.curriculum, rollout.spare_sessions or rollout.least_sessions have them"
     )
     assert "has no outcomes of its groups" in sf("inspect", run.uri, "--tasks")[1]
     # an older run with a gate, or one that has just begun

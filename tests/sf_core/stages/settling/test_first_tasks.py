@@ -25,7 +25,7 @@ def test_held_out_tasks_that_are_trained_on_are_told_before_the_run() -> None:
 
     [sentence] = told("leaking")
     assert sentence.startswith(
-        "40 of the first 40 held-out tasks are training tasks too, such as add-holdout-0"
+        "40 of the first 40 held-out tasks are also training tasks, for example add-holdout-0"
     )
     assert "leaking (tests/sf_core/stages/settling/test_first_tasks.py:" in sentence
     # equal prompts are not equal tasks

@@ -74,7 +74,8 @@ def test_judges_that_nobody_asks_are_refused() -> None:
 def test_a_function_that_asks_judges_is_refused_without_any() -> None:
     check_sentence(
         refusal(judged({}, reward=asks)),
-        f"environment.judges: {__name__}:asks ({place_of(asks)}) asks judges, and there are none",
+        f"environment.judges: {__name__}:asks ({place_of(asks)}) has a parameter `judges`, but no judges "
+        f"are configured",
     )
 
 
@@ -118,7 +119,7 @@ def test_a_judge_that_is_not_there_or_has_no_template_is_refused(tmp_path: Path,
         return refusal(judged({"quality": {"model": str(model)}}, reward=asks))
 
     named = f"environment.judges.quality.model: {tmp_path / 'judge'} "
-    check_sentence(told(tmp_path / "judge"), f"{named}is no Hugging Face folder here")
+    check_sentence(told(tmp_path / "judge"), f"{named}is not a Hugging Face folder")
     shutil.copytree(small_policy, tmp_path / "judge")
     (tmp_path / "judge" / "chat_template.jinja").unlink()
     check_sentence(told(tmp_path / "judge"), f"{named}has no chat template")
@@ -145,9 +146,11 @@ cluster:
     file.write_text(judges)
     code, said = sf("plan", str(file))
     assert code == 0, said
-    assert "scores what agents answer, and serves manners to itself" in said
-    assert "judge quality the model at http://127.0.0.1:1/v1, asked by s0; 16 calls at once by each, " in said
-    assert "at most 5,000 tokens from batch to batch" in said
+    assert "scores the answers of agents, and serves the judges manners" in said
+    assert (
+        "judge quality the model at http://127.0.0.1:1/v1, asked by s0; 16 calls at once per worker, " in said
+    )
+    assert "at most 5,000 tokens per iteration" in said
     assert f"judge manners {small_policy}, 0 million parameters, served by vLLM on s0; 4 calls" in said
     file.write_text(judges.replace("s0: {tags: [reward]}", "s0: {tags: [cpu]}"))
     code, said = sf("plan", str(file))

@@ -155,7 +155,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         spoiled("adapter_model.safetensors"),
         "adapter_model.safetensors: not a complete safetensors file",
     ),
-    "DoRA": (say(use_dora=True), "describes DoRA (use_dora), which is not trained here"),
+    "DoRA": (say(use_dora=True), "describes DoRA (use_dora), which training here does not support"),
     "rsLoRA": (say(use_rslora=True), "(use_rslora)"),
     "modules": (say(modules_to_save=["lm_head"]), "(modules_to_save)"),
     "bias": (say(bias="lora_only"), "says that biases are trained (bias: lora_only)"),
@@ -180,7 +180,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "more layers": (
         with_factors(lambda factors: factors | {FACTOR.replace(".0.", ".7."): torch.ones(2, 32)}),
-        "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' is not of this model (1 tensors)",
+        "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' does not belong to this model "
+        "(1 tensors)",
     ),
 }
 
@@ -253,7 +254,7 @@ def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:
     said = " ".join(output.split())
     assert code == 0, output
     assert "adapter 2,048 parameters are trained, factors of rank 2 (alpha 4) of q_proj; made anew" in said
-    assert "async by rollout.overlap, as vLLM with train.lora lends no trainer; t0: train steps only" in said
+    assert "async by rollout.overlap; vLLM with train.lora lends no trainer; t0: train steps only" in said
     assert "train.learning_rate 0.003: 10 times that of training all weights (the built-in policy, " in said
 
 

@@ -80,7 +80,9 @@ def test_a_folder_tells_itself_whether_its_policy_sees(folder: Path, small_polic
     check_sentence(str(refused.value), "engine.kind torch shows no pictures")
     with pytest.raises(ValueError) as refused:
         check_start(configured(policy={"model": small_policy, "sees": True}))
-    check_sentence(str(refused.value), "policy.sees is for the built-in policy", "leave policy.sees out")
+    check_sentence(
+        str(refused.value), "policy.sees applies only to the built-in policy", "leave policy.sees out"
+    )
     with pytest.raises(ValueError) as refused:
         check_start(configured(policy={"model": str(folder)}, rollout={"max_picture_tokens": 3}))
     check_sentence(str(refused.value), "rollout.max_picture_tokens is 3, ", "smaller than 4 tokens")

@@ -103,7 +103,9 @@ def test_what_the_caller_does_not_set_stays_and_its_addresses_count(
 ) -> None:
     settled, lines = said(configured(tmp_path))
     assert settled == stored.model_copy(update={"dataplane": RunConfig().dataplane})
-    assert lines == ["run r: as it was configured, but for dataplane.url none (was 'http://127.0.0.1:8700')"]
+    assert lines == [
+        "run r: the stored configuration, except for dataplane.url none (was 'http://127.0.0.1:8700')"
+    ]
 
 
 def test_what_the_caller_sets_counts_and_is_said(tmp_path: Path, stored: RunConfig) -> None:
@@ -116,7 +118,9 @@ def test_what_the_caller_sets_counts_and_is_said(tmp_path: Path, stored: RunConf
     )
     assert settled.cluster == stored.cluster
     [line] = lines
-    assert line.startswith("run r: as it was configured, but for train.iterations 120 (was 100), train.betas")
+    assert line.startswith(
+        "run r: the stored configuration, except for train.iterations 120 (was 100), train.betas"
+    )
     assert said(settled)[0] == settled
 
 
@@ -127,7 +131,9 @@ def test_a_form_that_sends_every_default_goes_on_with_what_is_stored(
     settled, (changed, kept) = said(form)
     assert settled.model_copy(update={"dataplane": stored.dataplane}) == stored
     assert "dataplane.url none" in changed
-    assert kept.startswith("run r: a default changes nothing, so this stays: seed 7, policy.hidden_size 64, ")
+    assert kept.startswith(
+        "run r: a default does not override a stored setting, so this stays: seed 7, policy.hidden_size 64, "
+    )
     assert "train.iterations 100" in kept
 
 
@@ -181,7 +187,7 @@ def test_a_run_without_a_batch_begins_anew_as_the_caller_says(tmp_path: Path, st
     # what the caller leaves out is as in a new run too: seed, iterations, workers
     assert begun == said(asked.model_copy(update={"run_id": "new"}))[0].model_copy(update={"run_id": "r"})
     assert lines == [
-        "run r has no batch yet and begins anew, with policy.hidden_size 32 (was 64), "
+        "run r has no batch yet and starts over, with policy.hidden_size 32 (was 64), "
         "environment.reward 'a:c' (was 'a:b')"
     ]
     assert said(begun)[0] == begun, "the flow settles it again"

@@ -95,7 +95,7 @@ def test_padding_of_the_policy_beyond_the_teachers_is_refused(small_policy: str,
     size = len(make_tokenizer())
     rewrite(policy_copy, vocab_size=size + 28)
     config = configured({"model": small_policy}, {"model": str(policy_copy)})
-    refused(config, f"knows {size:,} ids, and the policy may sample {size + 28:,}")
+    refused(config, f"has {size:,} ids, but the policy can sample {size + 28:,}")
 
 
 def test_a_teacher_of_fewer_positions_is_refused_and_bounds_what_is_derived(
@@ -109,7 +109,7 @@ def test_a_teacher_of_fewer_positions_is_refused_and_bounds_what_is_derived(
     check_start(configured(teacher, engine={"context_length": 300}))
     open_context = configured(teacher, {"model": small_policy}, rollout={"max_tokens": 100})
     derived = derive(open_context, count_parameters(small_policy), small_policy)["engine.context_length"]
-    assert derived.value == 300 and "the most that the model is for" in derived.reason
+    assert derived.value == 300 and "the longest context of the model" in derived.reason
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_plan_says_what_a_teacher_costs(small_policy: str, policy_copy: Path
             {"model": str(policy_copy)},
             {},
             f"{policy_copy}: qwen3, {millions} million parameters in bfloat16; each step has one more "
-            "forward pass through it, about 33% more computing",
+            "more forward pass through it, about 33% more computing",
         ),
         (
             {"model": small_policy, "divergence": "sampled"},
@@ -205,8 +205,8 @@ def test_the_plan_says_what_a_teacher_costs(small_policy: str, policy_copy: Path
         (
             {"weights": "start"},
             {"train": {"lora": {"rank": 2}}},
-            "version 0 of the policy, which takes no memory beside the adapter; each step has one more "
-            "forward pass through it, about 33% more computing",
+            "version 0 of the policy, which needs no memory in addition to the adapter; each step has one "
+            "more forward pass through it, about 33% more computing",
         ),
         (
             AT_URL | {"tokenizer": small_policy},

@@ -109,8 +109,11 @@ def test_an_architecture_that_it_does_not_know_is_refused(tmp_path: Path) -> Non
     ("shape", "sentence"),
     [
         ({"model_type": "mixtral"}, "trains llama, qwen2, qwen3, and the policy's model_type is mixtral: "),
-        ({"attention_bias": True}, "does not know the policy's llama with attention_bias True: use"),
-        ({"hidden_act": "gelu"}, "does not know the policy's llama with hidden_act gelu: use train.backend"),
+        ({"attention_bias": True}, "does not support the policy's llama with attention_bias True: use"),
+        (
+            {"hidden_act": "gelu"},
+            "does not support the policy's llama with hidden_act gelu: use train.backend",
+        ),
         (
             {"num_key_value_heads": 2},
             "train.tensor_parallel (4) must divide the policy's num_key_value_heads",

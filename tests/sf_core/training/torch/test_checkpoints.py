@@ -190,4 +190,4 @@ def test_a_damaged_checkpoint_is_none_and_the_one_before_is_taken(
     else:
         files.write_atomic(shard, content[:-1] + (b"" if damage == "cut" else bytes([content[-1] ^ 1])))
     assert holds(rebuilt(copied_run.uri, SingleRank()), copied_run)
-    assert f"{shard}: " in caplog.text and "the checkpoint before it is taken" in caplog.text
+    assert f"{shard}: " in caplog.text and "the previous checkpoint is used" in caplog.text

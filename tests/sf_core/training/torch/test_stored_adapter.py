@@ -95,7 +95,10 @@ def test_a_checkpoint_for_another_base_is_refused_and_changes_nothing(tmp_path: 
     before = masters_of(other)
     with pytest.raises(ValueError) as refused:
         other.load_checkpoint(checkpoint)
-    assert str(refused.value) == f"{checkpoint}: is of an adapter of other weights than the run starts from"
+    assert (
+        str(refused.value)
+        == f"{checkpoint}: belongs to an adapter of other weights than the weights at the start of the run"
+    )
     assert other.version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in masters_of(other).items())
 
@@ -114,10 +117,11 @@ def test_a_run_goes_on_from_checkpoints_for_its_own_base_alone(
     opened = OpenRun(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
     TorchBackend(WorkerDevice()).rebuild_trainer(opened, 3, SingleRank())
     is_refused = (
-        "is of an adapter of other weights than the run starts from; the checkpoint before" in caplog.text
+        "belongs to an adapter of other weights than the weights at the start of the run; the previous "
+        "checkpoint" in caplog.text
     )
     assert is_refused == (changed == "start/model.safetensors")
-    assert ("version 3 is made again from 0" in caplog.text) == is_refused
+    assert ("version 3 is computed again from version 0" in caplog.text) == is_refused
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -146,7 +150,7 @@ def test_a_reference_that_is_gone_is_named(tmp_path: Path) -> None:
     remove_weights(run.weights_dir(2))
     opened = OpenRun(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
     trainer = TorchBackend(WorkerDevice()).rebuild_trainer(opened, 3, SingleRank())
-    with pytest.raises(ValueError, match=r"v00002: is not there any more, and version 2 is the reference"):
+    with pytest.raises(ValueError, match=r"v00002 no longer exists, but version 2 is the reference"):
         trainer.step(BATCHES[0])
 
 

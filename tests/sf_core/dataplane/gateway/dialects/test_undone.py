@@ -220,7 +220,7 @@ def test_the_chat_template_has_the_variables_of_a_request_and_others_of_them_are
     prompts = served_plane.get(at)["prompts"]
     assert [one["branch_reason"] for one in prompts] == [None, "other_tools", "other_tools"]
     status, answer = ask(served_plane, at + path, REQUESTS[path] | {"chat_template_kwargs": {"tools": []}})
-    assert (status, answer["error"]["message"]) == (400, "chat_template_kwargs must not hold tools")
+    assert (status, answer["error"]["message"]) == (400, "chat_template_kwargs must not contain tools")
 
 
 def test_a_run_that_ignored_the_variables_of_the_template_goes_on_doing_so(
