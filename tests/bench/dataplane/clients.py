@@ -185,7 +185,10 @@ class ResponsesClient(Client):
         ({"input": []}, "at least one message"),
         ({"input": 5}, "input must be a string or a list of items"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role must be"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "answers no tool"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]},
+            "does not answer a tool call",
+        ),
         ({"input": [{"type": "image_generation_call"}]}, "are not supported"),
         ({"tools": [{"type": "file_search"}]}, "only functions are supported, not file_search"),
     ]
@@ -257,7 +260,7 @@ class AnthropicClient(Client):
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "image blocks are not supported",
         ),
-        ({"messages": [HI, {"role": "assistant", "content": "so"}]}, "cannot be begun"),
+        ({"messages": [HI, {"role": "assistant", "content": "so"}]}, "cannot continue an answer"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "are not supported"),
         ({"tool_choice": {"type": "any"}}, "the request has no tools"),
     ]
@@ -360,7 +363,7 @@ class GoogleClient(Client):
         ),
         (
             {"contents": [{"parts": [{"text": "hi"}]}, {"role": "model", "parts": [{"text": "so"}]}]},
-            "cannot be begun",
+            "cannot continue an answer",
         ),
         ({"top_k": 1.5}, "top_k must be a whole number, got 1.5"),
         ({"logprobs": 3}, "logprobs must be 0"),

@@ -64,7 +64,7 @@ def test_a_function_with_other_arguments_is_refused_with_its_line(
 ) -> None:
     reference = f"{__name__}:{function.__name__}"
     named = re.escape(f"environment.{name}: {reference} ({place_of(function)}) takes (")
-    with pytest.raises(ValueError, match=f"^{named}.* and is called {told}$"):
+    with pytest.raises(ValueError, match=f"^{named}.*, but is called {told}$"):
         find(EnvironmentConfig.model_validate({name: reference}))
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_task_is_refused_with_the_function_and_its_arguments(
 def test_what_is_no_task_of_a_part_is_refused_with_the_name_of_the_part() -> None:
     given = require_tasks(lambda split, index, source: source, "my:tasks")
     with pytest.raises(
-        NoTaskError, match=r' returned for \("holdout", 2, "code"\) \'code\', which is no task'
+        NoTaskError, match=r' returned for \("holdout", 2, "code"\) \'code\', which is not a task'
     ):
         given("holdout", 2, "code")
 

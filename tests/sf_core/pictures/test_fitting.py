@@ -96,7 +96,7 @@ def test_picture_is_turned_as_exif_says() -> None:
                 save_all=True,
                 append_images=[Image.new("RGB", (56, 56), "red")],
             ),
-            "it is animated",
+            "the picture is animated",
         ),
     ],
 )

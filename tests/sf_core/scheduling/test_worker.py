@@ -245,7 +245,7 @@ def test_a_name_that_is_connected_is_refused(worker_bench: WorkerBench) -> None:
         (["--tags", "train,"], "--tags: '' is not a valid tag or name: use letters"),
         (["--tags", "train", "--name", "a=b"], "'a=b' is not a valid tag or name: use letters"),
         (["--tags", "train", "--device", "gpu"], "--device: expected cpu or cuda:N, got 'gpu'"),
-        (["--tags", "train", "--device", "cuda:64"], "device cuda:64 is not there: torch "),
+        (["--tags", "train", "--device", "cuda:64"], "device cuda:64 does not exist: torch "),
         (["--tags", "train", "--device-kind", "k80"], "--device-kind: device kind 'k80' is not known; "),
         (
             ["--tags", "train", "--device-kind", "h20", "--probe"],
@@ -267,7 +267,7 @@ def test_a_worker_that_cannot_be_is_refused_with_one_sentence(
 
 def test_a_local_worker_whose_device_is_not_there_is_named(tmp_path: Path) -> None:
     missing = WorkerConfig(tags=("train",), device="cuda:64")
-    with pytest.raises(StackError, match="worker t0: device cuda:64 is not there: "):
+    with pytest.raises(StackError, match="worker t0: device cuda:64 does not exist: "):
         start_dask_worker(Supervisor(tmp_path, tmp_path, {}), "t0", missing, "tcp://127.0.0.1:9", tmp_path)
 
 

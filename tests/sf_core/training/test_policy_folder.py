@@ -157,7 +157,7 @@ def test_a_policy_that_sees_has_the_names_that_qwen_gives(tmp_path: Path) -> Non
         save_file(named, file)
         with pytest.raises(ValueError) as raised:
             check_model_folder(folder)
-        check_sentence(str(raised.value), f"{folder} has no {missing}", f"{begin}* what is named {other}*")
+        check_sentence(str(raised.value), f"{folder} has no {missing}", f"{other}* to {begin}*")
 
 
 def test_a_policy_that_sees_attends_and_turns_as_it_is_trained(tmp_path: Path) -> None:

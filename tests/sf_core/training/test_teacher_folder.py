@@ -129,9 +129,11 @@ def test_the_first_token_that_differs_is_named(small_policy: str, policy_copy: P
     policy.add_tokens(["more", "most"])
     with pytest.raises(ValueError) as refused:
         check_vocabulary(policy, size, str(policy_copy), "here")
-    check_sentence(str(refused.value), "here: ", f"to which id {size} is 'more', and no token to the teacher")
+    check_sentence(
+        str(refused.value), "here: ", f"id {size} is 'more' for the policy and no token for the teacher"
+    )
     edit(policy_copy, lambda tokenizer: tokenizer.add_tokens(["most", "more"]))
-    with pytest.raises(ValueError, match=f"id {size} is 'more', and 'most' to the teacher"):
+    with pytest.raises(ValueError, match=f"id {size} is 'more' for the policy and 'most' for the teacher"):
         check_vocabulary(policy, size, str(policy_copy), "here")
 
 

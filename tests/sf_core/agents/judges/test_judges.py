@@ -103,7 +103,9 @@ def test_tokens_count_for_the_word_that_alone_begins_with_them() -> None:
         "Correct": 0.5,
         "Cautious": 0.5,
     }
-    with pytest.raises(ValueError, match=r"^none of yes, no is among its 1 likeliest tokens$"):
+    with pytest.raises(
+        ValueError, match=r"^none of the 1 most likely tokens of the reply begins one of the words yes, no$"
+    ):
         weigh_words({"the": -0.1}, ["yes", "no"])
 
 
@@ -225,7 +227,7 @@ def test_a_judge_that_fails_is_asked_again(server: JudgeServer) -> None:
 def test_a_judge_that_refuses_is_no_matter_of_patience(server: JudgeServer) -> None:
     [error], rows = ask(server, lambda judges: judges["taste"].ask("?"))
     assert isinstance(error, RefusedError)
-    assert str(error) == f"judge taste at {server.url} refuses with status 401: told to fail"
+    assert str(error) == f"judge taste at {server.url} refused the request with status 401: told to fail"
     assert (len(server.requests), rows) == (1, [])
 
 
@@ -248,7 +250,7 @@ def test_a_key_that_a_server_tells_is_in_no_error(
 ) -> None:
     monkeypatch.setenv("SF_JUDGE_KEY_TASTE", "told")
     [error], _ = ask(server, lambda judges: judges["taste"].ask("?"))
-    assert str(error).endswith("refuses with status 401: its key to fail")
+    assert str(error).endswith("refused the request with status 401: its key to fail")
 
 
 @pytest.mark.parametrize("server", [["garbage", ""]], indirect=True)
@@ -270,7 +272,7 @@ def test_what_cannot_be_read_twice_is_not_judged(server: JudgeServer) -> None:
 @pytest.mark.parametrize("server", [["garbage"]], indirect=True)
 def test_words_that_no_token_begins_cannot_be_read(server: JudgeServer) -> None:
     [error], rows = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
-    assert "none of yes, no is among its 2 likeliest tokens" in str(error)
+    assert "none of the 2 most likely tokens of the reply begins one of the words yes, no" in str(error)
     assert isinstance(error, NotJudged) and len(rows) == 2
 
 

@@ -81,7 +81,7 @@ def test_a_character_is_never_sent_in_halves(renderer: Renderer) -> None:
     [
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
         (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
-        (lambda folder: _set(folder / "tokenizer_config.json", "eos_token", None), "names no eos_token"),
+        (lambda folder: _set(folder / "tokenizer_config.json", "eos_token", None), "has no eos_token"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_with_a_sentence(

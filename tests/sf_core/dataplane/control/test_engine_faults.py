@@ -94,7 +94,7 @@ def answer(response: httpx.Response) -> str:
         ([5, 6], [-1.0, 0.01], VERSION, "sent a log-prob that is not the logarithm of a probability"),
         ([5], [-1.0], VERSION - 1, "sent tokens of version 2; expected 3 to 3"),
         ([5], [-1.0], VERSION + 1, "sent tokens of version 4; expected 3 to 3"),
-        ([5] * 7, [-1.0] * 7, VERSION, "sent 9 tokens where 8 were asked for"),
+        ([5] * 7, [-1.0] * 7, VERSION, "sent 9 tokens, but at most 8 were requested"),
     ],
 )
 def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(

@@ -55,7 +55,7 @@ def test_a_session_is_opened_used_looked_at_and_finished(
     assert (tree["turns"][0]["versions"], tree["turns"][0]["finish_reason"]) == ([0, 0], "stop")
     served_plane.post(path + "/finish", {"status": "finished"})
     assert served_plane.http.get(path).status_code == 404
-    with pytest.raises(openai.NotFoundError, match="is unknown or over"):
+    with pytest.raises(openai.NotFoundError, match="is unknown or has ended"):
         ask(opened["base_url"])
 
 

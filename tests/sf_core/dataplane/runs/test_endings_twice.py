@@ -22,7 +22,7 @@ def test_a_report_sent_again_is_put_off_until_the_first_is_recorded(
         first = asyncio.ensure_future(endings.finish(run, session, report))
         await asyncio.sleep(0)  # it is over, and its record on the way to the disk
         assert session.session_id not in run.sessions
-        with pytest.raises(ApiError, match="is being recorded: send this again") as refusal:
+        with pytest.raises(ApiError, match="is being recorded: send this request again") as refusal:
             await endings.finish(run, session, report)
         assert (refusal.value.status, refusal.value.retry_after_s) == (503, 5)
         assert not first.done()

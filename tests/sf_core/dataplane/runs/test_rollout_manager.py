@@ -123,7 +123,7 @@ def test_a_straggling_session_holds_back_its_group_and_no_batch() -> None:
 
 
 def test_a_batch_that_is_not_ready_cannot_be_sealed() -> None:
-    with pytest.raises(ValueError, match="it waits for 2 of 2 groups"):
+    with pytest.raises(ValueError, match="waiting for 2 of 2 groups"):
         manager().seal_next(0)
 
 

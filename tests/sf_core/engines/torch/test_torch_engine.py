@@ -323,7 +323,7 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay(model_folders: ModelFol
     good = load_file(f"{model_folders()}/model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     wrong = {
-        "is not there": {k: v for k, v in good.items() if k != name},
+        "is missing": {k: v for k, v in good.items() if k != name},
         "does not belong to this model": good | {"extra": torch.zeros(1)},
         r"shape \[32, 48\]; expected \[48, 32\]": good | {name: good[name].t().contiguous()},
         "not a complete safetensors file": {},

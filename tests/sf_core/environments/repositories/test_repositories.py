@@ -333,7 +333,7 @@ def test_a_split_without_instances_is_refused(
     make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=r"of the 1 instances of .* none falls to"):
+    with pytest.raises(ValueError, match=r"none of the 1 instances of .* is in the split"):
         make_repositories(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
 
 

@@ -54,7 +54,7 @@ def test_a_command_makes_a_folder_and_says_what_it_is(gguf_file: Path, tmp_path:
     code, again = sf("model", str(tmp_path / "policy"))
     assert code == 0 and said.endswith(again)
     code, said = sf("model", str(gguf_file), str(tmp_path / "policy"))
-    assert code == 2 and "is there already" in said
+    assert code == 2 and "already exists" in said
 
 
 def test_what_no_folder_can_be_made_of_is_refused(gguf_file: Path, tmp_path: Path) -> None:

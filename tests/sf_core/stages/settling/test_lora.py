@@ -176,7 +176,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "fewer layers": (
         with_factors(lambda factors: {name: t for name, t in factors.items() if name != FACTOR}),
-        f"was made for another model than policy.model: '{FACTOR}' is not there (1 tensors missing)",
+        f"was made for another model than policy.model: '{FACTOR}' is missing (1 tensors missing)",
     ),
     "more layers": (
         with_factors(lambda factors: factors | {FACTOR.replace(".0.", ".7."): torch.ones(2, 32)}),

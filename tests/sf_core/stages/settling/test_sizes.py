@@ -147,7 +147,7 @@ def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(small_pol
     check_sentence(str(refused.value), "engine.max_running 64", "engine.context_length 100", "worker r1")
     with pytest.raises(ValueError) as refused:
         check(config, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
-    check_sentence(str(refused.value), "worker t0", "a rank of 1", "raise train.workers")
+    check_sentence(str(refused.value), "worker t0", "each of 1 ranks", "raise train.workers")
     shared = configured({"model": small_policy}, train={"workers": 2})
     check(shared, [Worker("t0", TRAIN, memory=enough - sizes.rank // 2)])
 

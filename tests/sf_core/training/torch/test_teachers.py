@@ -242,8 +242,10 @@ def test_a_number_that_is_not_finite_names_the_session_and_the_row(
     number = next(n for n, count in enumerate(counts) if count == 1 and rows[n].length > 4)
     broken.model.embed_tokens.weight.data[rows[number].token_ids[4]] = torch.nan
     broken.save_pretrained(tmp_path)
-    place = f"session {rows[number].session}, row {number} of those that train"
-    sentence = f"^train.teacher gives a number that is not finite for {place}: it cannot teach$"
+    place = f"session {rows[number].session}, row {number} of the trained rows"
+    sentence = (
+        f"^train.teacher gives a number that is not finite for {place}: check the weights of the teacher$"
+    )
     trainer = make_trainer(folders["lean"], str(tmp_path), SAID[name], SingleRank())
     with pytest.raises(ValueError, match=sentence):
         trainer.step(drawn())
