@@ -141,7 +141,7 @@ def test_a_run_whose_scheduler_died_goes_on_with_one_more_command(
 
 def test_a_stack_is_not_started_twice(standing_stack: Stack) -> None:
     again = standing_stack.up()
-    assert (again.returncode, "a stack already runs" in again.stderr) == (2, True)
+    assert (again.returncode, "a stack already runs in" in again.stderr) == (2, True)
 
 
 def test_down_ends_exactly_this_stack(standing_stack: Stack) -> None:

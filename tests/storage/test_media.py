@@ -26,7 +26,7 @@ def test_missing_or_changed_picture_is_refused(tmp_path: Path) -> None:
     folder = str(tmp_path)
     name = store_picture(folder, b"png")
     Path(media_file(folder, name)).write_bytes(b"another")
-    with pytest.raises(ValueError, match=f"{name}.png does not have the sha256 that its name says"):
+    with pytest.raises(ValueError, match=f"{name}.png does not have the SHA-256 in its name"):
         read_picture(folder, name)
     Path(media_file(folder, name)).unlink()
     with pytest.raises(ValueError, match=f"{name}.png is missing, but a trajectory contains this picture"):

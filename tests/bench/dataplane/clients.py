@@ -187,7 +187,7 @@ class ResponsesClient(Client):
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role must be"),
         (
             {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]},
-            "does not answer a tool call",
+            "does not answer a tool",
         ),
         ({"input": [{"type": "image_generation_call"}]}, "are not supported"),
         ({"tools": [{"type": "file_search"}]}, "only functions are supported, not file_search"),

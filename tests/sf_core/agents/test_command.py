@@ -175,7 +175,7 @@ def test_the_answer_is_what_is_new_in_the_folder() -> None:
         ("ln -s /etc/passwd a", "a leads outside its folder"),
         ("ln -s ../home/x a", "a leads outside its folder"),
         ("ln -s a a", "the file a does not exist in the command's folder"),
-        ("printf 'ab\\377' > a", "a is no UTF-8: invalid start byte at byte 2"),
+        ("printf 'ab\\377' > a", "a is not valid UTF-8: invalid start byte at byte 2"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", f"a is over the limit of {MAX_ANSWER} bytes"),
     ],
 )
@@ -193,7 +193,7 @@ def test_an_answer_in_a_folder_that_leads_elsewhere_is_refused() -> None:
 @pytest.mark.parametrize(
     ("script", "answer", "reason"),
     [
-        ("printf '\\377'", "output", "what it printed is no UTF-8: invalid start byte at byte 0"),
+        ("printf '\\377'", "output", "the printed text is not valid UTF-8: invalid start byte at byte 0"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero", "output", "what it printed is over the limit of 1048576"),
         (
             f"head -c {MAX_ANSWER} /dev/zero > a",

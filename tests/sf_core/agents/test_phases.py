@@ -161,13 +161,13 @@ def scores_nothing(task: Task, answer: Any) -> None:
             {"agent": silent, "reward": strip},
             "reward_error",
             f"ValueError: the agent {name_function(silent)} returned None, for which the reward function "
-            f"{name_function(strip)} made AttributeError: 'NoneType' object has no attribute 'strip'",
+            f"{name_function(strip)} raised AttributeError: 'NoneType' object has no attribute 'strip'",
         ),
         (
             {"agent": never_awaited},
             "agent_error",
             f"TypeError: the agent {name_function(never_awaited)} returned a coroutine: "
-            "`await` it in an `async def`",
+            "use an `async def` and `await` the coroutine there",
         ),
         (
             {"agent": ask, "reward": scores_nothing},

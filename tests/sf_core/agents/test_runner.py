@@ -50,14 +50,14 @@ async def forgotten() -> float:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (float("nan"), "nan, no finite number"),
-        (None, "None, no finite number"),
-        ("1.0", "'1.0', no finite number"),
-        ([1.0, 2.0], "[1.0, 2.0], no finite number"),
-        ({}, "{}, no finite number"),
-        ({"a": 1.0, "b": float("inf")}, "inf as 'b', no finite number"),
-        ({"a": 1.0, "b": None}, "None as 'b', no finite number"),
-        (Scored(1.0, {"a": float("nan")}), "nan for 'a', no finite number"),
+        (float("nan"), "nan, which is not a finite number"),
+        (None, "None, which is not a finite number"),
+        ("1.0", "'1.0', which is not a finite number"),
+        ([1.0, 2.0], "[1.0, 2.0], which is not a finite number"),
+        ({}, "{}, which is not a finite number"),
+        ({"a": 1.0, "b": float("inf")}, "inf as 'b', which is not a finite number"),
+        ({"a": 1.0, "b": None}, "None as 'b', which is not a finite number"),
+        (Scored(1.0, {"a": float("nan")}), "nan for 'a', which is not a finite number"),
         (forgotten(), "a coroutine: use an `async def` and `await` the coroutine there"),
     ],
 )
@@ -97,7 +97,7 @@ def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
 
 def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
     runner = make_runner("http://127.0.0.1:9", patience_s=0.1)
-    sentence = r"^data plane at http://127.0.0.1:9: no claim of a0 on run run was answered for 0.1 s: "
+    sentence = r"^data plane at http://127.0.0.1:9: did not answer any claim of a0 on run run for 0.1 s: "
     with pytest.raises(ConnectionError, match=sentence):
         asyncio.run(asyncio.wait_for(runner.run(), patience()))
 
@@ -105,7 +105,7 @@ def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
 def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_run(
     plane_process: ServedPlane,
 ) -> None:
-    with pytest.raises(ConnectionError, match=r" for 0\.1 s: Client error '404 Not Found'"):
+    with pytest.raises(ConnectionError, match=r"on run .* for 0\.1 s: Client error '404 Not Found'"):
         asyncio.run(asyncio.wait_for(make_runner(plane_process.url, patience_s=0.1).run(), patience()))
 
 

@@ -147,7 +147,7 @@ def test_what_was_asked_is_told_of_a_reward_that_fails(server: JudgeServer) -> N
         return "much"
 
     error, [asked] = scored(reward, server=server)
-    assert "returned 'much', no finite number" in str(error)
+    assert "returned 'much', which is not a finite number" in str(error)
     assert len(asked) == 1
 
 
@@ -159,7 +159,7 @@ def test_numbers_that_are_noted_are_no_part_of_the_reward() -> None:
 
 def test_a_noted_number_must_be_finite() -> None:
     error, [noted] = scored(failing(0, Scored(1.0, noted={"length": float("inf")})))
-    assert "returned inf as 'length', no finite number" in str(error)
+    assert "returned inf as 'length', which is not a finite number" in str(error)
     assert noted == []
 
 

@@ -100,7 +100,10 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ),
         ("train.weights=[{kind: fesh}]", "train.weights.0.kind: expected one of overlong, unparsed, fresh, "),
         ("train.advantage=[1]", "train.advantage: "),
-        ("train.loss.mean_over=constant", "train.loss: mean_over: constant needs session_tokens"),
+        (
+            "train.loss.mean_over=constant",
+            "train.loss: mean_over: constant and session_tokens need each other",
+        ),
         ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
         ("engine.vllm.url=localhost:8000", "engine.vllm.url: expected http://HOST:PORT without a user or"),
         ("engine.vllm.url=http://me:word@host", "a key goes into the environment"),
@@ -167,9 +170,9 @@ def test_gangs_are_multiples_of_the_ranks_that_hold_a_policy_together(
 @pytest.mark.parametrize(
     ("pipeline", "overlap", "allowed"),
     [
-        ("disaggregated", "true", "pipeline disaggregated means rollout.overlap: false"),
-        ("async", "false", "pipeline async means rollout.overlap: true"),
-        ("multiplexed", "false", "pipeline multiplexed means rollout.overlap: true"),
+        ("disaggregated", "true", "pipeline disaggregated requires rollout.overlap: false"),
+        ("async", "false", "pipeline async requires rollout.overlap: true"),
+        ("multiplexed", "false", "pipeline multiplexed requires rollout.overlap: true"),
     ],
 )
 def test_a_pipeline_and_an_overlap_that_contradict_it_are_refused(

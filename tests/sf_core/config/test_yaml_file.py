@@ -145,7 +145,7 @@ def test_an_option_that_names_no_worker_is_told_how_to_edit_one_and_how_to_repla
     with pytest.raises(ConfigError) as refused:
         load_config("quickstart", ["cluster.workers.g0.device=cuda:0"])
     said = str(refused.value)
-    assert said.startswith("--set cluster.workers.g0.tags: field required, because a worker")
+    assert said.startswith("--set cluster.workers.g0.tags: field required, because a new name adds a worker")
     assert "to change an existing worker, use its name: --set cluster.workers.NAME.FIELD=VALUE; " in said
     assert said.endswith("to replace all workers, give cluster.workers in a file")
 

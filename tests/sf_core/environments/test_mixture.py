@@ -212,7 +212,8 @@ def test_a_reward_that_is_no_number_is_told_with_the_function_of_the_part() -> N
     with pytest.raises(ValueError) as refused:
         scored(config, tasks_of(config)("train", 1), "yes")
     assert str(refused.value) == (
-        f"the reward function {__name__}:no_reward ({place_of(no_reward)}) returned None, no finite number"
+        f"the reward function {__name__}:no_reward ({place_of(no_reward)}) returned None, which is not a "
+        f"finite number"
     )
 
 

@@ -97,12 +97,12 @@ def test_parameters_reach_the_generator() -> None:
     [
         ({}, "environment.settings.datasets: field required"),
         ({"datasets": {}}, "environment.settings.datasets: dictionary should have at least 1 item"),
-        ({"datasets": {"spel_backward": {}}}, "no dataset 'spel_backward'; there are spell_backward"),
+        ({"datasets": {"spel_backward": {}}}, "no dataset 'spel_backward'; use for example spell_backward"),
         (
             {"datasets": {"gcd": {"max_amount": 3}}},
-            "gcd has no parameter max_amount; there are level, max_num",
+            "gcd has no parameter max_amount; use one of level, max_num",
         ),
-        ({"datasets": {"gcd": {"seed": 3}}}, "gcd has no parameter seed; there are level, max_num"),
+        ({"datasets": {"gcd": {"seed": 3}}}, "gcd has no parameter seed; use one of level, max_num"),
         (
             {"datasets": {"spell_backward": {"min_word_len": 0}}},
             "environment.settings.datasets: spell_backward: min_word_len must be positive",

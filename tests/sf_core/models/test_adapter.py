@@ -239,5 +239,5 @@ def test_a_target_that_no_layer_has_is_named_with_those_there_are(model_folders:
 
 
 def test_a_name_that_is_no_factor_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"base_model.model.lm_head.weight is no factor"):
+    with pytest.raises(ValueError, match=r"base_model.model.lm_head.weight is not a factor"):
         split_name("base_model.model.lm_head.weight")

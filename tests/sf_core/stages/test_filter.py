@@ -243,7 +243,7 @@ def test_a_session_of_which_a_picture_is_lost_does_not_train_and_is_named(tmp_pa
     assert batch["decision"].to_pylist() == ["train", "lost_picture", "lost_picture", "train", "lost_picture"]
     assert [advantages.any() for advantages in numpy_rows(batch["advantages"])] == [1, 0, 0, 1, 0]
     assert found["lost_pictures"] == {
-        "g0.1": f"{media_file(run.media_dir, broken)} does not have the sha256 that its name says",
+        "g0.1": f"{media_file(run.media_dir, broken)} does not have the SHA-256 in its name",
         "g0.2": f"{media_file(run.media_dir, '0' * 64)} is missing, but a trajectory contains this picture",
     }
     assert images_of(batch)[:4] == [*((span,) for span in spans), ()]

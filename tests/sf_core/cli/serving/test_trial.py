@@ -166,7 +166,7 @@ def test_a_command_as_agent_is_shown_with_what_it_writes(trial_yaml: str) -> Non
         ("agent=tried_module:takes_one", "takes (task), but is called with (task, endpoint): too many"),
         ("agent=tried_module:never_asks", "the agent got no answer from the policy"),
         ("agent=tried_module:own_address", "APIConnectionError: Connection error."),
-        ("reward=tried_module:no_reward", "returned None, no finite number"),
+        ("reward=tried_module:no_reward", "returned None, which is not a finite number"),
         ("tasks=tried_module:dictionary", "dict"),
     ],
 )

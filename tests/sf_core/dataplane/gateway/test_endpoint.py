@@ -318,7 +318,7 @@ def test_bad_requests_get_a_sentence_in_the_shape_clients_expect(served_plane: S
     with pytest.raises(openai.BadRequestError) as refused:
         ask(served_plane, messages=[{"role": "user", "content": "the " * 3000}])
     assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError, match="Session nobody is unknown or over"):
+    with pytest.raises(openai.NotFoundError, match="Session nobody is unknown or has ended"):
         ask(served_plane, "nobody")
     assert served_plane.http.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found."
 

@@ -126,7 +126,7 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
         (b"no picture", "it is broken, or in an unknown picture format"),
         (film.getvalue(), "the picture is animated"),
         (png("red", (28 * 212, 28)), "the ratio of its sides must not exceed 200"),
-        (png("red", (9000, 9000), mode="1"), "the limit is 67108864 pixels"),
+        (png("red", (9000, 9000), mode="1"), "at most 67108864 are decoded"),
     ]:
         for body in show(encoded(data)):
             response = ask(plane, path, body)
@@ -216,7 +216,7 @@ def test_their_tokens_are_counted(
 def test_placeholders_may_not_be_given_otherwise(plane: ServedPlane, seeing: Renderer) -> None:
     assert seeing.sight is not None
     spelled = ask(plane, CHAT, {"messages": [{"role": "user", "content": "<|image_pad|>"}]})
-    assert spelled.status_code == 400 and "a text has <|image_pad|>" in spelled.text
+    assert spelled.status_code == 400 and "a text contains <|image_pad|>" in spelled.text
     for prompt in ([5, seeing.sight.token_id], "see <|image_pad|>"):
         given = ask(plane, "/v1/completions", {"prompt": prompt})
         assert given.status_code == 400 and "which is reserved for pictures" in given.text

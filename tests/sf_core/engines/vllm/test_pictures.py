@@ -134,7 +134,7 @@ class TestPictures(ServingTests):
         with self.serve() as engine:
             file = Path(media_file(self.media_dir, self.pictures[0].sha256))
             for sentence, spoil in (
-                ("does not have the SHA-256", lambda: file.write_bytes(b"x")),
+                ("does not have the SHA-256 in its name", lambda: file.write_bytes(b"x")),
                 ("is missing", file.unlink),
             ):
                 spoil()
@@ -189,7 +189,7 @@ def test_pictures_of_a_remote_storage_are_copied_verified_and_the_oldest_go(
     assert asyncio.run(ask(store(remote, 2, 2)))[0].pictures
     assert len(list_files(seen.folder)) == 1
     write_atomic(media_file(remote, broken.sha256), b"broken")
-    for picture, sentence in ((broken, "does not have the SHA-256"), (missing, "is missing")):
+    for picture, sentence in ((broken, "does not have the SHA-256 in its name"), (missing, "is missing")):
         with pytest.raises(RequestRefusedError, match=sentence):
             asyncio.run(ask(picture))
 

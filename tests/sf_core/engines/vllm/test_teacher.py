@@ -152,7 +152,7 @@ def test_a_server_that_stays_away_ends_the_wait_with_the_reason(faulty: Faulty) 
     [
         ((401, b""), "rejected the key: set SF_TEACHER_KEY to the server's API key"),
         ((404, b"Not Found"), "refuses the request for its models: /v1/models: 404 Not Found"),
-        ((400, b'{"error": {"message": "too long"}}'), "does not take row "),
+        ((400, b'{"error": {"message": "too long"}}'), "refuses row "),
     ],
 )
 def test_what_the_server_refuses_is_not_asked_again(

@@ -36,7 +36,7 @@ def test_it_says_of_each_instance_that_is_not_right_what_tells_so(generated: Pat
     ]
     done = check(tmp_path, rows, generated)
     a, b, c, d, told = done.stdout.splitlines()
-    assert a.startswith("a: with its patch ") and " fails: " in a
+    assert a.startswith("a: with the patch applied, ") and " fails: " in a
     assert b == f"b: with the patch applied, pytest finds no {gone}"
     assert c == "c: the tests pass without the patch"
     assert d == "d: the test_patch does not apply to base_commit"

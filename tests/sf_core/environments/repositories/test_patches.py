@@ -89,7 +89,7 @@ def test_without_the_program_patch_the_other_attempts_count_and_it_is_said_once(
             assert score(make_repositories(), row, FORMS["with another context"](row["patch"])) == 0
         assert score(make_repositories(reward="all"), row, row["patch"]) == 1
     told = [record.message for record in caplog.records if "patch-of-others" in record.message]
-    assert len(told) == 1 and told[0].startswith("there is no `patch-of-others` in the sandbox")
+    assert len(told) == 1 and told[0].startswith("`patch-of-others` is missing in the sandbox")
 
 
 BASE = {

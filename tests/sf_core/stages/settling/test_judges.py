@@ -83,7 +83,9 @@ def test_a_judge_to_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, small_poli
     monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
     served = {"quality": {"model": small_policy}}
     sentence = refusal(judged(served, reward=asks))
-    check_sentence(sentence, "judges that are given as model", "there is no /nowhere/python", "`make vllm`")
+    check_sentence(
+        sentence, "judges that are given as model", "/nowhere/python does not exist", "`make vllm`"
+    )
     # workers elsewhere have their own
     elsewhere = judged(served, reward=asks).model_dump() | {"cluster": {"scheduler": "tcp://127.0.0.1:1"}}
     check_start(RunConfig.model_validate(elsewhere))

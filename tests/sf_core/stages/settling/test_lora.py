@@ -83,7 +83,10 @@ def refused(config: dict[str, Any], *names: str) -> None:
             "train.lora: target lm_head is not a linear layer of the model's blocks, which have down_proj, "
             "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
-        ({"train": {"lora": {"targets": ["embed_tokens"]}}}, "train.lora: target embed_tokens is no linear"),
+        (
+            {"train": {"lora": {"targets": ["embed_tokens"]}}},
+            "train.lora: target embed_tokens is not a linear",
+        ),
         (
             {"train": {"lora": {"targets": ["query"]}}},
             "train.lora: target query is not a linear layer of the mo",

@@ -77,7 +77,7 @@ def test_a_folder_tells_itself_whether_its_policy_sees(folder: Path, small_polic
     check_start(configured(policy={"model": str(folder)}, rollout={"max_picture_tokens": 64}))
     with pytest.raises(ValueError) as refused:
         check_start(configured(policy={"model": str(folder)}, engine={"kind": "torch"}))
-    check_sentence(str(refused.value), "engine.kind torch shows no pictures")
+    check_sentence(str(refused.value), "engine.kind torch does not support pictures")
     with pytest.raises(ValueError) as refused:
         check_start(configured(policy={"model": small_policy, "sees": True}))
     check_sentence(

@@ -285,7 +285,7 @@ def test_what_is_no_request_is_refused_in_googles_shape_whatever_the_headers(
 
 def test_a_session_that_is_over_is_told(served_plane: ServedPlane) -> None:
     served_plane.register()
-    with pytest.raises(errors.ClientError, match="Session nobody is unknown or over") as refused:
+    with pytest.raises(errors.ClientError, match="Session nobody is unknown or has ended") as refused:
         ask(f"{served_plane.url}/sessions/nobody")
     assert (refused.value.code, refused.value.status) == (404, "NOT_FOUND")
 

@@ -59,7 +59,7 @@ def test_a_field_that_is_not_done_is_refused_in_the_dialects_own_form(
     kind = error["status"] if is_google else error["type"]
     assert (status, kind) == (400, "INVALID_ARGUMENT" if is_google else "invalid_request_error")
     assert error["message"] == (
-        "presence_penalty is not supported and would change the answer: leave it out, or make it 0, or name "
+        "presence_penalty is not supported and would change the answer: leave it out, or make it 0, or add "
         "it to the run's rollout.ignored_fields."
     )
     assert (answer.get("type") == "error") == (path == "/v1/messages")
@@ -191,7 +191,7 @@ def test_only_fields_of_the_list_can_be_ignored() -> None:
         config = RunConfig.model_validate({"rollout": {"ignored_fields": [known]}})
         assert json.loads(config.model_dump_json())["rollout"]["ignored_fields"] == [known]
     for name, near in (("messages", "presence_penalty"), ("minp", "min_p")):
-        with pytest.raises(ValueError, match=f"'{name}' is not a field that can be ignored, unlike .*{near}"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot be ignored; fields that can: .*{near}"):
             RunConfig.model_validate({"rollout": {"ignored_fields": [name]}})
 
 
