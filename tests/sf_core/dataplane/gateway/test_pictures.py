@@ -126,7 +126,7 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
         (b"no picture", "it is broken, or in an unknown picture format"),
         (film.getvalue(), "the picture is animated"),
         (png("red", (28 * 212, 28)), "the ratio of its sides must not exceed 200"),
-        (png("red", (9000, 9000), mode="1"), "at most 67108864 are decoded"),
+        (png("red", (9000, 9000), mode="1"), "the limit is 67108864 pixels"),
     ]:
         for body in show(encoded(data)):
             response = ask(plane, path, body)
