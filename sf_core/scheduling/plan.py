@@ -221,8 +221,8 @@ def choose_trainers(
         raise ValueError(f"no worker carries {' and '.join(sorted(needs))}; workers: {_list_offers(workers)}")
     if len(able) < fewest:
         raise ValueError(
-            f"{key} is {fewest}, but only {len(able)} workers carry {' and '.join(sorted(needs))}; workers: "
-            f"{_list_offers(workers)}"
+            f"{key} is {fewest}, but the number of workers that carry {' and '.join(sorted(needs))} is "
+            f"{len(able)}; workers: {_list_offers(workers)}"
         )
     return able[: config.train.largest_gang(len(able))]
 

@@ -198,7 +198,7 @@ def test_a_pipeline_gives_workers_their_duties_by_their_tags(
             None,
             2,
             {"r0": "rollout", "t0": "train"},
-            r"train.workers is 2, but the number of workers that carry train is 1; workers ",
+            r"train.workers is 2, but the number of workers that carry train is 1; workers: ",
         ),
     ],
 )
