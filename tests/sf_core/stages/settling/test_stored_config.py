@@ -249,7 +249,7 @@ def test_another_formula_is_taken_as_a_whole(tmp_path: Path, stored: RunConfig) 
     resumed, [line] = said(configured(tmp_path, **changes))
     assert resumed == stored.model_copy(update={"train": resumed.train})
     assert resumed.train.loss.policy == Cispo(high=0.5)
-    assert "but for train.loss.policy kind='cispo' high=0.5 (was kind='clip' low=0.2" in line
+    assert "except for train.loss.policy kind='cispo' high=0.5 (was kind='clip' low=0.2" in line
 
 
 def test_a_critic_is_neither_added_nor_taken_away(tmp_path: Path, stored: RunConfig) -> None:
