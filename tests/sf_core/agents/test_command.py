@@ -194,7 +194,7 @@ def test_an_answer_in_a_folder_that_leads_elsewhere_is_refused() -> None:
     ("script", "answer", "reason"),
     [
         ("printf '\\377'", "output", "the printed text is not valid UTF-8: invalid start byte at byte 0"),
-        (f"head -c {MAX_ANSWER + 1} /dev/zero", "output", "what it printed is over the limit of 1048576"),
+        (f"head -c {MAX_ANSWER + 1} /dev/zero", "output", "the printed text is larger than the limit of 1048576"),
         (
             f"head -c {MAX_ANSWER} /dev/zero > a",
             "folder",

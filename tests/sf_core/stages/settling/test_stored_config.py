@@ -231,7 +231,7 @@ def test_a_run_is_measured_as_it_was_configured_over_the_tasks_that_are_asked_fo
     asked = configured(tmp_path, evaluate={"num_tasks": 1000}, dataplane=STORED["dataplane"])
     measured = settle_to_measure(asked)
     assert measured == stored.model_copy(update={"evaluate": asked.evaluate})
-    with pytest.raises(ValueError, match=r"run r was configured with train.iterations 100, not 3, and is"):
+    with pytest.raises(ValueError, match=r"run r was configured with train.iterations 100, not 3, and can only"):
         settle_to_measure(configured(tmp_path, train={"iterations": 3}))
     assert read_stored_config(stored.run_dir) == stored
 
@@ -249,7 +249,7 @@ def test_another_formula_is_taken_as_a_whole(tmp_path: Path, stored: RunConfig) 
     resumed, [line] = said(configured(tmp_path, **changes))
     assert resumed == stored.model_copy(update={"train": resumed.train})
     assert resumed.train.loss.policy == Cispo(high=0.5)
-    assert "but for train.loss.policy kind='cispo' high=0.5 (was kind='clip' low=0.2" in line
+    assert "except for train.loss.policy kind='cispo' high=0.5 (was kind='clip' low=0.2" in line
 
 
 def test_a_critic_is_neither_added_nor_taken_away(tmp_path: Path, stored: RunConfig) -> None:
