@@ -66,7 +66,7 @@ class CommandOutput:
         self._errors.add(data)
 
     def answer(self) -> str:
-        return text_of(bytes(self._answer), "what it printed")
+        return text_of(bytes(self._answer), "the printed text")
 
     def last_lines(self) -> str:
         """The end of what it wrote on standard error."""

@@ -71,7 +71,7 @@ def test_its_answer_is_a_file_or_the_folder() -> None:
         ("mkfifo a", "the exit status is 0, but the file a does not exist in the command's folder"),
         ("ln -s /etc/passwd a", "the exit status is 0, but a leads outside its folder"),
         ("ln -s ../proc/1/environ a", "the exit status is 0, but a leads outside its folder"),
-        (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is over the limit of 1048576 bytes"),
+        (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is larger than the limit of 1048576 bytes"),
         ("yes", "the output exceeds output_mb (1)"),
         ("head -c 90000000 /dev/zero > a; sleep 1000", "it used more than the limit memory_mb (64)"),
     ],
