@@ -197,7 +197,7 @@ AWAY = "judge taste at {url} does not answer: "
 @pytest.mark.parametrize(
     ("server", "why"),
     [([503], "told to fail"), ([408], "told to fail"), ([429], "told to fail")]
-    + [(["broken"], "its reply is not JSON"), (["slow"], "no reply within 0.2 s")],
+    + [(["broken"], "the reply is not JSON"), (["slow"], "no reply within 0.2 s")],
     indirect=["server"],
 )
 def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, why: str) -> None:
