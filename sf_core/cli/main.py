@@ -169,8 +169,8 @@ def evaluate(
 ) -> None:
     """Measure the newest policy of a run on its held-out tasks. Trains nothing.
 
-    The result for another version, other tasks or other settings is stored in RUN/evaluations/_measured.
-    So is every result with --json.
+    A result for another version, other tasks or other settings is stored in RUN/evaluations/_measured.
+    With --json every result is stored there.
     """
     from sf_core.cli.evaluate import evaluate_apart, is_plain
 
@@ -330,7 +330,7 @@ def plan(
         typer.Option(help="Dask scheduler to plan for. By default cluster.scheduler, or else SF_SCHEDULER."),
     ] = None,
 ) -> None:
-    """Show which worker would do what and why, with the memory and disk it takes. Starts nothing."""
+    """Show which worker would do what and why, with the memory and disk of the run. Starts nothing."""
     from sf_core.cli.explain import explain_plan
     from sf_core.stages.settling.first_tasks import check_held_out
 
