@@ -234,7 +234,7 @@ def test_teacher(clone: Clone) -> None:
     distances = run.iterations()["teacher_kl"].to_pylist()
     # two small batches are too few for the distance to fall
     assert len(rewards(run)) == len(distances) == 2 and all(0 < one < math.inf for one in distances)
-    assert run.settings["train"]["advantage"] == "none"
+    assert run.settings["train"]["advantage"] == {"kind": "none"}
 
 
 @pytest.mark.nightly
