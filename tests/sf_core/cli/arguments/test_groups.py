@@ -42,7 +42,7 @@ def test_a_help_page_has_no_types_of_python(command: str) -> None:
 
 def test_a_required_argument_has_no_braces() -> None:
     _, output = sf("plan", "--help")
-    assert "sf plan [OPTIONS] CONFIG..." in output
+    assert " plan [OPTIONS] CONFIG..." in output
 
 
 def test_every_option_and_argument_says_what_it_is() -> None:
