@@ -39,7 +39,7 @@ def quickstart_folder(quickstart: RunConfig) -> Path:
 
 
 def test_the_code_of_the_pages_is_found() -> None:
-    assert len(SNIPPETS) == 15
+    assert len(SNIPPETS) == 16
 
 
 # those of a run that chooses are in tests/storage/test_data_page.py
