@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## .venv with everything
+setup: $(STAMP) ## install everything into .venv
 
 # torch first and exactly: any other order or version pulls several GB of CUDA packages (docs/decisions/001)
 $(STAMP): pyproject.toml
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 VLLM := .venvs/vllm
 # what its workers compute on: an image is built where there is no GPU
 VLLM_DEVICE ?= $(shell nvidia-smi > /dev/null 2>&1 && echo cuda || echo cpu)
-vllm: $(VLLM)/.sees ## vLLM, in an environment of its own; VLLM_DEVICE=cuda or cpu, by default what is here
+vllm: $(VLLM)/.sees ## install vLLM into .venvs/vllm; VLLM_DEVICE=cuda or cpu overrides the device found here
 
 $(VLLM)/.ready:
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
@@ -61,17 +61,17 @@ ENGINE =
 # one server of vLLM, whose three processes take more than 2 GB: the trainer is not lent
 WITH_vllm = $(if $(filter vllm,$(ENGINE)),$(if $(MODEL),, --set pipeline=async))
 WITH_ENGINE = $(if $(ENGINE), --set engine.kind=$(ENGINE)$(WITH_vllm))
-run: setup $(filter vllm,$(ENGINE)) ## train the quickstart policy as runs/quickstart, go on with it, or show it; MODEL=smollm2 trains a pretrained one, RUN=another another run, ENGINE=vllm samples with vLLM
+run: setup $(filter vllm,$(ENGINE)) ## train, continue or show runs/quickstart; MODEL=smollm2 trains a pretrained model, RUN=name names the run, ENGINE=vllm samples with vLLM
 	$(if $(MODEL),$(BIN)/sf model $(MODEL))
 	$(BIN)/sf train configs/$(CONFIG).yaml --set run_id=$(RUN)$(WITH_ENGINE)
 
-up: setup ## start Prefect, Dask and the data plane to stay, with our deployments
+up: setup ## start Prefect, Dask, a data plane and the deployments; they stay up
 	$(BIN)/sf up
 
-down: setup ## end them
+down: setup ## stop what `make up` started
 	$(BIN)/sf down
 
-check: setup ## ruff, mypy, the import contracts, and the budgets of lines and of flaky tests
+check: setup ## run ruff and mypy, check import contracts, line budgets and flaky tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	nice -n 19 $(BIN)/mypy
@@ -80,39 +80,39 @@ check: setup ## ruff, mypy, the import contracts, and the budgets of lines and o
 	$(BIN)/python -m tests.budgets
 
 # opens from its folder; fails with a link that leads nowhere (docs/build)
-docs: setup ## the documentation as a site: site/index.html
+docs: setup ## build the documentation site: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # for one file, or a debugger: .venv/bin/pytest FILE
-test: setup ## check, and pass the fast tests
+test: setup ## run `make check` and the fast tests
 	@$(BIN)/python -m tests.tiers fast
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then $(BIN)/pytest -m gpu; else echo "no GPU that torch can use: its tests (pytest -m gpu) are skipped"; fi
 
-test-system: setup ## pass the tests of real stacks, vLLM, a browser, podman and kills
+test-system: setup ## run the tests with real stacks, vLLM, a browser, podman and kills
 	$(MAKE) vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(BIN)/python -m tests.tiers system
 
 # minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
-nightly: check ## what takes longer: sizes, kills, emulated fleets, then the mutations; on a machine with nothing else
+nightly: check ## run the long tests (sizes, kills, emulated fleets) and the mutations, on an idle machine
 	$(BIN)/pytest -m nightly
 	SF_EXAMPLES=all $(BIN)/pytest -m 'hypothesis and not nightly'
 	$(MAKE) mutations
 
 # wrong edits on the way of the training signal, each of which the tests of its own module must catch; minutes.
 # for some of them: .venv/bin/python -m tests.mutations WORD ...
-mutations: setup ## wrong edits on the way of the training signal, each of which a test must catch
+mutations: setup ## break the code between rewards and weights; a test must catch each edit
 	$(BIN)/python -m tests.mutations
 
 # a stack that is killed, stopped, starved of disk and cut off in random order, and what that costs
 SEED ?= 0
 ROUNDS ?= 1
-chaos: setup ## a stack that is killed, stopped, starved of disk and cut off; SEED=n ROUNDS=n
+chaos: setup ## kill, stop, fill and cut off a stack in random order; SEED=n ROUNDS=n
 	$(BIN)/python -m tests.chaos --seed $(SEED) --rounds $(ROUNDS)
 
 # what is installed against the advisories of PyPI (docs/concepts/threat-model.md); first, whether it has any: of this there are
 ADVISED := https://pypi.org/pypi/jinja2/2.11.2/json
-audit: setup ## installed packages against the advisories of PyPI
+audit: setup ## compare the installed packages with the security advisories of PyPI
 	@$(BIN)/python -c 'import httpx; assert httpx.get("$(ADVISED)", timeout=20).json()["vulnerabilities"]' 2> /dev/null || \
 	  { echo "audit: nothing is known: no advisories at $(ADVISED); call it where PyPI itself is reached"; exit 1; }
 	test -x .venv/audit/bin/pip-audit || { $(PYTHON) -m venv .venv/audit && \

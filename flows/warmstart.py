@@ -43,11 +43,12 @@ def start_policy(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> s
     """Make version 0 in an attempt that has begun; returns its Hugging Face folder."""
     directory, warmed = OpenRun(run).directory, warms_model(config)
     if directory.read_manifest(None, "start") is None or start_fault(directory) is not None:
-        tell(f"creating version 0: {config.policy.model or 'the built-in policy, and its warm start'}")
+        built_in = "the built-in policy" + (", and its warm start" if config.policy.warm_steps else "")
+        tell(f"creating version 0: {config.policy.model or built_in}")
         if warmed:
             warm_up(config, run, trainers)
         made = submit(warmstart_task, run, warmed=warmed, prompts=first_prompts(config))
-        result_of(made, "the warm start", config.cluster.stage_timeout_s)
+        result_of(made, "version 0", config.cluster.stage_timeout_s)
         tell("version 0 is ready")
     return OpenRun(run).directory.start_dir
 

@@ -6,8 +6,9 @@ import importlib
 import re
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from reprlib import Repr
-from typing import Annotated, Any, NamedTuple, Self, cast
+from typing import Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
@@ -54,7 +55,8 @@ class Settings(BaseModel):
         return self.model_copy(update={name: getattr(self, name).put(rest, value) if rest else value})
 
 
-class NameKind(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NameKind:
     """Adds `kind` to settings that have several kinds. A mapping without `kind` gets the default kind. A
     plain name stands for this kind with its defaults."""
 

@@ -87,7 +87,7 @@ class WeightsRef(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task, on which an agent works once per session. Your `tasks` function returns it.
+    """One task. An agent works on it once per session. Your `tasks` function returns a task.
 
     ```python
     Task("sum-train-0", "sums", "What is 2+3?", answer="5")
@@ -95,11 +95,12 @@ class Task:
     """
 
     task_id: str
-    """Unique in the training and held-out tasks together. Equal ids are equal tasks, also in later runs."""
+    """The id of the task, unique among all training and held-out tasks. Tasks with equal ids must be equal,
+    also in later runs."""
     environment: str
-    """A name for tasks of this kind. Metrics have a mean reward per name."""
+    """A name for this kind of task. Metrics have the mean reward for each name."""
     prompt: str
-    """The user message for the agent. `sf try` and reports show it."""
+    """The user message for the agent. `sf try` and reports show this text."""
     answer: str = ""
     """The reference answer, for your reward function. The policy does not see it."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -108,8 +109,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The reward of a session, with rewards of single answers and numbers to record. Your reward function may
-    return it instead of a number.
+    """The reward of a session, with rewards of single answers and with numbers to record. Your reward
+    function may return a `Scored` instead of a number.
 
     ```python
     Scored({"right": 1.0, "short": 0.1}, noted={"length": 12.0})
@@ -119,8 +120,8 @@ class Scored:
     reward: float | Mapping[str, float]
     """The reward: a finite number, or named parts whose sum is the reward."""
     steps: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of single answers, by the `id` that the API gave the answer. They are not added to `reward`.
-    They count with advantages per turn only (`train.advantage`)."""
+    """Rewards of single answers, by the `id` of the answer in the response of the API. They are not added to
+    `reward`. Only advantages per turn use them (`train.advantage`)."""
     noted: Mapping[str, float] = field(default_factory=dict)
     """Numbers to record, by names of your choice. They are stored with the session, and their means are
     metrics. They do not change the reward."""
@@ -130,9 +131,9 @@ class NotJudged(Exception):
     """Raise this in a reward function if an answer cannot be scored now, for example because a judge is
     unavailable.
 
-    The answer is scored again, for `rollout.score_timeout_s` in all, then by another worker. After
-    `rollout.session_attempts` failures the group is discarded. A held-out session then does not count in the
-    mean."""
+    The worker scores the answer again, for up to `rollout.score_timeout_s`. Then another worker tries. After
+    `rollout.session_attempts` failures the group is discarded. A held-out session is not included in the mean
+    then."""
 
 
 @dataclass(frozen=True, slots=True)

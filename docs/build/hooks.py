@@ -99,6 +99,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta.setdefault("search", {"boost": 0.5})
     if here == "decisions/README.md":
         markdown += _list_decisions()
+    if page.parent is None and page.file.inclusion is InclusionLevel.INCLUDED:
+        # a column with the page alone
+        page.meta.setdefault("hide", ["navigation"])
     return lead_links(markdown, here, _shown.get(here, f"docs/{here}"))
 
 

@@ -1,7 +1,7 @@
 """Callers that ask, read the drafts and rate each of them, until Ctrl-C."""
 
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
@@ -22,5 +22,6 @@ def call(thing: str) -> None:
             time.sleep(1)
 
 
-with ThreadPoolExecutor(len(ASKED)) as callers:
-    list(callers.map(call, ASKED))
+for thing in ASKED:
+    threading.Thread(target=call, args=(thing,), daemon=True).start()
+threading.Event().wait()

@@ -15,8 +15,9 @@ def tasks(split: str, index: int) -> Task:
 
 async def agent(task: Task, endpoint: Endpoint) -> str:
     async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-        messages = [{"role": "user", "content": task.prompt}]
-        reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+        reply = await client.chat.completions.create(
+            model=endpoint.model, messages=[{"role": "user", "content": task.prompt}]
+        )
     return reply.choices[0].message.content or ""
 
 

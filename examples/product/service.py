@@ -15,8 +15,9 @@ plane = httpx.AsyncClient(base_url=PLANE, headers={"Authorization": f"Bearer {KE
 
 async def draft(question: str, base_url: str) -> str:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY) as client:
-        messages = [{"role": "user", "content": question}]
-        reply = await client.chat.completions.create(model="policy", messages=messages)
+        reply = await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": question}]
+        )
     return reply.choices[0].message.content or ""
 
 
@@ -31,7 +32,7 @@ async def ask(request: Request) -> JSONResponse:
     texts = await asyncio.gather(*(draft(question, session["base_url"]) for session in sessions))
     for session in sessions:
         await plane.post(f"/sessions/{session['session_id']}/finish", json={"status": "answered"})
-    drafts = [{"id": s["session_id"], "text": text} for s, text in zip(sessions, texts)]
+    drafts = [{"id": s["session_id"], "text": text} for s, text in zip(sessions, texts, strict=True)]
     return JSONResponse({"drafts": drafts})
 
 

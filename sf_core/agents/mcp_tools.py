@@ -23,9 +23,10 @@ TOLD_BYTES = 400
 async def mcp_tools(server: str | Sequence[str], *, timeout_s: float = 60.0) -> AsyncIterator[list[Tool]]:
     """Open the tools of an MCP server, for `run_tool_loop`. Needs the extra `seamlessflow[mcp]`.
 
-    `server` is a URL (streamable HTTP), or the words of a command (standard input and output). The command
-    runs until the block ends. `timeout_s` limits the start and each answer, in seconds. Raises LostToolError
-    if the server cannot be reached, ends, or does not answer in time. The tools raise it too.
+    `server` is the URL of a server (streamable HTTP), or a command that starts a server (standard input and
+    output). The command runs until the block ends. `timeout_s` limits the start and each answer, in seconds.
+    Raises LostToolError if the server cannot be reached, ends, or does not answer in time. The tools raise
+    this error, too.
 
     ```python
     async with mcp_tools(["python", "my_server.py"]) as tools:

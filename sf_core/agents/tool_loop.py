@@ -24,8 +24,8 @@ Content = str | list[dict[str, Any]]
 
 class LostToolError(Exception):
     """Raise this in a tool that cannot work any more, for example because its server has crashed.
-    `run_tool_loop` raises it to your agent. The model does not see the error. The session fails, unless your
-    agent handles the error."""
+    `run_tool_loop` then ends and raises the error to your agent. The model does not see the error. The
+    session fails, unless your agent handles the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Tool:
     """The arguments of the function, as a JSON Schema."""
     function: Callable[..., Content | Awaitable[Content]]
     """A plain or async function. It gets the arguments by keyword, and returns a text or a list of OpenAI's
-    content parts. If it raises an error, the model gets the error as the result. A `LostToolError` ends the
-    loop instead."""
+    content parts. If the function raises an error, the model gets the error as the result. A `LostToolError`
+    ends the loop instead."""
 
     @property
     def schema(self) -> Any:
@@ -73,7 +73,7 @@ class Tool:
 async def run_tool_loop(
     endpoint: Endpoint, prompt: Content, tools: Sequence[Tool] = (), max_turns: int = 4
 ) -> str:
-    """Ask the model and run the tools that it calls, until it answers without a call.
+    """Ask the model and run the tools that it calls, until it answers without calling a tool.
 
     `prompt` is the user message: a text or a list of OpenAI's content parts. `max_turns` is the maximum
     number of requests. Returns the text of the last answer. The text is empty if the model still calls tools

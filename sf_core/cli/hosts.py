@@ -49,11 +49,11 @@ def worker(
     tags: Annotated[str, typer.Option(help="Capability tags of the worker, for example rollout,train.")],
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda:N. By default the GPU for the tags rollout and train, else cpu."),
+        typer.Option(help="cpu or cuda:N. By default a GPU for the tags rollout and train, otherwise cpu."),
     ] = None,
     device_kind: Annotated[str | None, typer.Option(help="Kind of the device, for example h100.")] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Measure the device at the start, for some seconds.")
+        bool, typer.Option("--probe", help="Measure the speed of the device at the start, for a few seconds.")
     ] = False,
     name: Annotated[str | None, typer.Option(help="Name of the worker. By default host and device.")] = None,
     threads: Annotated[
@@ -86,7 +86,7 @@ def dataplane(
         Fsync,
         typer.Option(
             help="When the journal is flushed to disk. turn: before a turn is forwarded. chunk: before every "
-            "chunk of a stream too. group: for several turns at a time."
+            "chunk of a stream too. group: once for several turns."
         ),
     ] = DataplaneOptions.fsync,
     grace_s: Annotated[
@@ -101,7 +101,7 @@ def dataplane(
 ) -> None:
     """Run a data plane, the process between agents and engines, for many runs.
 
-    Clients send the key that the environment variable SF_DATAPLANE_KEY has.
+    Clients need the key in the environment variable SF_DATAPLANE_KEY.
     """
     from sf_core.dataplane.server import serve
     from sf_core.surroundings import dataplane_key

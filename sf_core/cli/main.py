@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from sf_core.cli.arguments.addresses import Port
+from sf_core.cli.arguments.addresses import port_of
 from sf_core.cli.arguments.completion import complete_config, complete_override, complete_setting
 from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.hosts import commands as host_commands
@@ -77,14 +77,17 @@ def sf(
 ) -> None:
     """Train LLM agents by reinforcement learning, as a workflow on Prefect and Dask.
 
-    `sf COMMAND --help` explains a command. `sf --install-completion` completes commands, settings and runs.
+    `sf COMMAND --help` explains a command. `sf --install-completion` installs completion of commands,
+    settings and runs in your shell.
     """
 
 
 @app.command("init")
 @report_bad_input()
 def init_project(
-    name: Annotated[str, typer.Argument(help="Folder to make. Its Python module gets the same name.")],
+    name: Annotated[
+        str, typer.Argument(help="Folder to create. The Python module in it gets the same name.")
+    ],
 ) -> None:
     """Write a small project: tasks, an agent, a reward, their test, and a configuration."""
     from sf_core.cli.project.create import create_project
@@ -100,7 +103,7 @@ def init_project(
 
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train the policy of an agent. A run_id that exists continues where it stopped."""
+    """Train the policy of an agent. If the run_id exists, that run continues."""
     _launch("train", _config(config, overrides))
 
 
@@ -161,14 +164,13 @@ def evaluate(
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option(
-            "--json", help="Print the result as one JSON document. The result is stored separately."
-        ),
+        typer.Option("--json", help="Print the result as one JSON document."),
     ] = False,
 ) -> None:
     """Measure the newest policy of a run on its held-out tasks. Trains nothing.
 
-    Results for another version, other tasks or other settings are stored in RUN/evaluations/_measured.
+    A result for another version, other tasks or other settings is stored in RUN/evaluations/_measured.
+    With --json every result is stored there.
     """
     from sf_core.cli.evaluate import evaluate_apart, is_plain
 
@@ -190,15 +192,15 @@ def up(
     config: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="YAML file or built-in configuration whose cluster.workers are started. By default the "
-            "workers of `sf settings cluster.workers`.",
+            help="YAML file or built-in configuration. Its cluster.workers are started. By default the "
+            "workers that `sf settings cluster.workers` prints.",
             autocompletion=complete_config,
         ),
     ] = None,
     folder: StackFolder = STACK_FOLDER,
-    prefect_port: Annotated[int, Port] = 4200,
-    scheduler_port: Annotated[int, Port] = 8786,
-    dataplane_port: Annotated[int, Port] = 8700,
+    prefect_port: Annotated[int, port_of("the Prefect server")] = 4200,
+    scheduler_port: Annotated[int, port_of("the Dask scheduler")] = 8786,
+    dataplane_port: Annotated[int, port_of("the data plane")] = 8700,
 ) -> None:
     """Start a stack on this machine that stays up: Prefect, Dask, a data plane and the deployments."""
     from sf_core.cli.stack.local import Ports
@@ -235,7 +237,7 @@ def down(folder: StackFolder = STACK_FOLDER) -> None:
 @app.command("setup-server")
 def setup_server(
     pool: Annotated[str, typer.Option(help="Work pool of this cluster.")] = "sf",
-    retries: Annotated[int, typer.Option(min=0, help="How often a crashed run is restarted.")] = 2,
+    retries: Annotated[int, typer.Option(min=0, help="Maximum number of restarts of a crashed run.")] = 2,
     silence_s: Annotated[
         float, typer.Option(min=10, help="Seconds without a heartbeat after which a run counts as crashed.")
     ] = 540,
@@ -258,11 +260,11 @@ def setup_server(
 def inspect(
     run: RunDir,
     session: Annotated[
-        str | None, typer.Option(help="Show one session, turn by turn: its id, as the report names it.")
+        str | None, typer.Option(help="Show the session with this id, turn by turn. The report shows ids.")
     ] = None,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="Show the devices; write timeline.json and timeline.png in the run."),
+        typer.Option("--timeline", help="Show what the devices did; write timeline.json and timeline.png."),
     ] = False,
     tasks: Annotated[
         bool, typer.Option("--tasks", help="Show the tasks of a run with a curriculum or a gate.")
@@ -328,7 +330,7 @@ def plan(
         typer.Option(help="Dask scheduler to plan for. By default cluster.scheduler, or else SF_SCHEDULER."),
     ] = None,
 ) -> None:
-    """Show which worker would do what and why. Starts nothing."""
+    """Show which worker would do what and why, with the memory and disk of the run. Starts nothing."""
     from sf_core.cli.explain import explain_plan
     from sf_core.stages.settling.first_tasks import check_held_out
 

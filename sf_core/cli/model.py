@@ -20,13 +20,16 @@ def model(
     source: Annotated[
         str,
         typer.Argument(
-            help=f"A published policy ({', '.join(PUBLISHED)}), a GGUF file, or a Hugging Face folder.",
+            help=f"Model to download ({', '.join(PUBLISHED)}), GGUF file to convert, or Hugging Face folder "
+            "to check.",
             autocompletion=lambda incomplete: [name for name in PUBLISHED if name.startswith(incomplete)],
         ),
     ],
     folder: Annotated[
         Path | None,
-        typer.Argument(help="Folder to make. By default a published policy is stored in the cache."),
+        typer.Argument(
+            help="Folder to create. Required for a GGUF file. By default a downloaded model is in the cache."
+        ),
     ] = None,
 ) -> None:
     """Download or convert a model for policy.model, or check a model folder."""

@@ -89,7 +89,7 @@ def gc(
         bool, typer.Option("--journals", help="Remove journals of finished runs too.")
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Remove. Without this option the command only lists.")
+        bool, typer.Option("--yes", help="Remove what is listed. Without this option the command only lists.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -165,9 +165,12 @@ def report(
 def export(
     run: RunDir,
     out: Annotated[str, typer.Argument(help="File to write. For atif a folder.")],
-    to: Annotated[str, typer.Option(help="trl, verl, sharegpt or atif.")],
+    to: Annotated[str, typer.Option(help="Format to write: trl, verl, sharegpt or atif.")],
     opened: Annotated[
-        bool, typer.Option("--opened", help="Export sessions that clients opened, instead of the run's own.")
+        bool,
+        typer.Option(
+            "--opened", help="Export the sessions that clients opened instead of those of the run's tasks."
+        ),
     ] = False,
 ) -> None:
     """Write the trajectories of a run in the format of another training tool."""

@@ -23,14 +23,14 @@ class Demonstration:
     """A conversation that the built-in policy imitates in its warm start, before reinforcement learning."""
 
     messages: list[dict[str, Any]]
-    """The messages in OpenAI's form. The policy learns those of the role `assistant`."""
+    """The messages in OpenAI's form. The policy learns to write the messages of the role `assistant`."""
     tools: list[dict[str, Any]] | None = None
     """The tools that the model sees, in OpenAI's form. `Tool.schema` gives one."""
 
 
 class Environment(Settings):
-    """Base class of your environment: tasks, an agent and a reward as one class. Its fields are settings,
-    which `environment.settings` gives in YAML. `agent` and `reward` may be plain or async.
+    """Base class for an environment: tasks, an agent and a reward function in one class. The fields of your
+    class are settings: `environment.settings` sets them in YAML. `agent` and `reward` may be async.
 
     ```python
     class Sums(Environment):
@@ -50,18 +50,18 @@ class Environment(Settings):
 
     @abstractmethod
     def tasks(self, split: Split, index: int) -> Task:
-        """Make the task of this number, from 0. `split` is `train` or `holdout`. Equal arguments must give
-        equal tasks in every process."""
+        """Make the task with this number; the first has number 0. `split` is `train` or `holdout`. Equal
+        arguments must give equal tasks in every process."""
 
     @property
     def sources(self) -> Mapping[str, HasTasks]:
-        """Parts of the environment by name, for the shares of a curriculum. Empty: all tasks come from
-        `tasks`."""
+        """Optional: the parts of the environment, by name. A curriculum can sample from each part a share of
+        the tasks. Empty: all tasks come from `tasks`."""
         return {}
 
     def task(self, split: Split, index: int, source: str = "") -> Task:
-        """Make a task of one part, or of `tasks` if `source` is empty. Raises ValueError if there is no such
-        part."""
+        """Make a task of the part `source`, or call `tasks` if `source` is empty. Raises ValueError if there
+        is no such part."""
         if not source:
             return self.tasks(split, index)
         if source not in self.sources:
@@ -70,9 +70,9 @@ class Environment(Settings):
         return self.sources[source].task(split, index)
 
     def prepare(self, task: Task) -> AbstractAsyncContextManager[Any]:
-        """Optional: prepare what the agent needs for a task, such as a sandbox. Returns an async context
-        manager. The agent gets its value as third argument. It is entered before the session and left after
-        the agent has ended."""
+        """Optional: prepare something that the agent needs for a task, such as a sandbox. Return an async
+        context manager. It is entered before the session and left after the agent has ended. The agent gets
+        the value of the manager as its third argument."""
         raise NotImplementedError
 
     @property
@@ -81,25 +81,27 @@ class Environment(Settings):
 
     @abstractmethod
     def agent(self, task: Task, endpoint: Endpoint, *prepared: Any, **more: Any) -> Any:
-        """Work on a task with the LLM at `endpoint`. Returns the answer, a value of JSON. If it raises an
-        error, the session fails, and `rollout.on_failure` decides what happens."""
+        """Work on a task with the LLM at `endpoint`. Return the answer, a value that JSON can hold. If
+        `agent` raises an error, the session fails, and `rollout.on_failure` decides what happens."""
 
     @abstractmethod
     def reward(self, task: Task, answer: Any) -> Reward | Awaitable[Reward]:
-        """Score an answer. Returns a finite number, named parts whose sum is the reward, or a `Scored`. Add a
-        parameter `judges` to ask judges. Raises NotJudged if the answer cannot be scored now."""
+        """Score an answer. Return a finite number, a mapping of named parts whose sum is the reward, or a
+        `Scored`. To ask judges, add a parameter `judges`. Raise NotJudged if the answer cannot be scored
+        now."""
 
     def files(self, task: Task) -> Mapping[str, bytes]:
-        """Optional: the files that a command as agent finds in its folder, by name."""
+        """Optional: files for the working folder of a command as agent, by name."""
         return {}
 
     def demonstrate(self, index: int) -> Demonstration | None:
-        """Optional: a solution of the training task `index`, for the warm start of the built-in policy. None
-        if this task has none."""
+        """Optional: a solution of the training task `index`, for the warm start of the built-in policy.
+        Return None if there is none."""
         return None
 
     def why_not_here(self) -> str | None:
-        """Optional: one sentence if the agent or the reward cannot run on this host, else None."""
+        """Optional: return one sentence with the reason if the agent or the reward function cannot run on
+        this host, else None."""
         return None
 
     @property

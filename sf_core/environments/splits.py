@@ -19,8 +19,8 @@ MAX_ATTEMPTS = 1000
 
 
 def split_of(key: str, held_out: float = 0.2) -> Split:
-    """Decide by a hash whether tasks with this key are for training or held out. `held_out` is the share of
-    keys that is held out. A key keeps its split when other keys are added.
+    """Choose the split of a task by the hash of its key. `held_out` is the share of keys in the split
+    `holdout`. A key keeps its split when you add other keys.
 
     ```python
     split_of("photosynthesis")  # "train" or "holdout", always the same

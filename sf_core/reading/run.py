@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +17,6 @@ from storage.json_files import parse_json
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 from storage.tables.metrics import Kind, read_metrics
-from storage.tables.outcomes import outcomes_of
 
 _COUNTS = [("sessions", pa.int64()), ("failed", pa.int64()), ("seconds", pa.float64())]
 
@@ -29,12 +29,12 @@ EVALUATIONS = pa.schema([("version", pa.int32()), ("reward", pa.float64()), *_CO
 
 
 class Run:
-    """A run, read as `pyarrow.Table`s. `open_run` makes one; `.to_pandas()` turns a table into a data frame.
+    """The tables of a run, each as a `pyarrow.Table`. `open_run` makes a `Run`. `.to_pandas()` turns a table
+    into a data frame.
 
-    Each call reads the files again. A live run therefore shows what it has committed by then. Reading changes
-    nothing and needs no process of the run. A method raises ValueError with one sentence if a file of the run
-    is missing or broken.
-    """
+    Each call reads the files again. If the run is still training, a call returns the data that is committed
+    so far. Reading changes nothing and needs no process of the run. A method raises ValueError with one
+    sentence if a file of the run is missing or broken."""
 
     def __init__(self, uri: str) -> None:
         self._run = view.open_run(uri).run
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The name of the run: the last part of its address."""
+        """The name of the run, which is the last part of its address."""
         return self._run.run_id
 
     @property
@@ -59,21 +59,21 @@ class Run:
         return parse_json(dict[str, Any], files.read_bytes(uri), f"{uri}: cannot be read")
 
     def iterations(self) -> pa.Table:
-        """Read one row per iteration whose sessions are committed, in order.
+        """Read the iterations in order: one row per iteration whose sessions are committed.
 
         | column | type | meaning |
         |---|---|---|
         | `iteration` | int32 | number of the iteration, from 0 |
-        | `published` | bool | true if the iteration is complete: its weights are published |
+        | `published` | bool | true if the iteration is complete and its weights are published |
         | `reward` | double | mean reward of the training sessions |
-        | `held_out` | double | mean held-out reward of the new version; null if not measured |
+        | `held_out` | double | mean held-out reward of the new policy version; null if not measured |
         | `sessions` | int64 | number of training sessions |
-        | `failed` | int64 | number of training sessions that failed and count |
+        | `failed` | int64 | number of failed sessions among them |
         | `seconds` | double | wall-clock time since the end of the iteration before; null until `published` |
         | `sampled_tokens` | int64 | tokens that the policy sampled in these sessions |
 
         The other columns are the metrics of training, each as double, for example `loss`, `kl`, `entropy` and
-        `lag_mean`. If an iteration has several optimiser steps, the value is the mean over the steps. Columns
+        `lag_mean`. If an iteration has several optimizer steps, the value is the mean over the steps. Columns
         that end in `_max` have the maximum.
         """
         seen = RunView(self._run)
@@ -89,14 +89,15 @@ class Run:
         return self._with_metrics(rows, ITERATIONS, "train", trained)
 
     def evaluations(self) -> pa.Table:
-        """Read one row per evaluated policy version, in order. Version 0 is the policy before training.
+        """Read the evaluations in order: one row per evaluated policy version. Version 0 is the policy before
+        training.
 
         | column | type | meaning |
         |---|---|---|
         | `version` | int32 | the policy version; iteration k makes version k + 1 |
         | `reward` | double | mean reward of the held-out sessions |
         | `sessions` | int64 | number of held-out sessions |
-        | `failed` | int64 | number of held-out sessions that failed |
+        | `failed` | int64 | number of failed sessions among them |
         | `seconds` | double | wall-clock time of the evaluation |
 
         The other columns are the metrics of evaluations, each as double, for example `reward_NAME` for the
@@ -109,31 +110,32 @@ class Run:
         return self._with_metrics(rows, EVALUATIONS, "evaluation", [row["version"] for row in rows])
 
     def sessions(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read one row per committed session: training, held-out, and opened by agents themselves.
+        """Read the committed sessions: one row per training session, held-out session, and session that an
+        agent opened itself. A session in which the policy answered nothing has no row.
 
         | column | type | meaning |
         |---|---|---|
-        | `iteration` | int32 | iteration that trains on the session; for other kinds a policy version |
+        | `iteration` | int32 | iteration that trains on the session; for the other kinds the policy version |
         | `kind` | string | `training`, `held_out` or `opened` |
-        | `session_id` | string | name of the session, for `session` |
-        | `task_id`, `environment` | string | task of the session and its environment |
-        | `group_id` | string | sessions of one group are compared with each other; null without a group |
-        | `status` | string | `finished`, or why the session failed |
+        | `session_id` | string | id of the session; `run.session` takes this id |
+        | `task_id`, `environment` | string | id and environment of the task |
+        | `group_id` | string | id of the group; null without a group |
+        | `status` | string | `finished`, or the reason of the failure |
         | `reward` | double | the reward; null if unknown |
         | `reward_parts` | `map<string, double>` | named parts of the reward |
         | `started_at` | timestamp[us, UTC] | start of the session |
         | `seconds` | double | duration of the session |
-        | `branches` | int64 | number of branches: paths through an edited history |
+        | `branches` | int64 | number of branches; more than 1 if the agent edited its history |
         | `answers` | int64 | number of answers of the policy |
         | `tokens` | int64 | number of sampled tokens |
-        | `interruptions` | int64 | times that a generation was interrupted and continued |
+        | `interruptions` | int64 | number of times that an answer was interrupted and continued |
         | `min_version`, `max_version` | int32 | oldest and newest policy version that sampled a token |
 
-        Four more columns are read only if `columns` names them, because they can be large: `policy`,
-        `messages` (the conversation as JSON), `tools` (as JSON) and `output` (text that a command printed).
-        They belong to the first branch of the session.
+        `columns` names the columns to read, in this order. Four columns are read only if `columns` names
+        them, because they can be large: `policy`, `messages` (the conversation as JSON), `tools` (as JSON)
+        and `output` (text that a command as agent printed). They are from the first branch of the session.
 
-        `columns` names the columns to read, in this order. Raises ValueError if there is no such column.
+        Raises ValueError if `columns` names an unknown column.
         """
         wanted = [name for name in SESSIONS.names if name not in TEXTS] if columns is None else list(columns)
         if unknown := [name for name in wanted if name not in SESSIONS.names]:
@@ -142,19 +144,19 @@ class Run:
         return all_sessions(RunView(self._run).iter_session_sets(), wanted)
 
     def groups(self) -> pa.Table:
-        """Read one row per group of training sessions, in the order of the batches.
+        """Read the groups of training sessions: one row per group, in the order of the batches.
 
         | column | type | meaning |
         |---|---|---|
-        | `iteration` | int32 | iteration whose batch took or discarded the group |
-        | `group_id` | string | name of the group |
-        | `task_id`, `environment` | string | the task of the group; null if unknown |
-        | `verdict` | string | `sealed`: the group is in the batch; else why the group was discarded |
+        | `iteration` | int32 | iteration that used or discarded the group |
+        | `group_id` | string | id of the group |
+        | `task_id`, `environment` | string | id and environment of the task; null if unknown |
+        | `verdict` | string | `sealed` if the group is in the batch, else the reason why it was discarded |
         | `sessions` | int64 | number of sessions with a reward |
         | `reward_mean`, `reward_min`, `reward_max` | double | rewards of these sessions; null if unknown |
-        | `tokens` | int64 | sampled tokens of these sessions; null if unknown |
+        | `tokens` | int64 | number of sampled tokens of these sessions; null if unknown |
 
-        Rewards of discarded groups are known only for runs that choose tasks or groups, for example with
+        The rewards of discarded groups are known only in runs that choose groups or tasks, for example with
         `rollout.gate`.
         """
         seen = RunView(self._run)
@@ -162,20 +164,21 @@ class Run:
         for number, manifest in enumerate(seen.read_committed("rollout")):
             found = seen.find_session_set(number, "rollout")
             tables += [groups_of(found)] if found else []
-            tables.append(pa.Table.from_pylist(self._discarded(manifest), schema=GROUPS))
+            rows = [_discarded(number, *found) for found in seen.read_rejected(manifest)]
+            tables.append(pa.Table.from_pylist(rows, schema=GROUPS))
         return pa.concat_tables(tables)
 
     def session(self, session_id: str) -> pa.Table:
-        """Read the turns of one session: one row per message of each branch, in order.
+        """Read the messages of one session in order: one row per message of each branch.
 
         | column | type | meaning |
         |---|---|---|
         | `branch_id` | string | the branch; most sessions have one |
         | `turn` | int32 | number of the row in the branch, from 0 |
-        | `repeated` | bool | true if the branch shares the whole row with its parent branch |
+        | `repeated` | bool | true if the parent branch has the same message |
         | `text` | string | the tokens as text, special tokens included |
         | `role` | string | author of the message: `user`, `assistant`, `tool`, `system` or `prompt` |
-        | `start`, `end` | int32 | place in the tokens of the branch: `start` <= i < `end` |
+        | `start`, `end` | int32 | tokens of the message in the branch: `start` <= i < `end` |
         | `finish_reason` | string | `stop` or `length`; null if not sampled |
         | `engine` | string | the engine that sampled the answer; null if not sampled |
         | `temperature`, `top_p` | float | sampling parameters; null if not sampled |
@@ -187,10 +190,10 @@ class Run:
         | `policy_versions` | `list<int32>` | policy version that sampled each token; null if not sampled |
         | `loss_mask` | `list<bool>` | true for each token that is trained in this branch |
 
-        All rows of a branch together hold each of its tokens once. The text comes from the tokenizer of the
-        run. A run without a tokenizer shows ids.
+        The rows of a branch together have each of its tokens once. The tokenizer of the run makes the text.
+        In a run without a tokenizer, `text` shows the ids.
 
-        `session_id` is an id from the column of that name in `sessions`. Raises ValueError with similar ids
+        `session_id` is an id from the column `session_id` of `sessions`. Raises ValueError with similar ids
         if there is no such session.
 
         ```python
@@ -216,29 +219,8 @@ class Run:
         whole = [{**metrics.get(row[key], {}), **row} for row in rows]
         return pa.Table.from_pylist(whole, schema=pa.schema([*schema, *fields]))
 
-    def _discarded(self, manifest: Manifest) -> list[dict[str, Any]]:
-        known = {row["number"]: row for row in outcomes_of(self._run, manifest)}
-        rows = []
-        for number, reason in manifest.data.get("rejected", {}).items():
-            outcome = known.get(int(number), {})
-            rewards = outcome.get("rewards") or []
-            rows.append(
-                {
-                    "group_id": f"{self.run_id}.g{number}",
-                    "iteration": manifest.iteration,
-                    "task_id": outcome.get("task_id") or None,
-                    "verdict": reason,
-                    "sessions": len(rewards),
-                    "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-                    "reward_min": min(rewards, default=None),
-                    "reward_max": max(rewards, default=None),
-                    "tokens": sum(outcome["tokens"]) if outcome else None,
-                }
-            )
-        return rows
 
-
-def open_run(uri: str) -> Run:
+def open_run(uri: str | Path) -> Run:
     """Open a run to read its tables, for example in a notebook. The run may still be training.
 
     `uri` is the run directory: a folder such as `runs/quickstart`, or a URL such as
@@ -251,6 +233,7 @@ def open_run(uri: str) -> Run:
     curve.plot(x="iteration", y=["reward", "held_out"])
     ```
     """
+    uri = str(uri)
     is_in_runs = "/" not in uri and not RunDirectory(uri).exists() and RunDirectory(f"runs/{uri}").exists()
     return Run(f"runs/{uri}" if is_in_runs else uri)
 
@@ -261,6 +244,21 @@ def _figures(manifest: Manifest) -> dict[str, Any]:
     data = {name: manifest.data.get(name) for name in ("sessions", "sampled_tokens")}
     failed = sum(failures_of(manifest).values())
     return {"reward": manifest.data.get("reward_mean"), "failed": failed, "seconds": end - start, **data}
+
+
+def _discarded(iteration: int, group_id: str, reason: str, outcome: dict[str, Any]) -> dict[str, Any]:
+    rewards = outcome.get("rewards") or []
+    return {
+        "iteration": iteration,
+        "group_id": group_id,
+        "task_id": outcome.get("task_id") or None,
+        "verdict": reason,
+        "sessions": len(rewards),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "reward_min": min(rewards, default=None),
+        "reward_max": max(rewards, default=None),
+        "tokens": sum(outcome["tokens"]) if outcome else None,
+    }
 
 
 def _over_steps(rows: list[dict[str, float]]) -> dict[str, float | None]:

@@ -125,7 +125,7 @@ class RunPage:
 
     def _row(self, series: RunSeries, iteration: Iteration) -> Row:
         number, rollout, filtered = iteration.number, iteration.stages["rollout"], iteration.stages["filter"]
-        lags, devices = filtered.data["lags"], series.devices.get(number)
+        devices = series.devices.get(number)
         row: Row = {"iteration": number, "reward": _round(iteration.reward, 4)}
         if self._config.rollout.chooses:
             row["groups right/mixed/wrong"] = kinds_text(iteration.kinds)
@@ -135,7 +135,7 @@ class RunPage:
             # an iteration makes the next version
             "failed sessions": failures_text(failures_of(rollout)),
             "held-out reward": _round(self._held_out.get(number + 1), 4),
-            "lag": _round(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
+            "lag": _round(iteration.lag, 3),
             "tokens/s": _round(iteration.tokens_per_second, 1),
             "idle share": _round(None if devices is None else 1 - devices["utilisation_cluster"], 3),
             "zero-advantage share": _round(filtered.data.get("zero_advantage_share"), 3),

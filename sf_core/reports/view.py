@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from itertools import count, takewhile
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,6 +24,7 @@ from sf_core.scheduling.figures import Window
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+from storage.tables.outcomes import outcomes_of
 from storage.tables.schema import SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
 from storage.tensors.weights import has_weights
@@ -59,6 +60,12 @@ class Iteration:
         """Mean reward of the sampled sessions."""
         reward: float = self.stages["rollout"].data["reward_mean"]
         return reward
+
+    @property
+    def lag(self) -> float | None:
+        """Mean lag of the tokens that the filter kept; None if it kept none."""
+        lags = self.stages["filter"].data.get("lags", [])
+        return sum(lag * count for lag, count in enumerate(lags)) / sum(lags) if any(lags) else None
 
     @property
     def window(self) -> Window:
@@ -230,6 +237,13 @@ class RunView:
         if stage == "evaluate":
             return SessionSet("evaluates version", number, uris)
         return SessionSet("trains iteration", number, uris, self.manifest(number, "train") is not None)
+
+    def read_rejected(self, rollout: Manifest) -> list[tuple[str, str, dict[str, Any]]]:
+        """Id of each group that a batch discarded, the reason, and its row of `outcomes`; the row is empty in
+        runs that do not choose. Raises ValueError if a file is missing or broken."""
+        known = {str(row["number"]): row for row in outcomes_of(self.run, rollout)}
+        rejected = rollout.data.get("rejected", {}).items()
+        return [(f"{self.run.run_id}.g{group}", why, known.get(group, {})) for group, why in rejected]
 
     def find_session(self, session_id: str) -> tuple[SessionSet, list[Trajectory]]:
         """The branches of one session, and the set that it is in. Raises ValueError with one sentence, and

@@ -64,7 +64,7 @@ def test_its_conversations_are_exported(quickstart: RunConfig, tmp_path: Path) -
     out = tmp_path / "out.jsonl"
     said = read("export", quickstart.run_dir, "--to", "trl", str(out))
     assert "out.jsonl: 3072 conversations for trl; 0 left out" in said
-    assert "not checked" not in said
+    assert "not compared" not in said
     assert len(out.read_text().splitlines()) == 3072
 
 

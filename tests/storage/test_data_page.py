@@ -155,7 +155,7 @@ METRICS = ("loss", "entropy", "kl", "grad_norm", "clip_fraction", "lag_mean")
     [
         "Rewards per iteration (pandas)",
         "Held-out rewards by policy version (DuckDB)",
-        "What the optimizer did (pandas)",
+        "Metrics of training (pandas)",
         "Trained tokens and their lag (DuckDB)",
         "Share of rows that the policy learns from (polars)",
         "Parts of the reward (DuckDB)",
@@ -169,6 +169,6 @@ def test_iterations_sort_as_numbers(
     table = re.sub(r"[│┆]", " ", capsys.readouterr().out).splitlines()
     cells = [line.split() for line in table if line.split()]
     # pandas numbers the rows of this table itself
-    column = 1 if query == "What the optimizer did (pandas)" else 0
+    column = 1 if query == "Metrics of training (pandas)" else 0
     found = [int(row[column]) for row in cells if len(row) > 2 and row[column].isdigit()]
     assert found == sorted(found) and {0, 2, 10} <= {*found}

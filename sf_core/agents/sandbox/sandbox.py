@@ -41,9 +41,9 @@ class Ended:
     """The exit status, or minus the number of the signal that killed the command."""
     ended_by: EndedBy
     """`exit`: the command ended by itself, or a limit on CPU time or file size ended it. `time`, `output` or
-    `memory`: the command used too much of it and was killed."""
+    `memory`: the command was killed because it reached this limit."""
     output: str
-    """Standard output and standard error together. If they are long, their beginning and their end."""
+    """Standard output and standard error together. Of a long output, only the beginning and the end."""
 
 
 @asynccontextmanager
@@ -56,9 +56,9 @@ async def open_sandbox(
     """Open a sandbox for programs that you do not trust, for example code that a model wrote.
 
     `limits` bounds memory, time and files. `files` are written to the work folder, by name. `endpoint` is the
-    only address that programs can reach; without it they have no network. `programs` are additional files of
-    the host that programs can read. When the block ends, all processes and files of the sandbox are removed.
-    Raises SandboxError if no sandbox can be made on this host.
+    only address that programs can reach; without an endpoint they have no network. `programs` are additional
+    files of the host that programs can read. When the block ends, all processes and files of the sandbox are
+    removed. Raises SandboxError if no sandbox can be made on this host.
 
     ```python
     async with open_sandbox(SandboxLimits(memory_mb=256), {"a.py": b"print(6*7)"}) as box:
@@ -83,12 +83,13 @@ async def open_sandbox(
 
 
 class Sandbox:
-    """An open sandbox. `open_sandbox` gives it."""
+    """An open sandbox. `open_sandbox` makes one."""
 
     def __init__(self, process: SandboxProcess, limits: SandboxLimits, endpoint: Endpoint | None) -> None:
         self._process, self._limits = process, limits
         self.endpoint = endpoint
-        """The endpoint as programs in the sandbox reach it; None if they have no network."""
+        """The endpoint, with the address at which programs in the sandbox reach it. None if they have no
+        network."""
         self.limits_by: Literal["cgroup", "rlimits"] = "rlimits"
         """`cgroup`: the kernel limits the memory of all processes together. `rlimits`: the kernel limits each
         process, and the sandbox checks their sum."""
@@ -111,7 +112,7 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         written: CommandOutput | None = None,
     ) -> Ended:
-        """Run a command in the work folder and wait until it ends. All its processes are then ended.
+        """Run a command in the work folder and wait until it ends. Its other processes are then ended, too.
 
         `words` are the program and its arguments; no shell reads them. `timeout_s` is in seconds. `written`
         receives standard output and standard error separately. Several calls run one after the other. A
@@ -120,8 +121,8 @@ class Sandbox:
         return await self._run("run", words, stdin, timeout_s, env, written)
 
     async def run_python(self, source: str, *, stdin: str | bytes = "", timeout_s: float) -> Ended:
-        """Run Python source that needs only the standard library; otherwise like `run`. It starts faster than
-        a new Python process."""
+        """Run Python source, as `run` runs a command. The source can import the standard library only. It
+        starts faster than a new Python process."""
         return await self._run("interpret", [source], stdin, timeout_s)
 
     async def _run(
@@ -146,8 +147,9 @@ class Sandbox:
             return Ended(status, ended_by, command.written.all.text())
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files to the work folder, by name. Links and other files of these names are replaced. A file
-        that begins with `#!` becomes executable. Raises ValueError if a name leads out of the work folder."""
+        """Write files to the work folder, by name. Existing files and links with these names are replaced. A
+        file that begins with `#!` becomes executable. Raises ValueError if a name leads out of the work
+        folder."""
         parts = list[bytes]()
         for name, content in files.items():
             if not is_name_below(name):

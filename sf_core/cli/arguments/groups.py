@@ -33,6 +33,10 @@ _NUMBERS = (int, float, int | None, float | None)
 class Command(TyperCommand):
     """A command whose help has no types of Python."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        # braces around a required argument look like a choice
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _name_values(super().get_params(ctx))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import to_json
+from pydantic_core import to_jsonable_python
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, kinds_of, models_of
@@ -46,7 +47,8 @@ def list_settings(model: type[BaseModel] = RunConfig, within: str = "", value: A
 def _part(path: str) -> Iterator[str]:
     """The part of the page at this path: within its sections as far as these are of one kind and not empty,
     else as comments, for each kind that has the setting."""
-    names, depth = path.split("."), 0
+    # the name of a kind is explained with its section
+    names, depth = path.removesuffix(".kind").split("."), 0
     settings: Settings = RunConfig()
     while len(names) > depth + 1 and isinstance(inner := getattr(settings, names[depth], None), Settings):
         if len(models_of(type(settings).model_fields[names[depth]].annotation)) > 1:
@@ -86,7 +88,7 @@ def _tell(field: FieldInfo) -> str:
         return field.description or ""
     if field.default is None:
         return f"{field.description} Empty by default."
-    return f"{field.description} By default {to_json(field.default).decode()}."
+    return f"{field.description} By default {json.dumps(to_jsonable_python(field.default))}."
 
 
 def _unknown(path: str) -> ConfigError:

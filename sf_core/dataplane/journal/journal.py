@@ -249,7 +249,7 @@ class Journal:
         if self.failure is not None:
             self.failure = None
             log.warning(
-                ("%s can be written again, after %.0f s"), self.path, time.monotonic() - self._failed_at
+                "%s can be written again, after %.0f s", self.path, time.monotonic() - self._failed_at
             )
 
     async def _exclusively(self, prepare: Callable[[], Callable[[], T]]) -> T:

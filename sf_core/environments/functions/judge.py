@@ -47,7 +47,7 @@ class HiddenTests(msgspec.Struct, frozen=True):
     function: str
     """The name of the function."""
     solution: str
-    """Python source that passes."""
+    """Python source of a function that passes the tests."""
     calls: list[list[Any]]
     """The arguments of each call, as values of JSON."""
     returns: list[Any]
@@ -66,12 +66,13 @@ class HiddenTests(msgspec.Struct, frozen=True):
     def make(
         cls, function: str, solution: str, does: Callable[..., Any], calls: list[list[Any]]
     ) -> HiddenTests:
-        """Make the tests: `does` computes the expected value of each of `calls`."""
+        """Make the tests. `calls` are the lists of arguments, and the function `does` computes the expected
+        value of each call."""
         return cls(function, solution, calls, [does(*arguments) for arguments in calls])
 
     async def reward(self, source: str, reward_for: RewardFor) -> float:
-        """Run the function of this source in a sandbox and return its reward, from 0 to 1. Raises
-        SandboxError if the sandbox does not work."""
+        """Run the function in `source` in a sandbox, and return its reward, from 0 to 1. Raises SandboxError
+        if the sandbox does not work."""
         async with open_sandbox(LIMITS) as box:
             returned = await returns_of(box, source, self.function, self.calls)
         num_passed = sum(map(operator.eq, returned, map(json.dumps, self.returns)))
@@ -81,7 +82,7 @@ class HiddenTests(msgspec.Struct, frozen=True):
 async def returns_of(
     box: Sandbox, source: str, function: str, calls: list[list[Any]], wait_s: float = WAIT_S
 ) -> list[str | None]:
-    """Call a function of a source in an open sandbox, once per list of arguments.
+    """Call a function of the Python source `source` in an open sandbox, once per list of arguments.
 
     Returns each value as JSON. A value is None if the call raised an error, took longer than `wait_s`
     seconds, or returned a value that JSON cannot hold."""

@@ -6,16 +6,18 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, takewhile
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from pydantic_core import to_jsonable_python
 
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import find_differences
 from sf_core.reports.series import RunSeries
 from sf_core.reports.view import Iteration, RunView
+from storage.tables.trajectories import first_rows
 
 TRAINING = ("loss", "entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
 """Metrics of the train stage that are drawn."""
@@ -47,11 +49,9 @@ def run_figures(view: RunView, name: str) -> dict[str, Any]:
 
 
 def _row(iteration: Iteration) -> dict[str, float | None]:
-    trained, lags = iteration.stages["train"].data, iteration.stages["filter"].data.get("lags", [])
-    counted = sum(lags)
-    return {name: trained.get(name) for name in TRAINING} | {
+    return {name: iteration.stages["train"].data.get(name) for name in TRAINING} | {
         "reward": iteration.reward,
-        "lag": sum(lag * count for lag, count in enumerate(lags)) / counted if counted else None,
+        "lag": iteration.lag,
         "tokens_per_second": iteration.tokens_per_second if iteration.seconds else None,
     }
 
@@ -61,21 +61,24 @@ def _measured(series: RunSeries, version: int | None) -> dict[str, float | None]
     if version is None:
         return None
     error = None
-    found = series.view.find_session_set(version, "evaluate")
-    if found is not None and found.uris:
-        with suppress(ValueError):
-            error = _standard_error(found.read(["session_id", "task_id", "reward"]).to_pylist())
+    with suppress(ValueError):
+        error = _standard_error(series, version)
     return {"version": version, "reward": series.held_out[version], "error": error}
 
 
-def _standard_error(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Of the mean over tasks, each with the mean of its sessions."""
-    sessions = {row["session_id"]: row for row in rows if row["reward"] is not None}
-    tasks: dict[str, list[float]] = {}
-    for row in sessions.values():
-        tasks.setdefault(row["task_id"], []).append(row["reward"])
-    means = [sum(rewards) / len(rewards) for rewards in tasks.values()]
-    return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
+def _standard_error(series: RunSeries, version: int) -> float | None:
+    """Of the mean over tasks, each with the mean of its sessions. Raises ValueError if a file is missing."""
+    view = series.view
+    found, manifest = view.find_session_set(version, "evaluate"), view.manifest(version, "evaluate")
+    assert found is not None and manifest is not None
+    rows = found.read(["session_id", "task_id", "reward"])
+    sessions = rows.take(first_rows(rows["session_id"]))
+    judged = sessions.filter(pc.is_valid(sessions["reward"])).group_by("task_id")
+    # of a task without an answer no session is stored
+    num_failed = manifest.data.get("num_tasks", 0) - len(sessions["task_id"].unique())
+    failed = [series.config.rollout.failed_reward] * num_failed
+    means = np.append(judged.aggregate([("reward", "mean")])["reward_mean"].to_numpy(), failed)
+    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
@@ -83,7 +86,7 @@ def differing_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
     found = {key for one, other in combinations(configs, 2) for key, *_ in find_differences(one, other)}
     # of a section that some runs do not have, its settings are not listed apart
     keys = [key for key in found - {"run_id"} if not any(part in found for part in _sections(key))]
-    return [{"key": key, "values": [_shown(config, key) for config in configs]} for key in sorted(keys)]
+    return [{"key": key, "values": _cut([_shown(config, key) for config in configs])} for key in sorted(keys)]
 
 
 def _sections(key: str) -> Iterator[str]:
@@ -96,5 +99,20 @@ def _shown(config: RunConfig, key: str) -> str:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
-    text = value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
-    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
+
+
+def _cut(texts: Sequence[str]) -> list[str]:
+    """The texts, or if one is too long, of each the part around the first character in which they differ."""
+    is_long = max(map(len, texts)) > MOST_CHARACTERS
+    start = max(0, common_length(texts) - MOST_CHARACTERS // 2) if is_long else 0
+    parts = [text[start : start + MOST_CHARACTERS] for text in texts]
+    return [
+        "... " * bool(start) + part + " ..." * (len(text) > start + len(part))
+        for text, part in zip(texts, parts, strict=True)
+    ]
+
+
+def common_length(lists: Sequence[Sequence[str]]) -> int:
+    """Number of first elements that all of these have in common."""
+    return sum(1 for _ in takewhile(lambda found: len({*found}) == 1, zip(*lists, strict=False)))

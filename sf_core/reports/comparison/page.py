@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sf_core.config import RunConfig
-from sf_core.reports.comparison.figures import differing_settings, run_figures
+from sf_core.reports.comparison.figures import common_length, differing_settings, run_figures
 from sf_core.reports.html.assembly import assemble
 from sf_core.reports.view import open_run
 from storage.files import write_atomic
@@ -38,18 +38,13 @@ def write_comparison_page(uris: Sequence[str], target: str | None) -> str:
 
 
 def name_runs(uris: Sequence[str]) -> list[str]:
-    """Names that tell the runs apart: the last part of each address, and as many before it as that takes.
+    """Names that tell the runs apart: the last part of each address, or all parts after those in common.
 
-    >>> name_runs(["a/runs/x", "b/runs/x", "a/runs/y"])
-    ['a/runs/x', 'b/runs/x', 'y']
+    >>> name_runs(["a/runs/x", "a/runs/y"]), name_runs(["a/runs/x", "b/runs/x"])
+    (['x', 'y'], ['a/runs/x', 'b/runs/x'])
     """
-    parts, length = [uri.rstrip("/").split("/") for uri in uris], 1
+    parts = [uri.split("/") for uri in uris]
     names = [path[-1] for path in parts]
-    while any(number > 1 for number in Counter(names).values()) and length < max(map(len, parts)):
-        length += 1
-        counts = Counter(names)
-        names = [
-            "/".join(path[-length:]) if counts[name] > 1 else name
-            for path, name in zip(parts, names, strict=True)
-        ]
-    return names
+    if len({*names}) == len(names):
+        return names
+    return ["/".join(path[common_length(parts) :]) or path[-1] for path in parts]

@@ -17,7 +17,7 @@ from sf_core.reports.export.conversations import Format, Row, read_conversations
 from sf_core.reports.export.sharegpt import ShareGpt
 from sf_core.reports.export.trl import Trl
 from sf_core.reports.export.verl import Verl
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView, open_run
 from storage import files
 from storage.run_directory import RunDirectory
 
@@ -43,8 +43,9 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
         raise ValueError(f"unknown format {format_name}; use one of {', '.join(FORMATS)}")
     if not out.endswith(make.ending):
         raise ValueError(f"{out}: the name of a file for {format_name} must end in {make.ending}")
-    view = open_run(run_uri)
-    run = view.run
+    run = RunDirectory(run_uri)
+    # a folder of `sf serve --record` has opened sessions, and no run
+    view = RunView(run) if opened and run.list_partitions("opened") else open_run(run_uri)
     if files.exists(out):
         raise ValueError(f"{out} already exists; choose another name or remove it")
     parts = view.parts("opened at version" if opened else "trains iteration")

@@ -21,10 +21,8 @@ from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window, by_worker
 from sf_core.scheduling.timeline import Span
 from storage.errors import StorageError
-from storage.manifests import Manifest
-from storage.run_directory import STAGES, RunDirectory
+from storage.run_directory import STAGES
 from storage.tables.batches import read_batch
-from storage.tables.outcomes import outcomes_of
 from storage.tables.trajectories import read_trajectories
 
 TRAINING = ("entropy", "kl", "teacher_kl", "clip_fraction", "grad_norm", "length_mean")
@@ -64,7 +62,7 @@ def run_figures(view: RunView) -> dict[str, Any]:
         "timeline": _timeline(series.spans, series.windows.values()),
         "tokens_sampled": series.tokens_sampled,
         "judges": judge_rows(series.iterations),
-        "groups": [row for iteration in series.iterations for row in _groups(view.run, iteration)],
+        "groups": [row for iteration in series.iterations for row in _groups(view, iteration)],
     }
 
 
@@ -100,9 +98,9 @@ def _bars(spans: Iterable[Span], begin: float, gap_s: float) -> list[list[Any]]:
     ]
 
 
-def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
+def _groups(view: RunView, iteration: Iteration) -> list[list[Any]]:
     """Rows [iteration, group, task, rewards, decision]; the decision on a rejected group is the reason."""
-    number, stages = iteration.number, iteration.stages
+    run, number, stages = view.run, iteration.number, iteration.stages
     rows = []
     if "filter" in stages:
         columns = ["group_id", "session_id", "task_id", "reward", "decision"]
@@ -115,21 +113,11 @@ def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
             waiting = pa.array(["not filtered yet"] * len(table), pa.string())
             rows += _group_rows(number, table.append_column("decision", waiting))
     if "rollout" in stages:
-        rows += _read_rejected(run, number, stages["rollout"])
+        rows += [
+            [number, group, row.get("task_id", ""), row.get("rewards", []), why]
+            for group, why, row in view.read_rejected(stages["rollout"])
+        ]
     return rows
-
-
-def _read_rejected(run: RunDirectory, iteration: int, rollout: Manifest) -> list[list[Any]]:
-    """Task and rewards of rejected groups are in the outcomes of runs that choose, and nowhere else."""
-    if not (rejected := rollout.data["rejected"]):
-        return []
-    known = {str(row["number"]): row for row in outcomes_of(run, rollout)}
-    nothing: dict[str, Any] = {"task_id": "", "rewards": []}
-    told = ((index, reason, known.get(index, nothing)) for index, reason in rejected.items())
-    return [
-        [iteration, f"{run.run_id}.g{index}", row["task_id"], row["rewards"], reason]
-        for index, reason, row in told
-    ]
 
 
 def _group_rows(iteration: int, table: pa.Table) -> list[list[Any]]:

@@ -53,7 +53,7 @@ def test_rows_are_held_out_where_an_environment_has_none_to_evaluate_on() -> Non
     environment = Verifiers(name=PAD, arguments={"evaluated": False}, held_out=5)
     assert environment.tasks("holdout", 4).prompt == "How long is trainxxxx?"
     assert environment.tasks("train", 0).prompt == "How long is trainxxxxx?"
-    with pytest.raises(ValueError, match=f"{PAD} has 41 rows, and 128 are to be held out"):
+    with pytest.raises(ValueError, match=f"{PAD} has 41 rows, but 128 are to be held out"):
         pad(evaluated=False).tasks("train", 0)
 
 

@@ -82,8 +82,8 @@ def test_picture_is_turned_as_exif_says() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "it is broken, or in an unknown picture format"),
-        (b"\x89PNG broken", "it is broken, or in an unknown picture format"),
+        (b"", "the picture is broken, or in an unknown format"),
+        (b"\x89PNG broken", "the picture is broken, or in an unknown format"),
         (save(Image.new("RGB", (90, 90)))[:-40], "the picture cannot be decoded: "),
         (
             save(Image.new("RGB", (8, 1700))),

@@ -121,7 +121,7 @@ def test_what_is_not_there_is_named(run: Run, directory: RunDirectory) -> None:
 def test_a_run_in_the_folder_runs_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RunDirectory(str(tmp_path / "runs" / "one")).write_config(RunConfig(run_id="one"))
     monkeypatch.chdir(tmp_path)
-    assert open_run("one").uri == open_run("runs/one").uri == str(tmp_path / "runs" / "one")
+    assert open_run("one").uri == open_run(Path("runs/one")).uri == str(tmp_path / "runs" / "one")
     with pytest.raises(ValueError, match=r"^two: no run here"):
         open_run("two")
 

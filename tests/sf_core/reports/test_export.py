@@ -264,6 +264,15 @@ def test_sessions_that_agents_opened_are_written_when_asked_for(
     assert [row["session_id"] for row in lines(tmp_path / "out.jsonl")] == ["run-1.open.9", "run-1.open.10"]
 
 
+def test_a_folder_of_recorded_sessions_needs_no_run(tmp_path: Path) -> None:
+    row = conversation([USER, ANSWER], session_id="recorded.open.1")
+    write_trajectories(RunDirectory(str(tmp_path / "recorded")), 3, [row], row.session_id, "opened")
+    exported = export(str(tmp_path / "recorded"), "trl", str(tmp_path / "out.jsonl"), opened=True)
+    assert (exported.rows, exported.unchecked) == (1, "recorded has no tokenizer")
+    with pytest.raises(ValueError, match="no run here"):
+        export(str(tmp_path / "recorded"), "trl", str(tmp_path / "more.jsonl"))
+
+
 def test_the_command_says_what_it_wrote(sampled_run: RunDirectory, tmp_path: Path) -> None:
     code, output = sf("export", sampled_run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert code == 0

@@ -209,7 +209,9 @@ def test_an_adapter_that_could_not_be_merged_in_the_end_is_not_begun(
     run = begin(tmp_path, policy={"model": str(policy_copy)}, train={"lora": {}})
     with pytest.raises(ValueError) as refused:
         started(run)
-    check_sentence(str(refused.value), f"train.lora: the files of policy.model have no {name}, into which")
+    check_sentence(
+        str(refused.value), f"train.lora: the files of policy.model have no {name}, so the adapter"
+    )
 
 
 def trained(tmp_path: Path, model: Path, dtype: str, stored: str) -> tuple[RunDirectory, Adapter]:

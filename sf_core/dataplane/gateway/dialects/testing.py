@@ -211,7 +211,7 @@ class DialectTests:
             try:
                 self.dialect.parse({**self.request, **change}, Session("s"), True)
             except ApiError as error:
-                assert error.status == 400 and "nothing is fetched" in error.message
+                assert error.status == 400 and "not downloaded" in error.message
             else:
                 raise AssertionError(f"{change} was accepted")
 

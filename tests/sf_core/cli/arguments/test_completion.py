@@ -47,7 +47,11 @@ def test_configurations_are_completed_by_name_and_by_file(tmp_path: Path) -> Non
 
 
 def test_settings_are_completed_by_their_whole_path(tmp_path: Path) -> None:
-    assert complete(tmp_path, "sf train gspo --set train.lear") == ["train.learning_rate="]
+    # the second word keeps the shell from ending the first with a space
+    assert complete(tmp_path, "sf train gspo --set train.lear") == [
+        "train.learning_rate=",
+        "train.learning_rate=VALUE",
+    ]
     assert "train.loss.policy.high=" in complete(tmp_path, "sf evaluate mine --set train.loss.")
     assert complete(tmp_path, "sf settings cluster.workers.t0.d") == [
         "cluster.workers.t0.device",

@@ -40,6 +40,11 @@ def test_a_help_page_has_no_types_of_python(command: str) -> None:
     assert not re.search(r"<(bool|str|int|float|path|list)|list\[|Path\b", output), output
 
 
+def test_a_required_argument_has_no_braces() -> None:
+    _, output = sf("plan", "--help")
+    assert " plan [OPTIONS] CONFIG..." in output
+
+
 def test_every_option_and_argument_says_what_it_is() -> None:
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         assert command.help and command.help.splitlines()[0].endswith("."), name

@@ -20,7 +20,7 @@ def test_a_part_of_the_page_is_a_configuration_of_defaults(path: str) -> None:
 
 def test_a_single_setting_is_printed_alone() -> None:
     part = settings_page("train.learning_rate")
-    assert part.startswith("train:\n  # Constant learning rate of AdamW")
+    assert part.startswith("train:\n  # Learning rate of AdamW")
     assert part.endswith("\n  learning_rate: null\n")
     assert "weight_decay" not in part
 
@@ -40,12 +40,20 @@ def test_of_a_union_all_kinds_are_printed() -> None:
     [
         ("train.teacher.model", "Folder of a Hugging Face causal LM"),
         ("cluster.workers.mine.device", "Device that the worker computes on"),
-        ("environment.agent.sandbox.image", "An OCI image"),
+        ("environment.agent.sandbox.image", "OCI image"),
         ("environment.judges.strict.url", "Address of a server with the OpenAI API"),
     ],
 )
 def test_a_setting_of_a_section_that_is_empty_by_default_is_described(path: str, text: str) -> None:
     assert settings_page(path).startswith(f"# {path}: {text}")
+
+
+def test_the_name_of_a_kind_is_explained_with_its_section() -> None:
+    assert settings_page("train.loss.policy.kind") == settings_page("train.loss.policy")
+
+
+def test_a_long_default_has_spaces_where_lines_break() -> None:
+    assert '{"tags": ["rollout"], ' in " ".join(settings_page("cluster.workers.t0").split("\n# "))
 
 
 @pytest.mark.parametrize(
@@ -75,4 +83,4 @@ def test_every_listed_path_is_on_the_page() -> None:
         "train.teacher.url",
     } <= {*paths}
     for path in paths:
-        assert settings_page(path)
+        assert ": None " not in settings_page(path)

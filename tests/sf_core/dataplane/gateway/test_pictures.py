@@ -123,10 +123,10 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
     frames[0].save(film, "GIF", save_all=True, append_images=frames[1:])
     for data, sentence in [
         (RED[:60], "the picture cannot be decoded"),
-        (b"no picture", "it is broken, or in an unknown picture format"),
+        (b"no picture", "the picture is broken, or in an unknown format"),
         (film.getvalue(), "the picture is animated"),
         (png("red", (28 * 212, 28)), "the ratio of its sides must not exceed 200"),
-        (png("red", (9000, 9000), mode="1"), "at most 67108864 are decoded"),
+        (png("red", (9000, 9000), mode="1"), "the limit is 67108864 pixels"),
     ]:
         for body in show(encoded(data)):
             response = ask(plane, path, body)

@@ -128,9 +128,9 @@ def test_letters_of_urls_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ("", "it is broken, or in an unknown picture format"),
-        (encoded(png("red", kind="EPS")), "it is broken, or in an unknown picture format"),
-        ("AAAA", "it is broken, or in an unknown picture format"),
+        ("", "the picture is broken, or in an unknown format"),
+        (encoded(png("red", kind="EPS")), "the picture is broken, or in an unknown format"),
+        ("AAAA", "the picture is broken, or in an unknown format"),
         ("A", "its base64 is broken"),
         (encoded(png("red")[:60]), "the picture cannot be decoded"),
         (

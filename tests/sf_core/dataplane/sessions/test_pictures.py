@@ -188,7 +188,7 @@ def test_prompts_that_differ_by_a_picture_share_nothing_behind_it(seeing: Render
         ),
         (
             [user("hi"), {"role": "assistant", "content": "<|image_pad|>"}],
-            "it shows 1 for 0 pictures",
+            "shows 1 pictures, but the messages have 0",
         ),
     ],
 )

@@ -50,9 +50,10 @@ def test_a_held_out_reward_has_its_standard_error_over_tasks(tmp_path: Path) -> 
         for i, reward in enumerate(pair)
     ]
     ref = write_trajectories(run, 0, rows, "part", "evaluations")
-    commit(run, 0, "evaluate", data={"reward_mean": 0.5}, outputs=[ref])
+    # no session of a fourth task gave an answer
+    commit(run, 0, "evaluate", data={"reward_mean": 0.5, "num_tasks": 4}, outputs=[ref])
     best = run_figures(open_run(run.uri), "x")["best"]
-    assert best["error"] == pytest.approx(np.std([0.5, 1.0, 0.25], ddof=1) / np.sqrt(3))
+    assert best["error"] == pytest.approx(np.std([0.5, 1.0, 0.25, 0.0], ddof=1) / 2)
 
 
 def test_only_settings_that_differ_are_listed_with_defaults_filled_in() -> None:
@@ -76,11 +77,18 @@ def test_a_long_value_is_cut() -> None:
     assert len(found["environment.settings"][1]) < 100
 
 
+def test_long_values_are_cut_so_that_their_difference_is_seen() -> None:
+    environments = [{"environment": {"settings": {"text": "x" * 500, "size": size}}} for size in (1, 2)]
+    one, other = differing(*environments)["environment.settings"]
+    assert one.endswith('"size": 1}') and other.endswith('"size": 2}')
+    assert one.startswith("... xxx") and len(one) < 100
+
+
 @pytest.mark.parametrize(
     ("uris", "names"),
     [
         (["runs/a", "runs/b"], ["a", "b"]),
-        (["/x/runs/a", "/y/runs/a", "/x/runs/b"], ["x/runs/a", "y/runs/a", "b"]),
+        (["/x/runs/a", "/y/runs/a", "/x/runs/b"], ["x/runs/a", "y/runs/a", "x/runs/b"]),
         (["s3://one/a", "s3://two/a"], ["one/a", "two/a"]),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_folder_tells_itself_whether_its_policy_sees(folder: Path, small_polic
     )
     with pytest.raises(ValueError) as refused:
         check_start(configured(policy={"model": str(folder)}, rollout={"max_picture_tokens": 3}))
-    check_sentence(str(refused.value), "rollout.max_picture_tokens is 3, ", "smaller than 4 tokens")
+    check_sentence(str(refused.value), "rollout.max_picture_tokens is 3, ", "at least 4 tokens")
 
 
 def test_a_folder_whose_processor_is_missing_is_refused(folder: Path) -> None:

@@ -194,7 +194,7 @@ def test_the_plan_says_what_a_teacher_costs(small_policy: str, policy_copy: Path
             {"model": str(policy_copy)},
             {},
             f"{policy_copy}: qwen3, {millions} million parameters in bfloat16; each step has one more "
-            "forward pass through it, about 33% more computing",
+            "more forward pass through it, about 33% more computing",
         ),
         (
             {"model": small_policy, "divergence": "sampled"},
