@@ -176,7 +176,7 @@ def test_the_answer_is_what_is_new_in_the_folder() -> None:
         ("ln -s ../home/x a", "a leads outside its folder"),
         ("ln -s a a", "the file a does not exist in the command's folder"),
         ("printf 'ab\\377' > a", "a is not valid UTF-8: invalid start byte at byte 2"),
-        (f"head -c {MAX_ANSWER + 1} /dev/zero > a", f"a is over the limit of {MAX_ANSWER} bytes"),
+        (f"head -c {MAX_ANSWER + 1} /dev/zero > a", f"a is larger than the limit of {MAX_ANSWER} bytes"),
     ],
 )
 def test_a_file_that_is_no_answer_fails_the_session(script: str, reason: str) -> None:

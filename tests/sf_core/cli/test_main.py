@@ -23,7 +23,7 @@ from tests.bench.runs import commit, configure
         ("environment.agent=nowhere:agent", "environment.agent: nowhere:agent: cannot import nowhere"),
         (
             "environment.agent={command: [nobody]}",
-            "environment.agent: this host has no program 'nobody' that",
+            "environment.agent: the program 'nobody' does not exist on",
         ),
         ("environment.reward=json:score", "environment.reward: json:score: module json has no score"),
         ("environment.group_reward=json:vote", "environment.group_reward: json:vote: module json has no"),
@@ -45,7 +45,7 @@ def test_a_program_need_not_be_here_if_workers_are_elsewhere(monkeypatch: pytest
     monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 0.1)
     plan = ("plan", "configs/emulated.yaml", "--set", "environment.agent={command: [nobody]}")
     _, output = sf(*plan)
-    assert "this host has no program 'nobody'" in output
+    assert "the program 'nobody' does not exist on this host" in output
     _, output = sf(*plan, "--set", "cluster.scheduler=tcp://127.0.0.1:9")
     assert "no Dask scheduler answers at tcp://127.0.0.1:9" in output
 
