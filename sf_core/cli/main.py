@@ -20,7 +20,7 @@ from sf_core.cli.arguments.completion import complete_config, complete_override,
 from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
-from sf_core.cli.runs import AsJson, RunDir
+from sf_core.cli.runs import RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
 from sf_core.cli.terminal import console, errors, interrupt, print_json, report_bad_input, say_error
@@ -253,39 +253,6 @@ def setup_server(
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         _fail(done.stderr.strip())
-
-
-@app.command()
-@report_bad_input()
-def inspect(
-    run: RunDir,
-    session: Annotated[
-        str | None, typer.Option(help="Show the session with this id, turn by turn. The report shows ids.")
-    ] = None,
-    timeline: Annotated[
-        bool,
-        typer.Option("--timeline", help="Show what the devices did; write timeline.json and timeline.png."),
-    ] = False,
-    tasks: Annotated[
-        bool, typer.Option("--tasks", help="Show the tasks of a run with a curriculum or a gate.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show the iterations and devices of a run, its tasks, or one session turn by turn."""
-    from sf_core.reports.outcomes.table import inspect_tasks
-    from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline, run_data
-
-    if as_json and (session is not None or timeline or tasks):
-        _fail("--json prints the iterations of a run: leave --session, --timeline and --tasks out")
-    if as_json:
-        return print_json(run_data(run))
-    if session is not None:
-        view = inspect_session(run, session)
-    elif tasks:
-        view = inspect_tasks(run)
-    else:
-        view = inspect_timeline(run) if timeline else inspect_run(run)
-    console.print(view)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The commands that work on run directories: `sf ls`, `gc`, `report`, `export` and `replay`."""
+"""The commands that work on run directories: `sf ls`, `inspect`, `gc`, `report`, `export` and `replay`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,39 @@ def list_runs(
     console.print(table)
     for fault in faults:
         errors.print(f"cannot be read: {fault}", soft_wrap=True)
+
+
+@commands.command()
+@report_bad_input()
+def inspect(
+    run: RunDir,
+    session: Annotated[
+        str | None, typer.Option(help="Show the session with this id, turn by turn. The report shows ids.")
+    ] = None,
+    timeline: Annotated[
+        bool,
+        typer.Option("--timeline", help="Show what the devices did; write timeline.json and timeline.png."),
+    ] = False,
+    tasks: Annotated[
+        bool, typer.Option("--tasks", help="Show the tasks of a run with a curriculum or a gate.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the iterations and devices of a run, its tasks, or one session turn by turn."""
+    from sf_core.reports.outcomes.table import inspect_tasks
+    from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline, run_data
+
+    if as_json and (session is not None or timeline or tasks):
+        fail("--json prints the iterations of a run: leave --session, --timeline and --tasks out")
+    if as_json:
+        return print_json(run_data(run))
+    if session is not None:
+        view = inspect_session(run, session)
+    elif tasks:
+        view = inspect_tasks(run)
+    else:
+        view = inspect_timeline(run) if timeline else inspect_run(run)
+    console.print(view)
 
 
 @commands.command()
