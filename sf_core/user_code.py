@@ -14,7 +14,8 @@ from typing import Any
 from sf_core.surroundings import NAMES, ROOT
 
 _OURS = tuple(ROOT / name for name in NAMES)
-_PYTHON = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
+_PYTHON = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")})
+"""Folders of Python itself, and of the installed programs, of which `sf` is one."""
 _INSTALLED = {"site-packages", "dist-packages"}
 
 

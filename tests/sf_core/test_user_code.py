@@ -1,8 +1,10 @@
 import functools
 import importlib
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from sf_core.settings import load_object
 from sf_core.types import Task
-from sf_core.user_code import own_place, place_of
+from sf_core.user_code import is_own, own_place, place_of
 
 AGENT = """import json
 
@@ -106,6 +108,10 @@ except ValueError as error:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert told.stdout == "''\n"
+
+
+def test_the_program_of_ours_is_not_the_users_code() -> None:
+    assert not is_own(os.path.join(sysconfig.get_path("scripts"), "sf"))
 
 
 def test_a_function_is_named_by_its_definition(mine: Any) -> None:
