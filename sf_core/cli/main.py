@@ -77,8 +77,8 @@ def sf(
 ) -> None:
     """Train LLM agents by reinforcement learning, as a workflow on Prefect and Dask.
 
-    `sf COMMAND --help` explains a command. `sf --install-completion` installs completion of commands,
-    settings and runs in your shell.
+    `sf COMMAND --help` explains a command.
+    `sf --install-completion` lets your shell complete commands, settings and runs.
     """
 
 
