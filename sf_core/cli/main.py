@@ -260,7 +260,7 @@ def setup_server(
 def inspect(
     run: RunDir,
     session: Annotated[
-        str | None, typer.Option(help="Show the session with this id, turn by turn. The report shows ids.")
+        str | None, typer.Option(help="Show the session with this id, turn by turn. `sf report` shows ids.")
     ] = None,
     timeline: Annotated[
         bool,
