@@ -22,8 +22,8 @@ information as an OpenAPI 3.1 document.
 
 A request sends its key as `Authorization: Bearer KEY`, or in the header `x-api-key` or `x-goog-api-key`.
 
-- **The data plane's key** opens every route. If the data plane has no key, requests need
-  no key, except for runs with a key.
+- **The data plane's key** opens every route. If the data plane has no key, only the routes of runs with a
+  key of their own need a key.
 - **A run's key** opens the agents' routes of the run, and the routes for the sessions and groups of the
   run. If a run has a key, these routes require a key even if the data plane has no key.
 
