@@ -96,8 +96,8 @@ class Task:
     """
 
     task_id: str
-    """The id of the task, unique among all training and held-out tasks. In every run, the same id must stand
-    for the same task."""
+    """The id of the task, unique among all training and held-out tasks. In every run, the same id must
+    belong to the same task."""
     environment: str
     """A name for this kind of task. For each name, the metrics contain the mean reward of the tasks with this
     name."""

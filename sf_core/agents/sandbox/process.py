@@ -42,8 +42,8 @@ class SandboxError(Exception):
 
 @cache
 def why_no_sandbox(image: str | None = None) -> str | None:
-    """Check whether this host can make sandboxes. Returns None if the host can, and otherwise one sentence
-    with the reason.
+    """Check whether this host can make sandboxes. Returns None if the host can. If the host cannot,
+    returns one sentence with the reason.
 
     `image` is an OCI image for podman. None means the system of the host. The first call makes a sandbox to
     check, and takes up to one minute. Later calls return the result of the first call."""
