@@ -28,7 +28,7 @@ def model(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="Folder to create. Required for a GGUF file. By default a downloaded model is in the cache."
+            help="Folder to create. Required for a GGUF file. Default for a downloaded model: the cache."
         ),
     ] = None,
 ) -> None:

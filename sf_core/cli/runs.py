@@ -77,7 +77,7 @@ def list_runs(
 def inspect(
     run: RunDir,
     session: Annotated[
-        str | None, typer.Option(help="Show the session with this id, turn by turn. The report shows ids.")
+        str | None, typer.Option(help="Show the session with this id, turn by turn. `sf report` shows ids.")
     ] = None,
     timeline: Annotated[
         bool,

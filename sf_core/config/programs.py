@@ -90,8 +90,8 @@ class Command(Settings):
     text of the file NAME in the program's folder. folder: all files in the program's folder, as a mapping of
     names to texts."""
     timeout_s: float = Field(3600.0, gt=0)
-    """Timeout of the program, in seconds; then `rollout.on_failure.timeout` applies. Time without a serving
-    engine counts, unlike in `rollout.session_timeout_s`, which applies too."""
+    """Timeout of the program, in seconds. When it expires, `rollout.on_failure.timeout` applies. Time without
+    a serving engine counts, unlike in `rollout.session_timeout_s`, which applies too."""
     variables: dict[Annotated[str, AfterValidator(_is_variable)], str] = Field({})
     """Additional environment variables. They are stored with the run, so do not put secrets here."""
     sandbox: SandboxLimits | None = None

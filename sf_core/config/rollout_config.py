@@ -51,12 +51,12 @@ class JudgeConfig(Settings):
     max_tokens: int = Field(256, ge=1)
     """Maximum number of tokens in a reply."""
     timeout_s: float = Field(60.0, gt=0)
-    """Timeout of one call, in seconds; then the call is retried."""
+    """Timeout of one call, in seconds. When it expires, the call is retried."""
     concurrency: int = Field(16, ge=1, le=1024)
     """Number of calls that one worker makes at once while it scores sessions."""
     max_tokens_per_iteration: int | None = Field(None, ge=1)
-    """Maximum number of tokens, questions and replies together, that all calls use between two batches. A run
-    that uses more fails and says so. Empty: no limit."""
+    """Maximum number of tokens that all calls use between two batches, counted over questions and replies. A
+    run that uses more fails, with an error that names this setting. Empty: no limit."""
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> JudgeConfig:
@@ -179,19 +179,21 @@ class RolloutConfig(Settings):
     """Number of sessions that one worker scores at once, in addition to the sessions that it runs. Empty:
     sessions being scored count toward `concurrency`."""
     prepare_timeout_s: float = Field(600.0, gt=0)
-    """Timeout of preparing a session, in seconds; then the session fails with the reason prepare_error."""
+    """Timeout for preparing a session, in seconds. When it expires, the session fails with
+    `prepare_error`."""
     session_timeout_s: float = Field(120.0, gt=0)
-    """Timeout of a session's agent, in seconds; then `on_failure.timeout` applies. Time without a serving
-    engine, for example while the run is paused, does not count."""
+    """Timeout of a session's agent, in seconds. When it expires, `on_failure.timeout` applies. Time without a
+    serving engine, for example while the run is paused, does not count."""
     score_timeout_s: float = Field(600.0, gt=0)
-    """Timeout of scoring a session, in seconds; then `on_failure.reward_error` applies. If a judge was
-    unavailable, another worker scores the answer again, up to `session_attempts` attempts in all."""
+    """Timeout for scoring a session, in seconds. When it expires, `on_failure.reward_error` applies. If a
+    judge was unavailable, another worker scores the answer again, up to `session_attempts` attempts in
+    all."""
     reward_patience_s: float = Field(600.0, gt=0)
-    """Timeout, in seconds, between the answer of an agent outside the cluster and its reward; then
-    `on_failure.reward_error` applies. Time without a serving engine does not count."""
+    """Timeout, in seconds, between the answer of an agent outside the cluster and its reward. When it
+    expires, `on_failure.reward_error` applies. Time without a serving engine does not count."""
     request_patience_s: float = Field(600.0, gt=0)
-    """Longest time, in seconds, that a request waits for an engine, pauses included; then the request is
-    refused (503). Must exceed the time of a train step if no worker rolls out during the step."""
+    """Longest time, in seconds, that a request waits for an engine, pauses included. After that the request
+    is refused (503). Must exceed the time of a train step if no worker rolls out during the step."""
     session_attempts: int = Field(3, ge=1)
     """Maximum number of attempts per session, the first included. `on_failure` says which failures are
     retried."""
@@ -200,11 +202,12 @@ class RolloutConfig(Settings):
     """Reward of a failed session that is neither retried nor excluded. Held-out sessions are never
     excluded."""
     batch_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for a batch or an evaluation, in seconds; then the run fails and names the cause."""
+    """Longest wait for a batch or an evaluation, in seconds. After that the run fails, with an error that
+    names the cause."""
     absence_timeout_s: float = Field(900.0, gt=0)
-    """Longest wait for a batch or an evaluation, in seconds, while no engine or no agent worker is connected;
-    then the run fails and names the missing part. An engine that is loading counts as connected. Must exceed
-    the time to replace a host. Has no effect unless it is below `batch_timeout_s`."""
+    """Longest wait for a batch or an evaluation, in seconds, while no engine or no agent worker is connected.
+    After that the run fails, with an error that names the missing part. An engine that is loading counts as
+    connected. Must exceed the time to replace a host. Has no effect unless it is below `batch_timeout_s`."""
 
     @property
     def turn_tokens(self) -> int:

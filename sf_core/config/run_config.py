@@ -224,12 +224,12 @@ class ClusterConfig(Settings):
     """Maximum number of times per minute that a trainer switches between training and rollout. At this number
     the trainer is not lent to rollout until the minute is over. No limit if no other worker rolls out."""
     yield_timeout_s: float = Field(30.0, gt=0)
-    """Timeout, in seconds, from the time that a lease is revoked until training starts on its worker; then
-    the worker process is killed and restarted. Must exceed one engine step. The time to read or write a
-    checkpoint, measured when the run starts, is added."""
+    """Timeout, in seconds, from the time that a lease is revoked until training starts on its worker. When it
+    expires, the worker process is killed and restarted. Must exceed one engine step. The time to read or
+    write a checkpoint, measured when the run starts, is added."""
     stage_timeout_s: float = Field(7200.0, gt=0)
-    """Timeout of one stage, in seconds; then the run fails. The time that the stage waits for a worker
-    counts. Must exceed `rollout.batch_timeout_s` and the time of a train step."""
+    """Timeout of one stage, in seconds. When it expires, the run fails. The time that the stage waits for a
+    worker counts. Must exceed `rollout.batch_timeout_s` and the time of a train step."""
 
 
 class DataplaneConfig(Settings):

@@ -133,9 +133,9 @@ class TrainConfig(Settings):
     """Number of pipeline stages into which the megatron backend divides the layers."""
     gang_timeout_s: float = Field(180.0, gt=0)
     """Longest time, in seconds, that a rank waits for another rank, at the start or when gradients are
-    exchanged. Then the train step fails, names the missing ranks, and is retried. A lost trainer is replaced
-    by another worker after the same time. The time to read or write a checkpoint, measured when the run
-    starts, is added."""
+    exchanged. After that the train step fails, names the missing ranks, and is retried. A lost trainer is
+    replaced by another worker after the same time. The time to read or write a checkpoint, measured when the
+    run starts, is added."""
     learning_rate: float | None = Field(None, gt=0)
     """Learning rate of AdamW, constant after `warmup_steps`. Empty: with `policy.model` 2e-5 x sqrt(135
     million / N) for N parameters, between 1e-6 and 3e-4. For the built-in policy 3e-4, and less above 1.5
@@ -174,9 +174,9 @@ class TrainConfig(Settings):
     """Recompute each block of the network in the backward pass instead of storing its activations. This takes
     a third more computation, but memory then hardly grows with the number of layers."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Number of iterations between checkpoints. After the loss of a trainer, the iterations since the newest
-    checkpoint are repeated from stored batches. Empty: 1 for the built-in policy. With `policy.model`: 1 if a
-    checkpoint takes less than 1 GB (below 83 million trained parameters), otherwise 10."""
+    """Number of iterations between checkpoints. After a training worker was lost, the iterations since the
+    newest checkpoint are repeated from stored batches. Empty: 1 for the built-in policy. With `policy.model`:
+    1 if a checkpoint takes less than 1 GB (below 83 million trained parameters), otherwise 10."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints to keep. Older checkpoints are removed when a new one is complete."""
     keep_weights: int | None = Field(None, ge=1)

@@ -87,7 +87,7 @@ class Curriculum(Settings):
     stages: tuple[Stage, ...] = ()
     """Shares of the environment's parts, by iteration. Empty: the parts take turns."""
     sizes: Sizes | None = None
-    """Number of sessions per group, depending on the task. Empty: always `group_size`."""
+    """Gives groups of easy tasks fewer sessions. Empty: every group has `group_size` sessions."""
 
 
 class PastGroup(NamedTuple):

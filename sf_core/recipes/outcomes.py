@@ -19,7 +19,7 @@ class Success(Settings):
     """Name of the part of the reward to compare. If the reward of a session lacks this part, the session
     fails. Empty: compare the reward itself."""
     at_least: float = Field(1.0, ge=-1e9, le=1e9)
-    """Minimum value for a session to be right."""
+    """Minimum reward, or minimum value of `part`, for a session to count as right."""
 
     def is_right(self, score: float) -> bool:
         return score >= self.at_least - SAME

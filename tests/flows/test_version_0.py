@@ -15,9 +15,9 @@ from sf_core.stages.run import RunRef
 @pytest.mark.parametrize(
     "policy, told",
     [
-        ({}, "version 0 is made: the built-in policy, and its warm start"),
-        ({"warmstart": None}, "version 0 is made: the built-in policy"),
-        ({"warmstart": {"steps": 0}}, "version 0 is made: the built-in policy"),
+        ({}, "creating version 0: the built-in policy, and its warm start"),
+        ({"warmstart": None}, "creating version 0: the built-in policy"),
+        ({"warmstart": {"steps": 0}}, "creating version 0: the built-in policy"),
     ],
 )
 def test_a_warm_start_is_told_only_if_there_is_one(
@@ -30,4 +30,4 @@ def test_a_warm_start_is_told_only_if_there_is_one(
     monkeypatch.setattr(module, "submit", lambda *_, **__: None)
     monkeypatch.setattr(module, "result_of", lambda *_: None)
     module.start_policy(RunConfig.model_validate({"policy": policy}), RunRef("told", "runs/told", "", 1), ())
-    assert lines == [told, "version 0 is there"]
+    assert lines == [told, "version 0 is ready"]

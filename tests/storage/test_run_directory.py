@@ -106,7 +106,7 @@ def test_sizes_are_verified_without_reading(run_anywhere: RunDirectory) -> None:
     files.write_atomic(uri, b"rowz")
     run_anywhere.verify_sizes(committed)
     files.write_atomic(uri, b"row")
-    with pytest.raises(ValueError, match="has 3 bytes, rollout of iteration 0 wrote 4"):
+    with pytest.raises(ValueError, match="has 3 bytes, but rollout of iteration 0 wrote 4"):
         run_anywhere.verify_sizes(committed)
     files.remove(uri)
     with pytest.raises(ValueError, match="missing, but rollout of iteration 0 is committed"):
@@ -116,7 +116,10 @@ def test_sizes_are_verified_without_reading(run_anywhere: RunDirectory) -> None:
 def test_verify_finds_missing_truncated_and_changed_outputs(run_anywhere: RunDirectory) -> None:
     committed = run_anywhere.commit_manifest(manifest(outputs=[output(run_anywhere, b"rows")]))
     uri = run_anywhere.path(committed.outputs[0].uri)
-    for damage, sentence in [(b"row", "has 3 bytes, rollout of iteration 0 wrote 4"), (b"rowz", "differs")]:
+    for damage, sentence in [
+        (b"row", "has 3 bytes, but rollout of iteration 0 wrote 4"),
+        (b"rowz", "differs"),
+    ]:
         files.write_atomic(uri, damage)
         with pytest.raises(ValueError, match=sentence):
             run_anywhere.verify(committed)

@@ -209,7 +209,7 @@ class Router:
         engine was told to load, or older than the one it had."""
         held = engine.version or 0
         if not held <= version <= engine.wanted_version:
-            raise EngineFaultError(f"took version {version}; expected {held} to {engine.wanted_version}")
+            raise EngineFaultError(f"loaded version {version}; expected {held} to {engine.wanted_version}")
         engine.heard_at = time.monotonic()
         engine.is_made = True
         if engine.version is None and version < engine.wanted_version:

@@ -95,8 +95,8 @@ def _check_sight(config: RunConfig, kind: str, folder: str | None) -> None:
         )
     if kind in SEEING and not engine_kind(config).shows_pictures:
         raise ValueError(
-            f"engine.kind {engine} does not support pictures, but the policy, a {kind}, sees: use "
-            "engine.kind vllm"
+            f"engine.kind {engine} does not support pictures, but the policy, a {kind}, sees "
+            "pictures: use engine.kind vllm"
         )
     if kind not in SEEING and most is not None:
         raise ValueError(

@@ -32,7 +32,7 @@ def test_the_pipelines_are_compared_with_the_least_that_is_idle(tmp_path: Path) 
         ("nowhere.yaml", "nowhere.yaml"),
         ("run.yaml", "rollout.max_tokens (64) would cut most sessions to one length"),
         ("run.yaml --median 20 --prompt 500", "engine.context_length (512) has no room"),
-        ("run.yaml --median 20 --dual-kind k80", "device kind 'k80' is not known"),
+        ("run.yaml --median 20 --dual-kind k80", "unknown device kind 'k80'"),
         ("run.yaml --set trian.iterations=3", "trian: unknown key"),
         ("run.yaml --dual 0", "--dual"),
         ("run.yaml --sigma -1", "--sigma"),

@@ -173,7 +173,7 @@ def scores_nothing(task: Task, answer: Any) -> None:
             {"agent": ask, "reward": scores_nothing},
             "reward_error",
             f"ValueError: the reward function {name_function(scores_nothing)} returned None, "
-            "no finite number",
+            "which is not a finite number",
         ),
     ],
 )

@@ -43,9 +43,9 @@ def test_a_project_passes_its_own_tests_and_names_its_functions(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("2nd", "2nd: '2nd' cannot name the Python module in the folder"),
-        ("class", "'class' cannot name the"),
-        ("my agent", "'my agent' cannot name the"),
+        ("2nd", "2nd: '2nd' cannot be the name of a Python module"),
+        ("class", "'class' cannot be the name of a Python module"),
+        ("my agent", "'my agent' cannot be the name of a Python module"),
         ("json", "json: json is the name of "),
         ("there", "there already exists; choose another name or remove it"),
     ],

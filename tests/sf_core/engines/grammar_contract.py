@@ -157,7 +157,7 @@ class GrammarEngineTests(FolderEngineTests):
             wrong = {
                 "unknown special token": replace(good, grammar="start: <none>"),
                 "Invalid type: strin": replace(good, grammar='start: %json {"type": "strin"}'),
-                "without a stop token": replace(good, stop_token_ids=()),
+                "needs a stop token": replace(good, stop_token_ids=()),
             }
             for message, request in wrong.items():
                 told = str(catch(_submitting(engine, request), ValueError))

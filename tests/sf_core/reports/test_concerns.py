@@ -71,7 +71,9 @@ def test_a_reward_that_is_the_same_in_three_batches_is_told(tmp_path: Path) -> N
     same = {"rollout": {"reward_min": 0.5, "reward_max": 0.5}}
     view, config = run_of(tmp_path, {}, same, same, same, {})
     assert [list(concerns_of(view, number, config)) for number in range(5)] == [[], [], [], ["constant"], []]
-    assert "earned 0.5: is my_agent:reward constant?" in concerns_of(view, 3, config)["constant"]
+    assert (
+        "earned 0.5: check that my_agent:reward is not constant" in concerns_of(view, 3, config)["constant"]
+    )
     taught = TrainConfig.model_validate({"advantage": "none", "teacher": {"model": "teacher"}})
     assert not concerns_of(view, 3, config.model_copy(update={"train": taught}))
 

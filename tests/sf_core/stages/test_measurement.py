@@ -85,7 +85,7 @@ def test_a_section_can_be_given_whole_and_what_training_forbids_does_not_hold(
         (
             0,
             ["train.iterations=3"],
-            "can change environment, evaluate, rollout, engine, cluster",
+            "can only change environment, evaluate, rollout, engine, cluster",
         ),
         (0, ["policy.dtype=bfloat16"], "--set policy.dtype=bfloat16: an evaluation can only change"),
     ],

@@ -65,7 +65,7 @@ def test_an_environment_shows_each_of_its_first_tasks_once() -> None:
     ("lines", "reason"),
     [
         ([], "has no demonstrations"),
-        ([line("a"), "{"], "line 2: no JSON"),
+        ([line("a"), "{"], "line 2: not valid JSON"),
         (["[]"], 'line 1: expected {"messages": [...]}'),
         (['{"messages": [{"content": "a"}]}'], "line 1: expected"),
         (['{"messages": [{"role": "user", "content": "a"}]}'], "line 1: no message has the role assistant"),
@@ -218,7 +218,7 @@ def test_a_picture_that_cannot_be_shown_is_named(seeing_renderer: Renderer, tmp_
     far = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     for renderer_, part, reason in (
         (blind, BROKEN, "messages[0].content has a part that is not text"),
-        (seeing_renderer, BROKEN, "messages[0].content[0] has a picture: it is broken"),
+        (seeing_renderer, BROKEN, "messages[0].content[0] has a picture: the picture is broken"),
         (seeing_renderer, far, "messages[0].content[0] has a picture whose bytes are not in the request"),
     ):
         with pytest.raises(ValueError) as refused:

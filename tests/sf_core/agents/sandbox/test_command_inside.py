@@ -73,7 +73,7 @@ def test_its_answer_is_a_file_or_the_folder() -> None:
         ("ln -s ../proc/1/environ a", "the exit status is 0, but a leads outside its folder"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is larger than the limit of 1048576 bytes"),
         ("yes", "the output exceeds output_mb (1)"),
-        ("head -c 90000000 /dev/zero > a; sleep 1000", "it used more than the limit memory_mb (64)"),
+        ("head -c 90000000 /dev/zero > a; sleep 1000", "the memory use exceeds memory_mb (64)"),
     ],
 )
 def test_a_failure_is_told_as_outside(script: str, reason: str) -> None:

@@ -191,7 +191,7 @@ def test_an_agent_that_blocks_the_event_loop_is_ended(
     assert code == 1, output
     assert "time.sleep(60)" in output
     assert "error: the agent failed at tried_module.py:" in output
-    assert "it blocked the event loop for 0.7 s" in output
+    assert "the agent blocked the event loop for 0.7 s" in output
 
 
 @pytest.mark.parametrize("status", [200, 401])

@@ -289,7 +289,7 @@ def test_who_is_attended_hears_at_once_that_the_disk_is_full_and_the_work_is_don
         journal = Journal(tmp_path / "a.journal")
         with full_own_disk(1000):
             for n in range(2):
-                with pytest.raises(ApiError, match=f"journal in {tmp_path}: File too large. Make") as refused:
+                with pytest.raises(ApiError, match=f"journal in {tmp_path}: File too large. Free") as refused:
                     await journal.attend(work(journal, n))
                 assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
         await until(lambda: done == [0, 1])

@@ -67,8 +67,8 @@ def test_a_file_of_outcomes_that_cannot_be_read_is_named_and_a_run_goes_on_witho
         assert refused.value.status == 409
         assert f"{file}: {fault}" in refused.value.message
         assert refused.value.message.endswith(
-            "; to continue without them, remove rollout.curriculum from the configuration, or remove the "
-            "manifests of this and all later iterations"
+            "; to continue without these results, remove rollout.curriculum from the configuration, or "
+            "remove the manifests of this and all later iterations"
         )
 
         manifests = Path(driver.spec["run_dir"]) / "manifests"

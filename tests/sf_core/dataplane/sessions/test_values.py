@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.calls.formats import FORMATS
@@ -56,6 +56,8 @@ def test_a_value_comes_back_as_it_was_sampled(
     request = asked([])
     prompt = record.session.open_prompt(request.messages, request.tools, renderer)
     text = FORMATS["hermes"].render(ToolCall("find", {"x": value}))
+    # the first end mark ends a call, as in vLLM's parser; hypothesis also draws texts that the code has
+    assume(text.count("</tool_call>") == 1)
     [call], _ = _split(text, request.tools)
     assert json.dumps(call.arguments) == json.dumps({"x": value})
     turn = record.answer(prompt, odd_ids(renderer, text, random.Random(0)), calls=[call])

@@ -331,7 +331,7 @@ def test_a_turn_that_is_put_off_before_it_is_read_again_is_recorded_once(
         num_sampled = await asked.refuse(request)
         router = asked.run.router
         router.close(asked.run.refusal())
-        with pytest.raises(ApiError, match="no flow works on it"):
+        with pytest.raises(ApiError, match="its flow has stopped"):
             await asked.ask(request)
         router.closed = None
         engine = asked.connect()

@@ -172,7 +172,7 @@ def test_a_number_that_is_not_finite_names_row_and_token(
     faulty.logprob = told
     with pytest.raises(ValueError) as refused:
         ask(faulty)
-    check_sentence(str(refused.value), "says of row ", f" that the log-prob of token 1 is {said}, ")
+    check_sentence(str(refused.value), "reports for row ", f" that the log-prob of token 1 is {said}, ")
 
 
 def test_the_key_comes_from_the_environment(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ def configured(**sections: Any) -> RunConfig:
         *(
             (
                 {"policy": SEES, "engine": {"kind": kind}},
-                f"engine.kind {kind} does not support pictures, but the policy, a qwen2_5_vl, sees: "
-                "use engine.kind vllm",
+                f"engine.kind {kind} does not support pictures, but the policy, a qwen2_5_vl, sees "
+                "pictures: use engine.kind vllm",
             )
             for kind in ("torch", "emulated")
         ),

@@ -77,7 +77,7 @@ def test_another_vocabulary_is_refused_by_its_first_token(small_policy: str, pol
     check_start(configured({"model": str(policy_copy)}, {"model": small_policy}))
     policy = {"model": str(policy_copy)}
     size = len(make_tokenizer())
-    names = (f"id {size} is 'more', and no token to the teacher", small_policy)
+    names = (f"id {size} is 'more' for the policy and no token for the teacher", small_policy)
     refused(configured({"model": small_policy}, policy), "train.teacher.model: ", *names)
     refused(configured(AT_URL | {"tokenizer": small_policy}, policy), "train.teacher.tokenizer: ", *names)
 
@@ -87,7 +87,9 @@ def test_the_built_in_policy_has_a_vocabulary_too(policy_copy: Path) -> None:
     tokenizer["model"]["vocab"]["€"] = tokenizer["model"]["vocab"].pop("a")
     (policy_copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     refused(
-        configured({"model": str(policy_copy)}), "train.teacher.model: ", "is 'a', and '€' to the teacher"
+        configured({"model": str(policy_copy)}),
+        "train.teacher.model: ",
+        "is 'a' for the policy and '€' for the teacher",
     )
 
 
@@ -194,7 +196,7 @@ def test_the_plan_says_what_a_teacher_costs(small_policy: str, policy_copy: Path
             {"model": str(policy_copy)},
             {},
             f"{policy_copy}: qwen3, {millions} million parameters in bfloat16; each step has one more "
-            "more forward pass through it, about 33% more computing",
+            "forward pass through it, about 33% more computing",
         ),
         (
             {"model": small_policy, "divergence": "sampled"},
