@@ -87,7 +87,8 @@ class WeightsRef(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task. An agent works on it once per session. Your `tasks` function returns a task.
+    """A task for an agent. In each session an agent works on one task. Your function `tasks` returns a
+    `Task`.
 
     ```python
     Task("sum-train-0", "sums", "What is 2+3?", answer="5")
@@ -95,22 +96,23 @@ class Task:
     """
 
     task_id: str
-    """The id of the task, unique among all training and held-out tasks. Tasks with equal ids must be equal,
-    also in later runs."""
+    """The id of the task, unique among all training and held-out tasks. In every run, the same id must
+    belong to the same task."""
     environment: str
-    """A name for this kind of task. Metrics have the mean reward for each name."""
+    """A name for this kind of task. For each name, the metrics contain the mean reward of the tasks with this
+    name."""
     prompt: str
     """The user message for the agent. `sf try` and reports show this text."""
     answer: str = ""
-    """The reference answer, for your reward function. The policy does not see it."""
+    """The reference answer, for your reward function. The policy does not see this text."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Other facts for your agent and your reward function."""
+    """Other data for your agent and your reward function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The reward of a session, with rewards of single answers and with numbers to record. Your reward
-    function may return a `Scored` instead of a number.
+    """A reward with details. A `Scored` may contain rewards of single answers, and numbers to record. Your
+    reward function may return a `Scored` instead of a number.
 
     ```python
     Scored({"right": 1.0, "short": 0.1}, noted={"length": 12.0})
@@ -120,25 +122,26 @@ class Scored:
     reward: float | Mapping[str, float]
     """The reward: a finite number, or named parts whose sum is the reward."""
     steps: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of single answers, by the `id` of the answer in the response of the API. They are not added to
-    `reward`. Only advantages per turn use them (`train.advantage`)."""
+    """Rewards of single answers. Each key is the `id` of the API response that contains the answer.
+    SeamlessFlow does not add these rewards to `reward`. Only formulas with one advantage per turn use these
+    rewards (`train.advantage`)."""
     noted: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to record, by names of your choice. They are stored with the session, and their means are
-    metrics. They do not change the reward."""
+    """Numbers to record. Each key is a name of your choice. SeamlessFlow stores the numbers with the session,
+    and records the mean of each number as a metric. The numbers do not change the reward."""
 
 
 class NotJudged(Exception):
     """Raise this in a reward function if an answer cannot be scored now, for example because a judge is
     unavailable.
 
-    The worker scores the answer again, for up to `rollout.score_timeout_s`. Then another worker tries. After
-    `rollout.session_attempts` failures the group is discarded. A held-out session is not included in the mean
-    then."""
+    The worker scores the answer again until `rollout.score_timeout_s` expires. After that, another worker
+    scores the answer. After `rollout.session_attempts` failed attempts, the data plane discards the group. A
+    held-out session is then excluded from the mean reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The LLM endpoint of one session. Give its three values to the SDK of your agent.
+    """The LLM endpoint of one session. Pass its three fields to the LLM SDK of your agent.
 
     ```python
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)

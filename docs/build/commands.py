@@ -12,8 +12,8 @@ from sf_core.cli.main import app
 
 _TOP = """# Commands
 
-Every command of `sf`, with its arguments and options. `sf --help` and `sf COMMAND --help` print the same
-in a terminal.
+This page lists every command of `sf`, with its arguments and options. In a terminal, `sf --help` and
+`sf COMMAND --help` print the same text.
 """
 _OTHER = "Commands"
 """Title of the commands that name no group."""
@@ -63,7 +63,7 @@ def _parameters(command: Any, context: Any) -> Iterator[str]:
 
 
 def escape(text: str) -> str:
-    """Text as Markdown that shows it as it is, but for code."""
+    """Markdown that shows the text unchanged. Parts in backticks stay code."""
     parts = re.split(r"(`[^`]+`)", text)
     return "".join(
         part if part.startswith("`") else re.sub(r"([\[\]{}*\\])", r"\\\1", part).replace("<", "&lt;")

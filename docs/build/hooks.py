@@ -75,7 +75,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         try:
             text = show_file(path)
         except UnicodeDecodeError:
-            log.warning("%s is no text: a document that shows it keeps it in docs", path)
+            log.warning("%s is not a text file: move the file to docs, because a document links to it", path)
             continue
         files.append(File.generated(config, page_of(path), content=text, inclusion=InclusionLevel.NOT_IN_NAV))
         links += _outside(text, f"{path}/." if (ROOT / path).is_dir() else path)
@@ -117,10 +117,10 @@ def lead_links(markdown: str, here: str, source: str) -> str:
             path = readme_of(path)
             inside = path.removeprefix("docs").removeprefix("/") or "index.md"
             if inside in MADE and not source.startswith("docs/"):
-                log.warning("%s links to %s, which only the site has", source, path)
+                log.warning("%s links to %s, which exists only on the site", source, path)
             return relative(inside, here) + anchor
         if path.startswith("..") or not (ROOT / path).exists():
-            log.warning("%s links to %s, which is not there", source, target)
+            log.warning("%s links to %s, which does not exist", source, target)
             return target
         return relative(page_of(path), here) + anchor
 

@@ -14,23 +14,28 @@ from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, is_for_a
 
 _TOP = """# Routes
 
-The HTTP routes of the data plane, which `sf train`, `sf up` and `sf dataplane` start. `GET /openapi.json` of
-a running data plane returns the same information as an OpenAPI 3.1 document.
+This page lists the HTTP routes of the [data plane](../concepts/glossary.md#data-plane). The commands
+`sf train`, `sf up` and `sf dataplane` start a data plane. The route `GET /openapi.json` returns the same
+information as an OpenAPI 3.1 document.
 
 ## Keys
 
 A request sends its key as `Authorization: Bearer KEY`, or in the header `x-api-key` or `x-goog-api-key`.
 
-- **The data plane's key** opens every route. A data plane without a key asks for none.
-- **A run's key** opens the agents' routes of this run, and the routes of its sessions and groups. They
-  ask for it even if the data plane has no key.
+- **The data plane's key** opens every route. If the data plane has no key, only the routes of runs with a
+  key of their own need a key.
+- **A run's key** opens the agents' routes of the run, and the routes for the sessions and groups of the
+  run. If a run has a key, these routes require a key even if the data plane has no key.
 
-An agent names its session in one of three ways: the path begins with `/sessions/SESSION`, the header
-`x-session-id` has it, or the key is `KEY:SESSION`.
+An agent names its [session](../concepts/glossary.md#session) in one of three ways:
+
+- the path begins with `/sessions/SESSION`;
+- the header `x-session-id` contains the id of the session;
+- the key has the form `KEY:SESSION`.
 
 ## Errors
 
-An error has one sentence at `error.message`.
+If a request fails, the response is JSON. The field `error.message` contains one sentence with the reason.
 
 | status | meaning |
 |---|---|
@@ -38,8 +43,8 @@ An error has one sentence at `error.message`.
 _AGENTS = """
 ## Agents' routes
 
-Agents call these with the SDK of the provider, whose documentation describes the bodies. Each route also
-exists below `/sessions/{session_id}`.
+Agents call these routes with the SDK of the provider. The documentation of the provider describes the
+bodies. Each route also exists below `/sessions/{session_id}`.
 
 | API | routes |
 |---|---|
@@ -82,23 +87,23 @@ def routes_page() -> str:
 def _show(path: str, method: str, route: Schema, schemas: Schema) -> Iterator[str]:
     yield f"\n### `{method} {path}`\n"
     yield escape(route["summary"]) + "\n"
-    yield f"Key: the key of {'a run or of ' if is_for_agents(path) else ''}the data plane.\n"
+    yield f"Key: {'the key of the run, or ' if is_for_agents(path) else ''}the key of the data plane.\n"
     if route["parameters"]:
         yield "Parameters:\n"
         for parameter in route["parameters"]:
             told = say_type(parameter["name"], parameter["schema"])
-            yield f"- `{parameter['name']}` *({parameter['in']}, {told})*"
+            yield f"- `{parameter['name']}` *(in the {parameter['in']}, {told})*"
         yield ""
     if "requestBody" in route:
         [content] = route["requestBody"]["content"].values()
         schema = schemas[content["schema"]["$ref"].rpartition("/")[2]]
         about = escape(" ".join(schema.get("description", "").split()))
-        yield f"Body, as JSON{': ' + about if about else ':'}\n"
+        yield f"Body (JSON){': ' + about if about else ':'}\n"
         yield from _fields(schema, schemas, "")
         yield ""
     [answer] = route["responses"]["200"]["content"]
     errors = ", ".join(status for status in route["responses"] if status != "200")
-    yield f"Answers `{answer}`. Errors: {errors}.\n"
+    yield f"Type of the response: `{answer}`. Statuses of errors: {errors}.\n"
 
 
 def _fields(schema: Schema, schemas: Schema, indent: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ _BOUNDS = {
 
 
 def say_type(name: str, schema: Schema) -> str:
-    """What the value of this name may be, in words."""
+    """The type of the value with this name, in words."""
     forms = schema.get("anyOf") or schema.get("oneOf") or [schema]
     told = [_say(name, form) for form in forms if form.get("type") != "null"]
     if len(forms) > len(told):

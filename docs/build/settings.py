@@ -18,16 +18,18 @@ from sf_core.settings import Reference
 
 _TOP = """# Settings
 
-Every setting of a run, with its type, default and range. A configuration is a YAML file with the settings
-that differ from the default. `--set train.learning_rate=1e-4` overrides one setting on the command line.
+This page lists every setting of a run, with its type, default and range. A configuration is a YAML file that
+contains only the settings that differ from the default. The option `--set train.learning_rate=1e-4` overrides
+one setting on the command line.
 
-- `sf settings` prints all of them as YAML that you can copy.
-- `sf settings train.loss` prints one part.
-- `sf settings --schema` prints the JSON Schema. An editor completes and checks your file with it.
+- `sf settings` prints all settings as YAML that you can copy.
+- `sf settings train.loss` prints one section.
+- `sf settings --schema` prints the JSON Schema. With this schema, an editor completes and checks your file.
 
-**Empty** is YAML's `null`: the setting is left out, and its description says what happens then. `NAME`
-stands for a name that you choose, and `[]` for an entry of a list. Some sections have several kinds: `kind`
-names one of them, and the section then has the settings of this kind.
+**Empty** means that the setting has no value, which is `null` in YAML. The description of the setting
+explains the effect. In the path of a setting, `NAME` stands for a name that you choose, and `[]` stands for
+an entry of a list. Some sections have several kinds. In such a section, the setting `kind` selects a kind,
+and the other settings depend on the kind.
 """
 _CODE = re.compile(r"(`[^`]+`)")
 
@@ -36,7 +38,7 @@ class _Part(NamedTuple):
     """A section, or one kind of it."""
 
     path: str
-    """As a user writes it."""
+    """Dotted path of the section, as it is written in a configuration."""
     anchor: str
     model: type[BaseModel]
     level: int
@@ -44,7 +46,7 @@ class _Part(NamedTuple):
     """Paragraphs on the section, before its settings."""
     kind: str = ""
     may_be: str = ""
-    """Type and default of a section that may be something else: empty, a name, or several."""
+    """Type and default of a section, if the value may also be empty, a name, or a list."""
 
 
 def settings_page() -> str:
@@ -56,7 +58,7 @@ def settings_page() -> str:
 
 
 def _parts(part: _Part) -> Iterator[_Part]:
-    """This section, and all that are within it, as the page has them."""
+    """This section and all sections within it, in the order of the page."""
     yield part
     properties = part.model.model_json_schema()["properties"]
     for name, field in part.model.model_fields.items():
@@ -73,7 +75,7 @@ def _parts(part: _Part) -> Iterator[_Part]:
 
 
 def _models(annotation: Any) -> tuple[str, list[type[BaseModel]]]:
-    """What may be in a section, and how a path goes on to it."""
+    """The suffix of the path of a section (`.NAME`, `[]` or empty), and the models of the section."""
     for origin, mark in ((dict, ".NAME"), (tuple, "[]")):
         found = [part for part in (annotation, *get_args(annotation)) if get_origin(part) is origin]
         for part in found:
@@ -136,7 +138,7 @@ def _default(field: FieldInfo) -> str:
         return "Default: empty."
     if isinstance(value, BaseModel):
         shown = getattr(value, "kind", None)
-        return f"Default: `{shown}`." if isinstance(shown, str) else "Default: its defaults."
+        return f"Default: `{shown}`." if isinstance(shown, str) else "Default: the defaults of the section."
     if isinstance(value, float):
         return f"Default: `{value:g}`."
     plain = _plain(value)

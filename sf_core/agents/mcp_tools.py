@@ -21,12 +21,13 @@ TOLD_BYTES = 400
 
 @asynccontextmanager
 async def mcp_tools(server: str | Sequence[str], *, timeout_s: float = 60.0) -> AsyncIterator[list[Tool]]:
-    """Open the tools of an MCP server, for `run_tool_loop`. Needs the extra `seamlessflow[mcp]`.
+    """Connect to an MCP server and get its tools, for `run_tool_loop`. This function needs the extra
+    `seamlessflow[mcp]`.
 
     `server` is the URL of a server (streamable HTTP), or a command that starts a server (standard input and
-    output). The command runs until the block ends. `timeout_s` limits the start and each answer, in seconds.
-    Raises LostToolError if the server cannot be reached, ends, or does not answer in time. The tools raise
-    this error, too.
+    output). The command runs until the `async with` block ends. `timeout_s` is the time limit, in seconds,
+    for the start of the server and for each answer. Raises LostToolError if the server cannot be reached,
+    ends, or does not answer in time. Calls of the tools raise LostToolError for the same reasons.
 
     ```python
     async with mcp_tools(["python", "my_server.py"]) as tools:

@@ -24,8 +24,8 @@ Content = str | list[dict[str, Any]]
 
 class LostToolError(Exception):
     """Raise this in a tool that cannot work any more, for example because its server has crashed.
-    `run_tool_loop` then ends and raises the error to your agent. The model does not see the error. The
-    session fails, unless your agent handles the error."""
+    `run_tool_loop` then ends and raises the error in your agent. The model does not see the error. The
+    session fails, unless your agent catches the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,19 @@ class Tool:
     """
 
     name: str
-    """The name by which the model calls the function."""
+    """The name that the model uses to call the function."""
     description: str
     """Text for the model: what the function does, and when to call it."""
     parameters: dict[str, Any]
     """The arguments of the function, as a JSON Schema."""
     function: Callable[..., Content | Awaitable[Content]]
-    """A plain or async function. It gets the arguments by keyword, and returns a text or a list of OpenAI's
-    content parts. If the function raises an error, the model gets the error as the result. A `LostToolError`
-    ends the loop instead."""
+    """A sync or async function. The function receives the arguments as keywords, and returns a text or a list
+    of OpenAI's content parts. If the function raises an error, the model receives the text of the error as
+    the result. If the function raises `LostToolError`, the loop ends."""
 
     @property
     def schema(self) -> Any:
-        """The tool in the form of OpenAI's field `tools`."""
+        """The tool, as an entry for the field `tools` of an OpenAI request."""
         return {
             "type": "function",
             "function": {
@@ -73,11 +73,11 @@ class Tool:
 async def run_tool_loop(
     endpoint: Endpoint, prompt: Content, tools: Sequence[Tool] = (), max_turns: int = 4
 ) -> str:
-    """Ask the model and run the tools that it calls, until it answers without calling a tool.
+    """Ask the model, and run the tools that the model calls, until an answer calls no tool.
 
     `prompt` is the user message: a text or a list of OpenAI's content parts. `max_turns` is the maximum
-    number of requests. Returns the text of the last answer. The text is empty if the model still calls tools
-    in its last turn. Raises LostToolError if a tool raises it.
+    number of requests to the model. Returns the text of the last answer. The text is empty if the answer to
+    the last allowed request calls tools. Raises LostToolError if a tool raises LostToolError.
 
     ```python
     async def agent(task: Task, endpoint: Endpoint) -> str:

@@ -23,14 +23,15 @@ class Demonstration:
     """A conversation that the built-in policy imitates in its warm start, before reinforcement learning."""
 
     messages: list[dict[str, Any]]
-    """The messages in OpenAI's form. The policy learns to write the messages of the role `assistant`."""
+    """The messages in OpenAI's form. The policy learns to write the messages with the role `assistant`."""
     tools: list[dict[str, Any]] | None = None
-    """The tools that the model sees, in OpenAI's form. `Tool.schema` gives one."""
+    """The tools that the model sees, in OpenAI's form. `Tool.schema` is a tool in this form."""
 
 
 class Environment(Settings):
-    """Base class for an environment: tasks, an agent and a reward function in one class. The fields of your
-    class are settings: `environment.settings` sets them in YAML. `agent` and `reward` may be async.
+    """Base class for environments. An environment defines tasks, an agent and a reward function. The fields
+    of your class are settings: in YAML, `environment.settings` contains their values. The methods `agent` and
+    `reward` may be async.
 
     ```python
     class Sums(Environment):
@@ -50,18 +51,18 @@ class Environment(Settings):
 
     @abstractmethod
     def tasks(self, split: Split, index: int) -> Task:
-        """Make the task with this number; the first has number 0. `split` is `train` or `holdout`. Equal
-        arguments must give equal tasks in every process."""
+        """Make the task with the number `index`, which starts at 0. `split` is `train` or `holdout`. In every
+        process, equal arguments must give equal tasks."""
 
     @property
     def sources(self) -> Mapping[str, HasTasks]:
-        """Optional: the parts of the environment, by name. A curriculum can sample from each part a share of
-        the tasks. Empty: all tasks come from `tasks`."""
+        """Optional: the parts of the environment, by name. A curriculum can set the share of the tasks that
+        come from each part. Empty: all tasks come from `tasks`."""
         return {}
 
     def task(self, split: Split, index: int, source: str = "") -> Task:
-        """Make a task of the part `source`, or call `tasks` if `source` is empty. Raises ValueError if there
-        is no such part."""
+        """Make a task of the part `source`. If `source` is empty, the task comes from `tasks`. Raises
+        ValueError if the environment has no part with this name."""
         if not source:
             return self.tasks(split, index)
         if source not in self.sources:
@@ -70,9 +71,10 @@ class Environment(Settings):
         return self.sources[source].task(split, index)
 
     def prepare(self, task: Task) -> AbstractAsyncContextManager[Any]:
-        """Optional: prepare something that the agent needs for a task, such as a sandbox. Return an async
-        context manager. It is entered before the session and left after the agent has ended. The agent gets
-        the value of the manager as its third argument."""
+        """Optional: prepare a resource that the agent needs for a task, for example a sandbox. Return an
+        async context manager. SeamlessFlow enters the context manager before the agent starts, and exits the
+        context manager after the agent has ended. The value from entering the context manager is the third
+        argument of `agent`."""
         raise NotImplementedError
 
     @property
@@ -81,27 +83,27 @@ class Environment(Settings):
 
     @abstractmethod
     def agent(self, task: Task, endpoint: Endpoint, *prepared: Any, **more: Any) -> Any:
-        """Work on a task with the LLM at `endpoint`. Return the answer, a value that JSON can hold. If
+        """Work on a task with the LLM at `endpoint`. Return the answer, which must be a JSON value. If
         `agent` raises an error, the session fails, and `rollout.on_failure` decides what happens."""
 
     @abstractmethod
     def reward(self, task: Task, answer: Any) -> Reward | Awaitable[Reward]:
         """Score an answer. Return a finite number, a mapping of named parts whose sum is the reward, or a
-        `Scored`. To ask judges, add a parameter `judges`. Raise NotJudged if the answer cannot be scored
+        `Scored`. To use judges, add a parameter `judges`. Raise NotJudged if the answer cannot be scored
         now."""
 
     def files(self, task: Task) -> Mapping[str, bytes]:
-        """Optional: files for the working folder of a command as agent, by name."""
+        """Optional: files for the working folder of a command as agent. Each key is the name of a file."""
         return {}
 
     def demonstrate(self, index: int) -> Demonstration | None:
         """Optional: a solution of the training task `index`, for the warm start of the built-in policy.
-        Return None if there is none."""
+        Return None if the task has no demonstration."""
         return None
 
     def why_not_here(self) -> str | None:
-        """Optional: return one sentence with the reason if the agent or the reward function cannot run on
-        this host, else None."""
+        """Optional: check whether the agent and the reward function can run on this host. Return None if they
+        can run. If they cannot run, return one sentence with the reason."""
         return None
 
     @property

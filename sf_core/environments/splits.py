@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from sf_core.types import Task
 
 Split = Literal["train", "holdout"]
-"""Training tasks or held-out tasks."""
+"""The split of a task: training or held-out."""
 
 HOLDOUT_SIZE = 1024
 STRIDE = 1 << 40
@@ -19,8 +19,8 @@ MAX_ATTEMPTS = 1000
 
 
 def split_of(key: str, held_out: float = 0.2) -> Split:
-    """Choose the split of a task by the hash of its key. `held_out` is the share of keys in the split
-    `holdout`. A key keeps its split when you add other keys.
+    """Compute the split of a task from the hash of the task's key. `held_out` is the share of keys in the
+    split `holdout`. The split of a key does not change when you add other keys.
 
     ```python
     split_of("photosynthesis")  # "train" or "holdout", always the same

@@ -17,8 +17,8 @@ from sf_core.types import Scored, Task
 
 
 class EnvironmentTests:
-    """Tests that every environment should pass. Inherit from this class in a test file, and set either
-    `environment` or the two functions.
+    """Tests that every environment should pass. In a test file, inherit from this class and set either
+    `environment`, or both `tasks` and `reward`.
 
     ```python
     import speller
@@ -37,9 +37,10 @@ class EnvironmentTests:
     reward: Callable[[Task, Any], Any]
     """The function that `environment.reward` names in YAML."""
     num_tasks = 200
-    """Number of tasks to make of each split."""
+    """Number of tasks that the tests make, per split."""
     num_scored = 20
-    """Number of tasks of each split whose answers are scored. Use fewer if scoring is slow."""
+    """Number of tasks for which the tests score answers, per split. Use a smaller number if scoring is
+    slow."""
 
     def test_equal_arguments_give_equal_tasks(self) -> None:
         """Making the same tasks twice gives equal tasks."""
@@ -61,7 +62,7 @@ class EnvironmentTests:
         assert not both, f"{both[0].task_id} is held out and trained on"
 
     def test_any_answer_gets_a_finite_reward(self) -> None:
-        """Empty, wrong, long and odd answers get a finite reward."""
+        """Empty, wrong, long and unusual answers get a finite reward."""
         for task in self._draw("train")[: self.num_scored] + self._draw("holdout")[: self.num_scored]:
             for answer in ("", task.answer, task.answer + "x", "\x00 \n<|im_end|> 数", "9" * 10_000):
                 reward = self._reward(task, answer)

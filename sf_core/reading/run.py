@@ -29,12 +29,12 @@ EVALUATIONS = pa.schema([("version", pa.int32()), ("reward", pa.float64()), *_CO
 
 
 class Run:
-    """The tables of a run, each as a `pyarrow.Table`. `open_run` makes a `Run`. `.to_pandas()` turns a table
-    into a data frame.
+    """Reads a run as tables. `open_run` returns a `Run`. Each table is a `pyarrow.Table`. The method
+    `to_pandas` of a table returns a data frame.
 
-    Each call reads the files again. If the run is still training, a call returns the data that is committed
-    so far. Reading changes nothing and needs no process of the run. A method raises ValueError with one
-    sentence if a file of the run is missing or broken."""
+    Each call reads the files of the run again. If the run is still training, a call returns the data that is
+    committed so far. Reading does not change the run, and works while the run is stopped. Each method raises
+    ValueError if a file of the run is missing or damaged."""
 
     def __init__(self, uri: str) -> None:
         self._run = view.open_run(uri).run
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The name of the run, which is the last part of its address."""
+        """The name of the run, which is the last part of `uri`."""
         return self._run.run_id
 
     @property
@@ -59,7 +59,7 @@ class Run:
         return parse_json(dict[str, Any], files.read_bytes(uri), f"{uri}: cannot be read")
 
     def iterations(self) -> pa.Table:
-        """Read the iterations in order: one row per iteration whose sessions are committed.
+        """Read the iterations in order. The table has one row per iteration whose sessions are committed.
 
         | column | type | meaning |
         |---|---|---|
@@ -69,12 +69,12 @@ class Run:
         | `held_out` | double | mean held-out reward of the new policy version; null if not measured |
         | `sessions` | int64 | number of training sessions |
         | `failed` | int64 | number of failed sessions among them |
-        | `seconds` | double | wall-clock time since the end of the iteration before; null until `published` |
+        | `seconds` | double | wall-clock time since the previous iteration ended; null if not `published` |
         | `sampled_tokens` | int64 | tokens that the policy sampled in these sessions |
 
         The other columns are the metrics of training, each as double, for example `loss`, `kl`, `entropy` and
-        `lag_mean`. If an iteration has several optimizer steps, the value is the mean over the steps. Columns
-        that end in `_max` have the maximum.
+        `lag_mean`. If an iteration has several optimizer steps, the value is the mean over the steps. A
+        column whose name ends in `_max` contains the maximum over the steps.
         """
         seen = RunView(self._run)
         found = [one for one in seen.iterations() if "rollout" in one.stages]
@@ -89,8 +89,8 @@ class Run:
         return self._with_metrics(rows, ITERATIONS, "train", trained)
 
     def evaluations(self) -> pa.Table:
-        """Read the evaluations in order: one row per evaluated policy version. Version 0 is the policy before
-        training.
+        """Read the evaluations in order. The table has one row per evaluated policy version. Version 0 is the
+        policy before training.
 
         | column | type | meaning |
         |---|---|---|
@@ -110,12 +110,13 @@ class Run:
         return self._with_metrics(rows, EVALUATIONS, "evaluation", [row["version"] for row in rows])
 
     def sessions(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read the committed sessions: one row per training session, held-out session, and session that an
-        agent opened itself. A session in which the policy answered nothing has no row.
+        """Read the committed sessions: training sessions, held-out sessions, and sessions that an agent
+        opened itself. The table has one row per session. A session without an answer of the policy has no
+        row.
 
         | column | type | meaning |
         |---|---|---|
-        | `iteration` | int32 | iteration that trains on the session; for the other kinds the policy version |
+        | `iteration` | int32 | iteration that trains on the session; `held_out`, `opened`: policy version |
         | `kind` | string | `training`, `held_out` or `opened` |
         | `session_id` | string | id of the session; `run.session` takes this id |
         | `task_id`, `environment` | string | id and environment of the task |
@@ -131,9 +132,10 @@ class Run:
         | `interruptions` | int64 | number of times that an answer was interrupted and continued |
         | `min_version`, `max_version` | int32 | oldest and newest policy version that sampled a token |
 
-        `columns` names the columns to read, in this order. Four columns are read only if `columns` names
-        them, because they can be large: `policy`, `messages` (the conversation as JSON), `tools` (as JSON)
-        and `output` (text that a command as agent printed). They are from the first branch of the session.
+        `columns` names the columns to read, in this order. Four columns can be large, and are read only if
+        `columns` names them: `policy`, `messages` (the conversation as JSON), `tools` (as JSON) and `output`
+        (text that a command as agent printed). The values of these four columns are from the first branch of
+        the session.
 
         Raises ValueError if `columns` names an unknown column.
         """
@@ -144,14 +146,14 @@ class Run:
         return all_sessions(RunView(self._run).iter_session_sets(), wanted)
 
     def groups(self) -> pa.Table:
-        """Read the groups of training sessions: one row per group, in the order of the batches.
+        """Read the groups of training sessions, in the order of the batches. The table has one row per group.
 
         | column | type | meaning |
         |---|---|---|
         | `iteration` | int32 | iteration that used or discarded the group |
         | `group_id` | string | id of the group |
         | `task_id`, `environment` | string | id and environment of the task; null if unknown |
-        | `verdict` | string | `sealed` if the group is in the batch, else the reason why it was discarded |
+        | `verdict` | string | `sealed` if the group is in the batch; for a discarded group, the reason |
         | `sessions` | int64 | number of sessions with a reward |
         | `reward_mean`, `reward_min`, `reward_max` | double | rewards of these sessions; null if unknown |
         | `tokens` | int64 | number of sampled tokens of these sessions; null if unknown |
@@ -169,7 +171,7 @@ class Run:
         return pa.concat_tables(tables)
 
     def session(self, session_id: str) -> pa.Table:
-        """Read the messages of one session in order: one row per message of each branch.
+        """Read the messages of one session in order. The table has one row per message of each branch.
 
         | column | type | meaning |
         |---|---|---|
@@ -178,23 +180,23 @@ class Run:
         | `repeated` | bool | true if the parent branch has the same message |
         | `text` | string | the tokens as text, special tokens included |
         | `role` | string | author of the message: `user`, `assistant`, `tool`, `system` or `prompt` |
-        | `start`, `end` | int32 | tokens of the message in the branch: `start` <= i < `end` |
+        | `start`, `end` | int32 | range of the message's tokens in the branch: `start` <= i < `end` |
         | `finish_reason` | string | `stop` or `length`; null if not sampled |
         | `engine` | string | the engine that sampled the answer; null if not sampled |
         | `temperature`, `top_p` | float | sampling parameters; null if not sampled |
         | `top_k` | int32 | sampling parameter, 0 means no limit; null if not sampled |
-        | `reward` | double | reward of this answer alone; null if there is none |
+        | `reward` | double | reward of this answer alone; null if the answer has none |
         | `tokens` | `list<string>` | each token as text |
         | `token_ids` | `list<int32>` | the ids, exactly as the engine received and returned them |
         | `logprobs` | `list<float>` | natural logarithm of each token's probability; null if not sampled |
         | `policy_versions` | `list<int32>` | policy version that sampled each token; null if not sampled |
         | `loss_mask` | `list<bool>` | true for each token that is trained in this branch |
 
-        The rows of a branch together have each of its tokens once. The tokenizer of the run makes the text.
-        In a run without a tokenizer, `text` shows the ids.
+        The rows of a branch together contain each token of the branch once. The text is decoded with the
+        tokenizer of the run. If the run has no tokenizer, `text` shows the ids.
 
-        `session_id` is an id from the column `session_id` of `sessions`. Raises ValueError with similar ids
-        if there is no such session.
+        `session_id` is an id from the column `session_id` of `sessions`. Raises ValueError, with a list of
+        similar ids, if no session has this id.
 
         ```python
         turns = run.session("quickstart.g0.0.a0").to_pandas()
@@ -224,8 +226,8 @@ def open_run(uri: str | Path) -> Run:
     """Open a run to read its tables, for example in a notebook. The run may still be training.
 
     `uri` is the run directory: a folder such as `runs/quickstart`, or a URL such as
-    `s3://bucket/runs/quickstart`. A name without a folder is also searched in `runs/`. Raises ValueError with
-    the names of similar runs if there is no run.
+    `s3://bucket/runs/quickstart`. For a name without a folder, `open_run` also looks in `runs/`. Raises
+    ValueError, with the names of similar runs, if the run does not exist.
 
     ```python
     run = open_run("runs/quickstart")

@@ -79,13 +79,13 @@ def test_links_are_changed_to_pages(page: str, given: str, expected: str) -> Non
         (
             "start/a.md",
             "../../configs/none.yaml",
-            "docs/start/a.md links to ../../configs/none.yaml, which is not there",
+            "docs/start/a.md links to ../../configs/none.yaml, which does not exist",
         ),
-        ("start/a.md", "../../../else.md", "docs/start/a.md links to ../../../else.md, which is not there"),
+        ("start/a.md", "../../../else.md", "docs/start/a.md links to ../../../else.md, which does not exist"),
         (
             "repository/README.md",
             "docs/reference/settings.md",
-            "README.md links to docs/reference/settings.md, which only the site has",
+            "README.md links to docs/reference/settings.md, which exists only on the site",
         ),
     ],
 )

@@ -37,15 +37,16 @@ MAX_ANSWER = 4096
 
 
 class SandboxError(Exception):
-    """A sandbox cannot be made or does not work. The message is one sentence."""
+    """A sandbox cannot be made, or has failed. The message is one sentence with the reason."""
 
 
 @cache
 def why_no_sandbox(image: str | None = None) -> str | None:
-    """Check whether this host can make sandboxes. Returns None if it can, else one sentence with the reason.
+    """Check whether this host can make sandboxes. Returns None if the host can. If the host cannot,
+    returns one sentence with the reason.
 
-    `image` is an OCI image for podman; None means the system of the host. The first call makes a sandbox, in
-    a minute at most. Later calls return the same result."""
+    `image` is an OCI image for podman. None means the system of the host. The first call makes a sandbox to
+    check, and takes up to one minute. Later calls return the result of the first call."""
     if sys.platform != "linux":
         return "sandboxes work only on Linux"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -35,15 +35,16 @@ EndedBy = Literal["exit", "time", "output", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a command in a sandbox."""
+    """The result of a command in a sandbox."""
 
     status: int
-    """The exit status, or minus the number of the signal that killed the command."""
+    """The exit status of the command. If a signal killed the command: the negative number of the signal."""
     ended_by: EndedBy
-    """`exit`: the command ended by itself, or a limit on CPU time or file size ended it. `time`, `output` or
-    `memory`: the command was killed because it reached this limit."""
+    """`exit`: the command ended by itself, or reached its limit on CPU time or file size. `time`, `output` or
+    `memory`: the sandbox killed the command because the command reached this limit."""
     output: str
-    """Standard output and standard error together. Of a long output, only the beginning and the end."""
+    """Standard output and standard error together. A long output is shortened to its beginning and its
+    end."""
 
 
 @asynccontextmanager
@@ -55,10 +56,11 @@ async def open_sandbox(
 ) -> AsyncIterator[Sandbox]:
     """Open a sandbox for programs that you do not trust, for example code that a model wrote.
 
-    `limits` bounds memory, time and files. `files` are written to the work folder, by name. `endpoint` is the
-    only address that programs can reach; without an endpoint they have no network. `programs` are additional
-    files of the host that programs can read. When the block ends, all processes and files of the sandbox are
-    removed. Raises SandboxError if no sandbox can be made on this host.
+    `limits` limits memory, time and files. `files` maps names to contents: these files are written to the
+    work folder. Programs in the sandbox can reach only the address of `endpoint`. Without an endpoint, the
+    programs have no network. `programs` are additional files of the host that programs in the sandbox can
+    read. When the `async with` block ends, all processes and files of the sandbox are removed. Raises
+    SandboxError if this host cannot make a sandbox.
 
     ```python
     async with open_sandbox(SandboxLimits(memory_mb=256), {"a.py": b"print(6*7)"}) as box:
@@ -83,16 +85,16 @@ async def open_sandbox(
 
 
 class Sandbox:
-    """An open sandbox. `open_sandbox` makes one."""
+    """An open sandbox. Call `open_sandbox` to get a `Sandbox`."""
 
     def __init__(self, process: SandboxProcess, limits: SandboxLimits, endpoint: Endpoint | None) -> None:
         self._process, self._limits = process, limits
         self.endpoint = endpoint
-        """The endpoint, with the address at which programs in the sandbox reach it. None if they have no
+        """The endpoint, with the address that programs in the sandbox must use. None if the programs have no
         network."""
         self.limits_by: Literal["cgroup", "rlimits"] = "rlimits"
-        """`cgroup`: the kernel limits the memory of all processes together. `rlimits`: the kernel limits each
-        process, and the sandbox checks their sum."""
+        """`cgroup`: the kernel limits the memory of all processes together. `rlimits`: the kernel limits the
+        memory of each process, and the sandbox checks the sum over all processes."""
         if process.group is not None or limits.image is not None:
             self.limits_by = "cgroup"
         _tell(self.limits_by)
@@ -112,17 +114,18 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         written: CommandOutput | None = None,
     ) -> Ended:
-        """Run a command in the work folder and wait until it ends. Its other processes are then ended, too.
+        """Run a command in the work folder and wait until the command ends. All processes that the command
+        started are then ended, too.
 
-        `words` are the program and its arguments; no shell reads them. `timeout_s` is in seconds. `written`
-        receives standard output and standard error separately. Several calls run one after the other. A
-        cancelled call ends the sandbox. Raises SandboxError if the command cannot be started or the sandbox
-        has ended."""
+        `words` is the program and its arguments, without a shell. `timeout_s` is the time limit in seconds.
+        `env` contains additional environment variables. `written` receives standard output and standard error
+        separately. Concurrent calls run one after the other. If a call is cancelled, the sandbox ends. Raises
+        SandboxError if the command cannot be started or the sandbox has ended."""
         return await self._run("run", words, stdin, timeout_s, env, written)
 
     async def run_python(self, source: str, *, stdin: str | bytes = "", timeout_s: float) -> Ended:
-        """Run Python source, as `run` runs a command. The source can import the standard library only. It
-        starts faster than a new Python process."""
+        """Run Python source code and wait until the code ends. The code can import only the standard library.
+        This method is faster than starting a new Python process with `run`."""
         return await self._run("interpret", [source], stdin, timeout_s)
 
     async def _run(
@@ -147,9 +150,9 @@ class Sandbox:
             return Ended(status, ended_by, command.written.all.text())
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files to the work folder, by name. Existing files and links with these names are replaced. A
-        file that begins with `#!` becomes executable. Raises ValueError if a name leads out of the work
-        folder."""
+        """Write files to the work folder. Each key is the name of a file. Existing files and links with these
+        names are replaced. A file that begins with `#!` becomes executable. Raises ValueError if a name leads
+        out of the work folder."""
         parts = list[bytes]()
         for name, content in files.items():
             if not is_name_below(name):
@@ -159,8 +162,8 @@ class Sandbox:
             await self._process.ask("write", [seal(b"".join(parts))], WRITE_S)
 
     async def files(self) -> dict[str, bytes]:
-        """Read all files of the work folder, by name, without links, pipes and devices. Raises
-        SandboxError if they are too many, or larger than 64 MiB in all."""
+        """Read all files of the work folder, except links, pipes and devices. Each key of the result is the
+        name of a file. Raises SandboxError if the folder has too many files, or more than 64 MiB in all."""
         return await asyncio.to_thread(_files, self.folder)
 
 

@@ -20,22 +20,24 @@ from sf_core.config.programs import SandboxLimits
 DRIVER = Path(__file__).with_name("driver.py").read_text()
 
 CPU_S, WAIT_S = 1.0, 5.0
-"""Seconds that a call may take on a CPU, and by the clock, which runs on where the machine is busy."""
+"""Time limits of one call, in seconds: CPU time and wall-clock time. The second limit is larger, because a
+busy machine needs more wall-clock time."""
 
 RUN_S = 30.0
-"""Seconds for all calls; those that come later fail."""
+"""Time limit for all calls together, in seconds. Calls that do not start in time fail."""
 
 LIMITS = SandboxLimits(memory_mb=256, disk_mb=8, processes=16, open_files=64, cpu_s=10, output_mb=1)
-"""Limits of the sandbox for small functions."""
+"""Limits of the sandbox in which `HiddenTests` runs functions."""
 
 RewardFor = Literal["share", "all"]
 """`share`: the reward is the share of hidden tests that pass. `all`: the reward is 1 if all pass, else 0."""
 
 
 class HiddenTests(msgspec.Struct, frozen=True):
-    """Tests of a function that a model writes: calls and the values that they should return.
+    """Tests for a function that a model writes. Each test is a call with an expected value.
 
-    Keep them as text in `Task.answer`, which the policy does not see. The values stay outside the sandbox.
+    Store the tests as text in `Task.answer`, which the policy does not see. The sandbox does not contain the
+    expected values.
 
     ```python
     tests = HiddenTests.make("double", "def double(x): return 2*x", lambda x: 2 * x, [[3], [7]])
@@ -49,9 +51,9 @@ class HiddenTests(msgspec.Struct, frozen=True):
     solution: str
     """Python source of a function that passes the tests."""
     calls: list[list[Any]]
-    """The arguments of each call, as values of JSON."""
+    """The arguments of each call, as JSON values."""
     returns: list[Any]
-    """The expected value of each call, as a value of JSON."""
+    """The expected value of each call, as a JSON value."""
 
     def to_text(self) -> str:
         """The tests as JSON."""
@@ -59,20 +61,20 @@ class HiddenTests(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_text(cls, text: str) -> HiddenTests:
-        """Read the tests from JSON. Raises ValueError if the text holds no tests."""
+        """Read the tests from JSON. Raises ValueError if the text does not contain tests."""
         return msgspec.json.decode(text, type=cls)
 
     @classmethod
     def make(
         cls, function: str, solution: str, does: Callable[..., Any], calls: list[list[Any]]
     ) -> HiddenTests:
-        """Make the tests. `calls` are the lists of arguments, and the function `does` computes the expected
-        value of each call."""
+        """Make the tests. `calls` has one list of arguments per call. The function `does` computes the
+        expected value of each call."""
         return cls(function, solution, calls, [does(*arguments) for arguments in calls])
 
     async def reward(self, source: str, reward_for: RewardFor) -> float:
-        """Run the function in `source` in a sandbox, and return its reward, from 0 to 1. Raises SandboxError
-        if the sandbox does not work."""
+        """Run the function in a sandbox, and return a reward from 0 to 1. `source` is the Python source of
+        the function. Raises SandboxError if the sandbox fails."""
         async with open_sandbox(LIMITS) as box:
             returned = await returns_of(box, source, self.function, self.calls)
         num_passed = sum(map(operator.eq, returned, map(json.dumps, self.returns)))
@@ -82,10 +84,11 @@ class HiddenTests(msgspec.Struct, frozen=True):
 async def returns_of(
     box: Sandbox, source: str, function: str, calls: list[list[Any]], wait_s: float = WAIT_S
 ) -> list[str | None]:
-    """Call a function of the Python source `source` in an open sandbox, once per list of arguments.
+    """Call a function in an open sandbox, once per list of arguments in `calls`. `source` is Python source
+    that defines the function.
 
-    Returns each value as JSON. A value is None if the call raised an error, took longer than `wait_s`
-    seconds, or returned a value that JSON cannot hold."""
+    Returns the value of each call as JSON text. The entry of a call is None if the call raised an error, took
+    longer than `wait_s` seconds, or returned a value that JSON cannot represent."""
     given = {"source": source, "function": function, "calls": calls, "cpu_s": CPU_S, "wait_s": wait_s}
     ended = await box.run_python(DRIVER, stdin=json.dumps(given), timeout_s=RUN_S)
     returned: list[str | None] = [None] * len(calls)
