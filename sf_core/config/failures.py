@@ -42,25 +42,26 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class FailureRules(Settings):
-    """Rule for a failed session, by the reason of the failure. zero: the session ends with `failed_reward`,
-    and its sampled tokens are trained on. retry_then_zero: the session is retried with other random draws, up
-    to `session_attempts` attempts in all; if all attempts fail, zero applies. retry_then_exclude: the same,
-    but if all attempts fail, the group of the session is excluded. A session that failed before the policy
-    sampled a token is always retried, then excluded."""
+    """Rule for a failed session, by the reason of the failure. zero: the session ends with the reward
+    `failed_reward`, and its sampled tokens are trained on. retry_then_zero: the session is retried with other
+    random draws, up to `session_attempts` attempts in total; if all attempts fail, the rule zero applies.
+    retry_then_exclude: the session is retried in the same way; if all attempts fail, the group of the session
+    is excluded from the batch. A session that failed before the policy sampled a token always follows
+    retry_then_exclude."""
 
     context_overflow: Rule = "zero"
     """The agent raised an error after a request that did not fit into `engine.context_length`."""
     timeout: Rule = "zero"
     """The session ran longer than `session_timeout_s`."""
     agent_error: Rule = "retry_then_exclude"
-    """The agent raised an error that no other reason covers. Errors in the agent's code (NameError,
-    TypeError, AttributeError, ImportError, SyntaxError) always count here."""
+    """The agent raised an error to which no other reason applies. Errors in the agent's code (NameError,
+    TypeError, AttributeError, ImportError, SyntaxError) always have this reason."""
     unparsed_call: Rule = "zero"
     """The agent raised an error after the policy wrote a tool call that could not be parsed. If the agent
-    recovers from such an answer, the session has not failed."""
+    raises no error after such a call, the session has not failed."""
     reward_error: Rule = "retry_then_exclude"
-    """The reward function raised an error or took too long, or the reward is not a finite number. For an
-    agent outside the cluster: no reward arrived in time."""
+    """The reward function raised an error, exceeded `score_timeout_s`, or returned a number that is not
+    finite. For an agent outside the cluster: no reward arrived within `reward_patience_s`."""
 
     def rule_for(self, reason: Reason) -> Rule:
         return getattr(self, reason, "retry_then_exclude")
