@@ -174,7 +174,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Run directory, its URL, or the name of a run in ./runs. If several, the page compares them.",
+            help="Run directory, its URL, or the name of a run in ./runs. Several runs are compared.",
             callback=lambda runs: [*map(find_run, runs)],
             autocompletion=complete_run,
         ),

@@ -95,8 +95,8 @@ class Command(Settings):
     a serving engine counts toward this timeout. The timeout `rollout.session_timeout_s` applies in addition,
     and does not count such time."""
     variables: dict[Annotated[str, AfterValidator(_is_variable)], str] = Field({})
-    """Additional environment variables of the program. They are stored with the run, so do not put secrets
-    here."""
+    """Additional environment variables of the program. The variables are stored with the run, so do not put
+    secrets here."""
     sandbox: SandboxLimits | None = None
     """Limits of the sandbox in which the program runs. {}: a sandbox with the default limits. Empty: no
     sandbox, so the program has all rights of the worker."""

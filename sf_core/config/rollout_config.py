@@ -106,8 +106,8 @@ class EnvironmentConfig(Settings):
     prepare: Reference | None = None
     """Function task -> async context manager. The worker enters the context manager before the session starts
     (see `rollout.prepare_ahead`), and leaves it after the agent has ended. The agent receives the value of
-    the context manager as third argument. Empty: the function of the environment `name`, if `agent` is empty
-    too."""
+    the context manager as its third argument. Empty: the function of the environment `name`, if the setting
+    `agent` is empty."""
 
     @property
     def served_judges(self) -> dict[str, str]:
@@ -124,12 +124,12 @@ class RolloutConfig(Settings):
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
     """Number of groups per batch. Each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of groups per batch whose agents run outside the cluster. The tasks of all other groups come
-    from the environment. If the agents of all groups run outside, no worker needs the tag `agent`. 0: all
-    tasks come from the environment."""
+    """Number of groups per batch whose agents run outside the cluster. The environment provides the tasks of
+    all other groups. If the agents of all groups run outside the cluster, no worker needs the tag `agent`. 0:
+    the environment provides all tasks."""
     success: Success | None = None
     """Condition under which `gate` and `curriculum` count a session as right. Empty: a session is right if
-    its reward is at least 1. If this setting is empty, the gate `varied` compares rewards instead."""
+    its reward is at least 1, and the gate `varied` compares rewards instead of counting right sessions."""
     gate: AnyGate = All()
     """Condition under which a complete group enters the batch. Other groups are discarded and replaced."""
     curriculum: Curriculum | None = None

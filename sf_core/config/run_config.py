@@ -67,9 +67,9 @@ class PolicyConfig(Settings):
     num_layers: int = Field(4, ge=1, le=64)
     """Number of layers of the built-in policy."""
     sees: bool = False
-    """true: the built-in policy is a small Qwen2.5-VL, which can read pictures. false: it is a small Qwen3,
-    which reads only text. If `model` is set, the files of the model decide whether the policy can read
-    pictures."""
+    """true: the built-in policy is a small Qwen2.5-VL, which can read pictures. false: the built-in policy is
+    a small Qwen3, which reads only text. If `model` is set, the files of the model decide whether the policy
+    can read pictures."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
     """Supervised training on demonstrations before the first iteration. null: no supervised training."""
     dtype: DtypeName | None = None
@@ -212,8 +212,8 @@ class ClusterConfig(Settings):
     """The Dask workers of a run, and the rules that assign work to them."""
 
     scheduler: str | None = None
-    """Address of a Dask scheduler. Its workers must carry their tags as Dask resources. Empty: the command
-    starts local workers."""
+    """Address of a Dask scheduler. The workers of the scheduler must carry their tags as Dask resources.
+    Empty: the command starts local workers."""
     workers: dict[Word, WorkerConfig] = Field(
         {
             "r0": WorkerConfig(tags=("rollout",)),
@@ -265,7 +265,7 @@ class StorageConfig(Settings):
 
 class TrackConfig(Settings):
     """Experiment trackers that receive the metrics of the run. TensorBoard files are always written. The
-    environment variables of each tracker set its server and its key."""
+    environment variables of a tracker set its server and its key."""
 
     mlflow: str | None = Field(None, min_length=1)
     """Name of the MLflow experiment. The environment variable MLFLOW_TRACKING_URI sets the MLflow server.

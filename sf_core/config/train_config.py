@@ -127,7 +127,8 @@ class TrainConfig(Settings):
     time that the device of `emulation` would compute, and produce no weights; `engine.kind` must not be
     torch. Empty: emulated if `engine.kind` is emulated, torch if not."""
     workers: int = Field(1, ge=1)
-    """Number of training workers. Together they compute each train step, one rank per worker."""
+    """Number of training workers. All training workers compute each train step together, one rank per
+    worker."""
     min_workers: int | None = Field(None, ge=1)
     """Minimum number of training workers. If a worker is lost, the run continues while at least this number
     of workers is left. Empty: the value of `workers`."""
@@ -155,8 +156,8 @@ class TrainConfig(Settings):
     """Maximum norm of the gradient. A gradient with a larger norm is scaled down to this norm. 1e9: gradients
     are not scaled."""
     select: AnySelection | None = None
-    """Rule that selects the sessions of a batch that train. Advantages are computed from the selected
-    sessions alone. Empty: all sessions train."""
+    """Rule that selects which sessions of a batch train. Advantages are computed from the selected sessions
+    alone. Empty: all sessions train."""
     advantage: AnyAdvantage = Grpo()
     """Formula that computes the advantage of every token from the rewards."""
     weights: tuple[AnyWeight, ...] = ()
@@ -180,8 +181,8 @@ class TrainConfig(Settings):
     """Maximum number of tokens per forward and backward pass, including padding."""
     recompute: bool = False
     """true: the backward pass recomputes the activations of each block of the network, instead of storing
-    them. Training then takes about a third more computation, and its memory hardly grows with the number of
-    layers."""
+    them. Training then takes about a third more computation, and the memory for activations hardly grows with
+    the number of layers."""
     checkpoint_every: int | None = Field(None, ge=1)
     """Number of iterations between checkpoints. After a training worker is lost, the run repeats the
     iterations since the newest checkpoint, from stored batches. Empty: 1 for the built-in policy. Empty, with

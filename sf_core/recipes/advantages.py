@@ -37,12 +37,12 @@ class Grpo(Advantage):
 
     kind: Literal["group"] = "group"
     scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation by which the difference is divided. group: standard deviation of the rewards of the
-    group. batch: standard deviation of all rewards of the batch. none: no division (Dr. GRPO, Liu et al.
-    2025)."""
+    """Standard deviation by which the advantage, the reward minus the mean reward of the group, is divided.
+    group: standard deviation of the rewards of the group. batch: standard deviation of all rewards of the
+    batch. none: no division (Dr. GRPO, Liu et al. 2025)."""
     ddof: Literal[0, 1] = 1
-    """Correction of the variance, as in NumPy: the sum of the squared deviations of n rewards is divided by n
-    - ddof."""
+    """Number that is subtracted from n in the variance of n rewards, which is the sum of the squared
+    deviations divided by the result. 1: sample variance. 0: population variance."""
 
     def __call__(self, samples: Samples) -> Values:
         if self.scale == "group":
@@ -108,9 +108,9 @@ class RoleBaseline(Advantage):
 class TwoLevel(Advantage):
     """The sum of two standard scores (UI-S1, Lu et al. 2025). The first is the standard score of the
     session's reward in its group. The second, multiplied by `omega`, is the standard score of the turn's
-    return. The return of a turn is its reward plus the discounted rewards of later turns. Returns are
-    standardised among all turns of the group with the same turn number. The reward function can give a reward
-    to each turn."""
+    return. The return of a turn is the reward of the turn plus the discounted rewards of later turns. Returns
+    are standardised among all turns of the group with the same turn number. The reward function can give a
+    reward to each turn."""
 
     kind: Literal["two_level"] = "two_level"
     gamma: float = Field(0.5, ge=0, le=1)
@@ -138,10 +138,10 @@ class TwoLevel(Advantage):
 
 
 class Tree(Advantage):
-    """For sessions with several branches (TRACE, arXiv 2606.11119). The reward of a branch is the reward of
-    the session plus the rewards of the turns of the branch. Each branch gets the standard score of its reward
-    among all branches of the group. Each token gets the mean score of the branches that contain the token. If
-    sessions have one branch and turns have no rewards, this kind is equal to `group`."""
+    """Advantage for sessions with several branches (TRACE, arXiv 2606.11119). The reward of a branch is the
+    reward of the session plus the rewards of the turns of the branch. Each branch gets the standard score of
+    its reward among all branches of the group. Each token gets the mean score of the branches that contain
+    the token. If sessions have one branch and turns have no rewards, this kind is equal to `group`."""
 
     kind: Literal["tree"] = "tree"
 

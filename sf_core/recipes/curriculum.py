@@ -55,8 +55,8 @@ class Sizes(Settings):
 
 
 class Curriculum(Settings):
-    """Rules that choose tasks by the results of earlier sessions. For each task, the run remembers the last 8
-    groups and the number of right sessions in each group. `success` says when a session is right."""
+    """For each task, the run remembers the last 8 groups and the number of right sessions in each group.
+    `success` says when a session is right."""
 
     pool: int | None = Field(None, ge=1)
     """Number of tasks that are sampled repeatedly. With `stages`: number of such tasks per part of the
@@ -85,7 +85,7 @@ class Curriculum(Settings):
     + right, 1 + wrong), where right and wrong are the numbers of right and wrong remembered sessions of the
     task (Thompson sampling). progress: the absolute difference between p of the newer half of the task's
     groups and p of the older half, so that tasks with a changing success rate come first (Matiisen et al.
-    2017); a task with fewer than two remembered groups uses variance. variance: p (1 - p), which is highest
+    2017). A task with fewer than two remembered groups uses `variance`. variance: p (1 - p), which is highest
     at p = 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, which is highest at p = 1/3."""
     explore: Chance = 0.1
     """Share of groups that take the next task in the order of `epochs` instead of the most useful task, for

@@ -195,15 +195,15 @@ AnyPolicyLoss = Annotated[
 
 class Correction(Settings):
     """Truncated or masked importance sampling: the loss of each token is multiplied by a factor. The factor
-    is the probability of the token under the policy at the start of the train step, divided by the recorded
-    probability of the token. The factor corrects for lag, and for numeric differences between engine and
-    trainer."""
+    is a ratio of two probabilities of the token: the probability under the policy at the start of the train
+    step, divided by the recorded probability. The factor corrects for lag, and for numeric differences
+    between engine and trainer."""
 
     cap: float = Field(2.0, ge=1)
     """Upper bound of the factor."""
     beyond: Literal["truncate", "mask"] = "truncate"
-    """Factor of tokens whose ratio is above the cap. truncate: the factor is equal to the cap. mask: the
-    factor is 0."""
+    """Factor of tokens whose ratio is above `cap`. truncate: the factor is equal to `cap`. mask: the factor
+    is 0."""
     level: Literal["token", "row"] = "token"
     """Tokens over which the ratio is computed. token: each token has its own ratio. row: all tokens of a row
     have the same ratio, the product of the ratios of the row's tokens."""
@@ -266,12 +266,13 @@ class LossConfig(Settings):
     session_tokens: int | None = Field(None, ge=1)
     """Number by which the sum of the loss over a session's tokens is divided, for `mean_over: constant`."""
     ratio_to: Literal["behaviour", "step_start"] = "behaviour"
-    """Denominator of the ratio. behaviour: the probability that was recorded when the token was sampled.
-    step_start: the probability under the weights at the start of the train step (decoupled PPO, Hilton et al.
-    2022), which needs an additional forward pass."""
+    """Denominator of the ratio in the policy loss. The numerator is the probability of the token under the
+    weights in training. behaviour: the probability that was recorded when the token was sampled. step_start:
+    the probability under the weights at the start of the train step (decoupled PPO, Hilton et al. 2022),
+    which needs an additional forward pass."""
     correction: Correction | None = None
-    """Importance sampling for tokens that older weights, or an engine with numeric differences, have sampled.
-    Empty: no importance sampling."""
+    """Importance sampling, which corrects the loss of each token for lag and numeric differences. Empty: no
+    importance sampling."""
     kl: Kl | None = None
     """Penalty on the divergence of the policy from a reference policy. Empty: no penalty, and no reference
     policy."""

@@ -25,10 +25,10 @@ class Teacher(Component):
     """Weight of the teacher relative to `train.advantage`. With `advantage: none` the weight has little
     effect, because the step size of AdamW hardly depends on the size of the gradient."""
     discount: float = Field(0.0, ge=0, le=1)
-    """Discount per token, with `divergence: sampled`. The advantage of a token includes the log-prob
-    differences of later tokens of the row, and each token of distance multiplies a difference by this
-    discount. 0: the advantage includes only the difference of the token itself. 1: later differences are not
-    discounted (MiniLLM, R_t)."""
+    """Discount per token, for `divergence: sampled`. The advantage of a token includes the log-prob
+    differences of later tokens of the row; the difference n tokens later is multiplied by this discount to
+    the power of n. 0: the advantage includes only the difference of the token itself. 1: later differences
+    are not discounted (MiniLLM, R_t)."""
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Teacher:
