@@ -41,8 +41,8 @@ class Grpo(Advantage):
     group: standard deviation of the rewards of the group. batch: standard deviation of all rewards of the
     batch. none: no division (Dr. GRPO, Liu et al. 2025)."""
     ddof: Literal[0, 1] = 1
-    """Number that is subtracted from n in the variance of n rewards, which is the sum of the squared
-    deviations divided by the result. 1: sample variance. 0: population variance."""
+    """Correction of the variance: the variance of n rewards is the sum of the squared deviations, divided by
+    (n - ddof)."""
 
     def __call__(self, samples: Samples) -> Values:
         if self.scale == "group":
