@@ -92,8 +92,8 @@ def dataplane(
     fsync: Annotated[
         Fsync,
         typer.Option(
-            help="Time at which the journal is flushed to disk. turn: before a turn is forwarded. chunk: before "
-            "a turn or a chunk of a stream is forwarded. group: once for turns that end within a few ms."
+            help="Time at which the journal is flushed to disk. turn: before a turn is forwarded. chunk: "
+            "before a turn or a chunk of a stream is forwarded. group: once for turns that end within 5 ms."
         ),
     ] = DataplaneOptions.fsync,
     grace_s: Annotated[

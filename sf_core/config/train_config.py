@@ -142,7 +142,7 @@ class TrainConfig(Settings):
     and is retried. After the same time, another worker replaces a lost trainer. The time to read or write a
     checkpoint, measured at the start of the run, is added to the timeout."""
     learning_rate: float | None = Field(None, gt=0)
-    """Constant learning rate of AdamW, after the first `warmup_steps` optimiser steps. Empty, with
+    """Learning rate of AdamW, constant after the first `warmup_steps` optimiser steps. Empty, with
     `policy.model`: 2e-5 x sqrt(135 million / N) for N parameters, at least 1e-6 and at most 3e-4. Empty, for
     the built-in policy: 3e-4, and less for more than 1.5 million parameters. Empty, with `lora`: ten times
     the value without `lora`."""
