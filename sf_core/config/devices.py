@@ -22,13 +22,13 @@ from sf_core.settings import Settings
 @dataclass(frozen=True, slots=True)
 class Device:
     kind: str
-    """A key of DEVICES, or "measured"."""
+    """A key of DEVICES, or "measured" for a device that a worker has measured."""
     peak_flops: float
-    """Peak FLOP/s of dense matrix products in the training dtype."""
+    """Peak speed of dense matrix products in the number format of training, in FLOP/s."""
     bandwidth: float
-    """Memory bandwidth, bytes/s."""
+    """Memory bandwidth, in bytes/s."""
     bytes_per_weight: int = 2
-    """Bytes per weight in the training dtype: 2 for bfloat16, 4 for float32."""
+    """Bytes per weight in the number format of training: 2 for bfloat16, 4 for float32."""
 
 
 DEVICES = {
@@ -45,19 +45,20 @@ DEVICES = {
         Device("mi300x", 1307e12, 5.3e12),
     )
 }
-"""Published peaks: bfloat16 without sparsity, SXM or OAM form where there are several, A100 with 80 GB. From
-the makers' data sheets (NVIDIA A100, H100, H200, DGX B200, L40S, L4; AMD Instinct MI300X); H800 and H20 as
-board makers list them."""
+"""Published peak figures, in bfloat16 without sparsity. If a device exists in several forms: the SXM or OAM
+form; for the A100, the form with 80 GB. Sources are the data sheets of the makers (NVIDIA A100, H100, H200,
+DGX B200, L40S, L4; AMD Instinct MI300X). The figures of H800 and H20 are the figures that board makers
+list."""
 
 
 @dataclass(slots=True)
 class WorkerDevice:
-    """The device of a worker's process."""
+    """The device of a worker process."""
 
     figures: Device | None = None
-    """Figures that the worker declares. None: the figures of the configuration."""
+    """Figures that the worker declares for its device. None: the figures of the configuration."""
     tag: str | None = None
-    """Tag for which an emulated device was last used. A switch to another tag takes time."""
+    """Tag for which an emulated device was used last. To switch to another tag takes emulated time."""
 
 
 def find_device(kind: str) -> Device:

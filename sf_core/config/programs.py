@@ -13,7 +13,7 @@ from sf_core.config.addresses import FilePath
 from sf_core.settings import Reference, Settings, quote
 
 WORK = "/sandbox"
-"""The work folder, as it is called inside."""
+"""Path of the work folder inside the sandbox."""
 
 _OURS = tuple(map(PurePosixPath, (WORK, "/proc", "/dev", "/sys", "/tmp")))
 

@@ -17,10 +17,11 @@ from sf_core.recipes.outcomes import Success
 from sf_core.settings import Reference, Settings
 
 MAX_TOGETHER = 2**16
-"""Most sessions of a group, worker or claim, groups of a batch, tasks of an evaluation: each is an object."""
+"""Maximum number of sessions per group, worker or claim, of groups per batch, and of tasks per evaluation.
+Each of them is an object in memory."""
 
 BUILT_IN_TOKENS, BUILT_IN_CONTEXT = 64, 2048
-"""`rollout.max_tokens` of the built-in policy, and its number of positions."""
+"""For the built-in policy: `rollout.max_tokens` if no value is given, and the number of positions."""
 
 
 def _is_json(value: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from sf_core.config.train_config import TrainConfig
 from sf_core.settings import Reference, Settings, is_word
 
 PublicAddress = Annotated[str, AfterValidator(refuse_user)]
-"""A URL without a user or password: it is stored with the run and shown to its readers."""
+"""A URL without a user or password. The URL is stored with the run, and shown to everyone who can read the
+run."""
 
 # the names in the registry of engines, which settings must not import
 EngineName = Literal["torch", "vllm", "scripted", "emulated"]
@@ -28,7 +29,7 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 
 
 WARM_STEPS = 150
-"""Steps of the warm start of the built-in policy, unless `policy.warmstart.steps` says otherwise."""
+"""Number of warm-start steps of the built-in policy, if `policy.warmstart.steps` is empty."""
 
 
 class WarmstartConfig(Settings):

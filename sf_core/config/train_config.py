@@ -24,14 +24,14 @@ TrainerName = Literal["torch", "megatron", "emulated"]
 SMALLEST_RATE, LARGEST_RATE = 1e-6, 3e-4
 
 CHECKPOINT_BYTES = 12
-"""Size of a checkpoint in bytes per parameter: the weight and Adam's two moments, in float32."""
+"""Size of a checkpoint, in bytes per parameter: the weight and the two moments of Adam, in float32."""
 
 SMALL_CHECKPOINT = 1_000_000_000
-"""Checkpoints of fewer bytes are stored after every iteration, unless `checkpoint_every` says otherwise."""
+"""Size, in bytes, below which checkpoints are stored after every iteration if `checkpoint_every` is empty."""
 
 
 LORA_RATES = 10
-"""How many times that of training all weights the learning rate of an adapter is."""
+"""Learning rate of an adapter, divided by the learning rate of training all weights."""
 
 
 def rate_for(parameters: int, power: float = 0.5, *, is_adapter: bool = False) -> float:
@@ -56,7 +56,7 @@ def interval_for(parameters: int) -> int:
 
 
 LARGEST_RANK = 512
-"""Highest rank of an adapter; vLLM takes no higher one."""
+"""Highest rank of an adapter. vLLM does not support a higher rank."""
 
 
 class LoraConfig(Settings):

@@ -21,10 +21,10 @@ from sf_core.recipes.outcomes import Outcome, Pick, Success, TaskRef
 from sf_core.settings import Settings
 
 REMEMBERED = 8
-"""Outcomes of a task that are remembered."""
+"""Number of groups that are remembered per task."""
 
 CANDIDATES = 64
-"""Tasks among which a draw chooses."""
+"""Number of random tasks from which `order: draw` chooses."""
 
 FIRST_LOOK = 64
 """Places of an order that are looked at together at first; then four times as many, and so on."""
@@ -97,13 +97,13 @@ class Curriculum(Settings):
 
 
 class PastGroup(NamedTuple):
-    """A remembered group."""
+    """A group that the curriculum remembers."""
 
     group: int
     need: int
-    """Number of sessions that the group needed."""
+    """Number of sessions that complete the group."""
     scores: tuple[float, ...]
-    """Scores of the group's sessions that count. Empty: no session counts."""
+    """Scores of the sessions that count for the group. Empty: no session counts."""
 
 
 class Tasks:

@@ -54,7 +54,7 @@ class Mixed(Settings):
 
 
 GATE_REASONS = ("equal_rewards", "one_outcome", "not_mixed")
-"""Words with which gates refuse groups."""
+"""Reasons with which gates drop groups."""
 
 
 def num_right(results: Sequence[Result], success: Success) -> int:
@@ -63,7 +63,7 @@ def num_right(results: Sequence[Result], success: Success) -> int:
 
 Kind = Literal["right", "mixed", "wrong"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Whether all, some or none of the sessions of a group were right."""
+"""Kinds of groups: all sessions right, some sessions right, no session right."""
 
 
 def kind_of(results: Sequence[Result], success: Success) -> Kind:

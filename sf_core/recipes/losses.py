@@ -31,7 +31,7 @@ class Tokens:
     old: Tensor
     """[M] log-probs under the policy in the denominator of the ratio."""
     advantages: Tensor
-    """[M]"""
+    """[M] advantages of the tokens."""
     row: Tensor
     """[M] int64, number of the token's row, from 0."""
     num_rows: int

@@ -9,7 +9,7 @@ from pydantic import Field
 from sf_core.settings import Settings
 
 SAME = 1e-6
-"""Rewards that differ by no more are equal: float32 rounding makes no difference."""
+"""Maximum difference of two rewards that count as equal, because float32 rounds rewards."""
 
 
 class Success(Settings):
@@ -30,8 +30,8 @@ class TaskRef(NamedTuple):
     """A training task, identified by its source and its number."""
 
     source: str
-    """Part of the environment that has the task. Empty: the environment has no parts, or its parts take
-    turns."""
+    """Name of the environment's part that contains the task. Empty: the environment has no parts, or the
+    parts take turns."""
     number: int
     """Index of the task among the training tasks of the source."""
 

@@ -12,13 +12,13 @@ import numpy.typing as npt
 from sf_core.settings import Settings
 
 Values = Sequence[npt.NDArray[np.float32]]
-"""A number for each token of each row."""
+"""One array per row, with a number for each token of the row."""
 
 Score = Literal["start", "entropy", "reference", "teacher", "values"]
-"""Score of a sampled token, computed by a network. start: log-prob under the weights at the start of the
-train step. entropy: entropy of the sampling distribution under the same weights, in nats. reference: log-prob
-under the reference policy. teacher: log-prob under `train.teacher`. values: reward that the critic predicts
-before the token."""
+"""Kinds of scores that a network computes for each sampled token. start: log-prob under the weights at the
+start of the train step. entropy: entropy of the sampling distribution under the same weights, in nats.
+reference: log-prob under the reference policy. teacher: log-prob under `train.teacher`. values: reward that
+the critic predicts before the token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

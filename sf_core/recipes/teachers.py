@@ -13,8 +13,7 @@ Divergence = Literal["reverse", "forward", "sampled"]
 
 
 class Teacher(Component):
-    """The part of a teacher's probabilities in the loss or the advantages (GKD, Agarwal et al. 2024, with
-    lambda 1)."""
+    """The teacher's term in the loss or in the advantages (GKD, Agarwal et al. 2024, with lambda 1)."""
 
     divergence: Divergence = "reverse"
     """Divergence between teacher and policy that training minimises. reverse: KL(policy || teacher), as a
