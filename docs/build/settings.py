@@ -18,18 +18,18 @@ from sf_core.settings import Reference
 
 _TOP = """# Settings
 
-This page lists every setting of a run, with its type, default and range. A configuration is a YAML file that
-contains only the settings that differ from the default. The option `--set train.learning_rate=1e-4` overrides
-one setting on the command line.
+This page lists every setting of a run, with its type, default and range. A configuration is a YAML file. It
+needs only the settings that differ from their defaults. On the command line,
+`--set train.learning_rate=1e-4` overrides one setting.
 
 - `sf settings` prints all settings as YAML that you can copy.
 - `sf settings train.loss` prints one section.
-- `sf settings --schema` prints the JSON Schema. With this schema, an editor completes and checks your file.
+- `sf settings --schema` prints a JSON Schema, with which an editor can complete and check your file.
 
-**Empty** means that the setting has no value, which is `null` in YAML. The description of the setting
-explains the effect. In the path of a setting, `NAME` stands for a name that you choose, and `[]` stands for
-an entry of a list. Some sections have several kinds. In such a section, the setting `kind` selects a kind,
-and the other settings depend on the kind.
+**Empty** means that a setting has the value `null`. The description of the setting says what happens in this
+case. In the name of a setting, `NAME` stands for a name that you choose, and `[]` for an entry of a list. Some
+sections have several kinds. The setting `kind` selects one kind, and the section then has the settings of
+this kind.
 """
 _CODE = re.compile(r"(`[^`]+`)")
 

@@ -23,7 +23,7 @@ def server(
 ) -> None:
     """Run a Prefect server.
 
-    The server requires a login if the environment has PREFECT_SERVER_API_AUTH_STRING=USER:PASSWORD.
+    If the environment contains PREFECT_SERVER_API_AUTH_STRING=USER:PASSWORD, clients need this login.
     """
     from sf_core.cli.host_processes import become_prefect_server
 
@@ -49,15 +49,22 @@ def worker(
     tags: Annotated[str, typer.Option(help="Capability tags of the worker, for example rollout,train.")],
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda:N. By default a GPU for the tags rollout and train, otherwise cpu."),
+        typer.Option(
+            help="cpu or cuda:N. By default a GPU for a worker tagged rollout or train, cpu if not."
+        ),
     ] = None,
     device_kind: Annotated[str | None, typer.Option(help="Kind of the device, for example h100.")] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Measure the speed of the device at the start, for a few seconds.")
+        bool,
+        typer.Option(
+            "--probe", help="Measure the speed of the device when the worker starts (a few seconds)."
+        ),
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Name of the worker. By default host and device.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the worker. By default host name and device.")
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Number of CPU threads for numerical libraries.")
+        int | None, typer.Option(help="Number of CPU threads that numerical libraries use.")
     ] = None,
     host: Annotated[str, address("TLS")] = LOOPBACK,
 ) -> None:
@@ -78,30 +85,35 @@ def dataplane(
     journal_dir: Annotated[
         str | None,
         typer.Option(
-            help="Folder for the journals of runs. A data plane that restarts with the same folder continues "
-            "its runs."
+            help="Folder for the journals of runs. After a restart with the same folder, the data plane "
+            "continues the runs."
         ),
     ] = None,
     fsync: Annotated[
         Fsync,
         typer.Option(
-            help="When the journal is flushed to disk. turn: before a turn is forwarded. chunk: before every "
-            "chunk of a stream too. group: once for several turns."
+            help="Time at which the journal is flushed to disk. turn: before a turn is forwarded. chunk: "
+            "before a turn or a chunk of a stream is forwarded. group: once for turns that end within 5 ms."
         ),
     ] = DataplaneOptions.fsync,
     grace_s: Annotated[
         float,
-        typer.Option(min=0, help="Seconds for which a turn continues after its client has disconnected."),
+        typer.Option(
+            min=0, help="Time, in seconds, for which a turn continues after the client has disconnected."
+        ),
     ] = DataplaneOptions.grace_s,
     memory_mb: Annotated[
-        float, typer.Option(help="Memory for sessions and results, in MB. Above it no new session starts.")
+        float,
+        typer.Option(
+            help="Memory limit for sessions and results, in MB. At the limit no new session starts."
+        ),
     ] = DataplaneOptions.memory_mb,
-    port_file: Annotated[str | None, typer.Option(help="File to write the port to.")] = None,
+    port_file: Annotated[str | None, typer.Option(help="File to which the port is written.")] = None,
     gateways: Annotated[int, typer.Option(hidden=True)] = 1,
 ) -> None:
-    """Run a data plane, the process between agents and engines, for many runs.
+    """Run a data plane, the process between agents and engines. One data plane can serve many runs.
 
-    Clients need the key in the environment variable SF_DATAPLANE_KEY.
+    If the environment variable SF_DATAPLANE_KEY is set, clients must send its value as key.
     """
     from sf_core.dataplane.server import serve
     from sf_core.surroundings import dataplane_key

@@ -45,7 +45,7 @@ NAMES = f"the name of a built-in configuration: {', '.join(builtin_configs())}"
 ConfigFile = Annotated[
     list[Path],
     typer.Argument(
-        help=f"YAML file, or {NAMES}. Later configurations override earlier ones.",
+        help=f"YAML file, or {NAMES}. A configuration overrides the configurations before it.",
         autocompletion=complete_config,
     ),
 ]
@@ -75,10 +75,10 @@ def sf(
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Train LLM agents by reinforcement learning, as a workflow on Prefect and Dask.
+    """Train LLM agents with reinforcement learning, as a workflow on Prefect and Dask.
 
-    `sf COMMAND --help` explains a command.
-    `sf --install-completion` lets your shell complete commands, settings and runs.
+    `sf COMMAND --help` explains one command.
+    `sf --install-completion` makes your shell complete the names of commands, settings and runs.
     """
 
 
@@ -86,10 +86,10 @@ def sf(
 @report_bad_input()
 def init_project(
     name: Annotated[
-        str, typer.Argument(help="Folder to create. The Python module in it gets the same name.")
+        str, typer.Argument(help="Folder to create. The Python module in the folder gets the same name.")
     ],
 ) -> None:
-    """Write a small project: tasks, an agent, a reward, their test, and a configuration."""
+    """Create a small project: tasks, an agent, a reward function, a test and a configuration."""
     from sf_core.cli.project.create import create_project
 
     try:
@@ -103,13 +103,13 @@ def init_project(
 
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train the policy of an agent. If the run_id exists, that run continues."""
+    """Train the policy of an agent. If a run with this run_id exists, the command continues this run."""
     _launch("train", _config(config, overrides))
 
 
 @app.command()
 def resume(run: RunDir) -> None:
-    """Continue a run that stopped, with its stored settings."""
+    """Continue a stopped run with the stored settings of the run."""
     _launch("train", _read_stored(run))
 
 
@@ -118,20 +118,20 @@ def resume(run: RunDir) -> None:
 def try_agent(
     config: ConfigFile,
     overrides: Overrides = None,
-    index: Annotated[int, typer.Option(min=0, help="Index of the task within its split.")] = 0,
+    index: Annotated[int, typer.Option(min=0, help="Index of the task within the split.")] = 0,
     split: Annotated[
-        Literal["train", "holdout"], typer.Option(help="Split to take the task from.")
+        Literal["train", "holdout"], typer.Option(help="Split from which the task is taken.")
     ] = "train",
     endpoint: Annotated[
         str | None,
         typer.Option(
-            help="Base URL of an OpenAI-compatible server that answers the agent. Its key is read from "
-            "OPENAI_API_KEY. By default the command serves the policy of the configuration."
+            help="Base URL of an OpenAI-compatible server that answers the agent. OPENAI_API_KEY contains "
+            "the server's key. By default the command serves the policy of the configuration."
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="Name of the model at --endpoint.")] = "policy",
+    model: Annotated[str, typer.Option(help="Name of the model on the server at --endpoint.")] = "policy",
 ) -> None:
-    """Run the agent on one task and print the conversation, the answer and the reward. Trains nothing."""
+    """Run the agent on one task, without training. Prints the conversation, answer and reward."""
     from sf_core.cli.serving.mistakes import PhaseError
     from sf_core.cli.serving.trial import try_one
     from sf_core.surroundings import openai_key
@@ -154,23 +154,24 @@ def evaluate(
     run: RunDir,
     overrides: Overrides = None,
     version: Annotated[
-        int | None, typer.Option(min=0, help="Policy version to measure. By default the newest.")
+        int | None, typer.Option(min=0, help="Policy version to measure. By default the newest version.")
     ] = None,
     against: Annotated[
-        int | None, typer.Option(min=0, help="Policy version to compare with, on the same tasks and seeds.")
+        int | None, typer.Option(min=0, help="Policy version to compare with, on equal tasks and seeds.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL file with prompts to answer instead of held-out tasks.")
+        Path | None, typer.Option(help="JSONL file whose prompts replace the held-out tasks.")
     ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print the result as one JSON document."),
     ] = False,
 ) -> None:
-    """Measure the newest policy of a run on its held-out tasks. Trains nothing.
+    """Measure a policy version of a run on the held-out tasks of the run, without training.
 
-    A result for another version, other tasks or other settings is stored in RUN/evaluations/_measured.
-    With --json every result is stored there.
+    Results with --version, --against, --prompts or --json are stored in RUN/evaluations/_measured.
+    Results with --set are stored in the same folder, but not if --set changes only evaluate.num_tasks,
+    cluster or dataplane.
     """
     from sf_core.cli.evaluate import evaluate_apart, is_plain
 
@@ -192,8 +193,8 @@ def up(
     config: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="YAML file or built-in configuration. Its cluster.workers are started. By default the "
-            "workers that `sf settings cluster.workers` prints.",
+            help="YAML file or built-in configuration whose cluster.workers are started. By default the "
+            "workers that `sf settings cluster.workers` prints are started.",
             autocompletion=complete_config,
         ),
     ] = None,
@@ -202,7 +203,7 @@ def up(
     scheduler_port: Annotated[int, port_of("the Dask scheduler")] = 8786,
     dataplane_port: Annotated[int, port_of("the data plane")] = 8700,
 ) -> None:
-    """Start a stack on this machine that stays up: Prefect, Dask, a data plane and the deployments."""
+    """Start Prefect, Dask, a data plane and the deployments on this machine, until `sf down` stops them."""
     from sf_core.cli.stack.local import Ports
     from sf_core.cli.stack.standing import up as bring_up
     from sf_core.cli.stack.supervisor import StackError
@@ -236,10 +237,10 @@ def down(folder: StackFolder = STACK_FOLDER) -> None:
 
 @app.command("setup-server")
 def setup_server(
-    pool: Annotated[str, typer.Option(help="Work pool of this cluster.")] = "sf",
-    retries: Annotated[int, typer.Option(min=0, help="Maximum number of restarts of a crashed run.")] = 2,
+    pool: Annotated[str, typer.Option(help="Name of the Prefect work pool of this cluster.")] = "sf",
+    retries: Annotated[int, typer.Option(min=0, help="Maximum number of restarts per crashed run.")] = 2,
     silence_s: Annotated[
-        float, typer.Option(min=10, help="Seconds without a heartbeat after which a run counts as crashed.")
+        float, typer.Option(min=10, help="Seconds without a heartbeat until a run counts as crashed.")
     ] = 540,
 ) -> None:
     """Create or update the work pool and the automations on the Prefect server at PREFECT_API_URL."""
@@ -261,7 +262,7 @@ def settings(
     section: Annotated[
         str,
         typer.Argument(
-            help="Setting or section to print, for example train.loss. By default all settings.",
+            help="Setting or section to print, for example train.loss. By default all settings are printed.",
             autocompletion=complete_setting,
         ),
     ] = "",
@@ -271,9 +272,9 @@ def settings(
 ) -> None:
     """Print settings with their defaults and descriptions, as a configuration file.
 
-    Editors can check and complete a configuration by its JSON Schema.
-    Write the schema once: `sf settings --schema > settings.schema.json`.
-    Then begin the configuration with this line:
+    With the JSON Schema of the settings, an editor can check and complete a configuration file.
+    Write the schema to a file once: `sf settings --schema > settings.schema.json`.
+    Then put this line at the beginning of the configuration file:
 
         # yaml-language-server: $schema=settings.schema.json
     """
@@ -294,10 +295,10 @@ def plan(
     overrides: Overrides = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(help="Dask scheduler to plan for. By default cluster.scheduler, or else SF_SCHEDULER."),
+        typer.Option(help="Dask scheduler of the workers. By default cluster.scheduler, or SF_SCHEDULER."),
     ] = None,
 ) -> None:
-    """Show which worker would do what and why, with the memory and disk of the run. Starts nothing."""
+    """Show the planned work of each worker, and the memory and disk that the run needs. Starts nothing."""
     from sf_core.cli.explain import explain_plan
     from sf_core.stages.settling.first_tasks import check_held_out
 

@@ -20,8 +20,8 @@ def model(
     source: Annotated[
         str,
         typer.Argument(
-            help=f"Model to download ({', '.join(PUBLISHED)}), GGUF file to convert, or Hugging Face folder "
-            "to check.",
+            help=f"Model to download ({', '.join(PUBLISHED)}), GGUF file to convert, or Hugging Face model "
+            "folder to check.",
             autocompletion=lambda incomplete: [name for name in PUBLISHED if name.startswith(incomplete)],
         ),
     ],
@@ -32,7 +32,7 @@ def model(
         ),
     ] = None,
 ) -> None:
-    """Download or convert a model for policy.model, or check a model folder."""
+    """Download or convert a model for the setting policy.model, or check a model folder."""
     from sf_core.training.policy_folder import check_model_folder, describe_policy
 
     try:

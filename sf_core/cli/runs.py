@@ -33,7 +33,7 @@ def find_run(run: str) -> str:
 RunDir = Annotated[
     str,
     typer.Argument(
-        help="Run directory or its URL, or the name of a run in ./runs.",
+        help="Run directory, its URL, or the name of a run in ./runs.",
         callback=find_run,
         autocompletion=complete_run,
     ),
@@ -44,10 +44,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 @commands.command("ls")
 @report_bad_input()
 def list_runs(
-    root: Annotated[str, typer.Argument(help="Folder or URL with run directories.")] = "runs",
+    root: Annotated[
+        str, typer.Argument(help="Folder, or URL of a folder, that contains run directories.")
+    ] = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """List runs with their state, iterations, newest rewards and size."""
+    """List runs with their state, number of iterations, newest rewards and size on disk."""
     from sf_core.reports.states import find_runs, run_state
 
     table = Table("run", "state", "iterations", "reward", "held out", "size", box=None)
@@ -81,14 +83,18 @@ def inspect(
     ] = None,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="Show what the devices did; write timeline.json and timeline.png."),
+        typer.Option(
+            "--timeline",
+            help="Show the work of each device over time, and write timeline.json and timeline.png.",
+        ),
     ] = False,
     tasks: Annotated[
-        bool, typer.Option("--tasks", help="Show the tasks of a run with a curriculum or a gate.")
+        bool,
+        typer.Option("--tasks", help="Show the results of tasks, for a run with a curriculum or a gate."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the iterations and devices of a run, its tasks, or one session turn by turn."""
+    """Show the iterations and devices of a run, the tasks of the run, or one session turn by turn."""
     from sf_core.reports.outcomes.table import inspect_tasks
     from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline, run_data
 
@@ -111,7 +117,7 @@ def gc(
     where: Annotated[
         str,
         typer.Argument(
-            help="Run directory, a folder of run directories, or the name of a run in ./runs.",
+            help="Run directory, folder that contains run directories, or the name of a run in ./runs.",
             callback=find_run,
             autocompletion=complete_run,
         ),
@@ -119,14 +125,17 @@ def gc(
     keep_checkpoints: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")] = 1,
     keep_weights: Annotated[int, typer.Option(min=1, help="Number of newest policy versions to keep.")] = 1,
     journals: Annotated[
-        bool, typer.Option("--journals", help="Remove journals of finished runs too.")
+        bool, typer.Option("--journals", help="In addition, remove the journals of finished runs.")
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Remove what is listed. Without this option the command only lists.")
+        bool,
+        typer.Option(
+            "--yes", help="Remove the listed items. Without this option the command only lists them."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints and weights. A run can still continue afterwards."""
+    """Remove old checkpoints and weights. The runs can still continue afterwards."""
     from sf_core.reports.cleanup import Keep, check_not_linked, find_spares
     from sf_core.reports.states import await_restarts, find_runs
 
@@ -165,7 +174,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Run directory or its URL, or the name of a run in ./runs. Several runs are compared.",
+            help="Run directory, its URL, or the name of a run in ./runs. Several runs are compared.",
             callback=lambda runs: [*map(find_run, runs)],
             autocompletion=complete_run,
         ),
@@ -174,16 +183,17 @@ def report(
         str | None,
         typer.Option(
             *("--output", "-o"),
-            help="File to write. By default RUN/report.html, or comparison.html for several runs.",
+            help="File to write. By default RUN/report.html for one run, comparison.html for several runs.",
         ),
     ] = None,
     max_mb: Annotated[
-        float, typer.Option(help="Largest size of the page in MB. Sessions that do not fit are left out.")
+        float, typer.Option(help="Maximum size of the page, in MB. Sessions that do not fit are left out.")
     ] = 16.0,
 ) -> None:
-    """Write a run as one HTML page that opens offline: curves, devices, groups, the tokens of every session.
+    """Write one HTML page about a run: curves, devices, groups, the tokens of every session.
 
-    With several runs the page compares them: their curves, their results and the settings that differ.
+    The page needs no network. If you name several runs, the page compares the curves, the results and the
+    settings of these runs.
     """
     from sf_core.reports.comparison.page import write_comparison_page
     from sf_core.reports.html.page import write_report
@@ -197,16 +207,17 @@ def report(
 @report_bad_input()
 def export(
     run: RunDir,
-    out: Annotated[str, typer.Argument(help="File to write. For atif a folder.")],
-    to: Annotated[str, typer.Option(help="Format to write: trl, verl, sharegpt or atif.")],
+    out: Annotated[str, typer.Argument(help="File to write. With --to atif: folder to write.")],
+    to: Annotated[str, typer.Option(help="Format of the output: trl, verl, sharegpt or atif.")],
     opened: Annotated[
         bool,
         typer.Option(
-            "--opened", help="Export the sessions that clients opened instead of those of the run's tasks."
+            "--opened",
+            help="Export the sessions that clients opened, instead of the sessions of the run's tasks.",
         ),
     ] = False,
 ) -> None:
-    """Write the trajectories of a run in the format of another training tool."""
+    """Write the trajectories of a run to a file, in the format of another training tool."""
     from sf_core.reports.export.export import export
 
     _check_folder(out)
@@ -229,9 +240,10 @@ def export(
 @commands.command()
 @report_bad_input()
 def replay(
-    run: RunDir, iteration: Annotated[int, typer.Option(min=0, help="Iteration to train again.")]
+    run: RunDir,
+    iteration: Annotated[int, typer.Option(min=0, help="Number of the iteration to train again.")],
 ) -> None:
-    """Train a stored batch again from the checkpoint before it, and compare the weights. Writes nothing."""
+    """Train the stored batch of an iteration again, and compare the new weights with the stored weights."""
     from sf_core.cli.replay import replay
 
     result = replay(run, iteration)

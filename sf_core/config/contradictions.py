@@ -18,7 +18,7 @@ from sf_core.recipes.weights import CustomWeight, EntropyConfidence, Fresh, Gate
 
 
 class Sections(NamedTuple):
-    """The sections of a configuration that the table compares."""
+    """The sections of a configuration that the rules compare."""
 
     environment: EnvironmentConfig
     rollout: RolloutConfig

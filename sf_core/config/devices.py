@@ -22,13 +22,13 @@ from sf_core.settings import Settings
 @dataclass(frozen=True, slots=True)
 class Device:
     kind: str
-    """A key of DEVICES, or "measured"."""
+    """A key of DEVICES, or "measured" for a device that a worker has measured."""
     peak_flops: float
-    """Peak FLOP/s of dense matrix products in the training dtype."""
+    """Peak speed of dense matrix products in the number format of training, in FLOP/s."""
     bandwidth: float
-    """Memory bandwidth, bytes/s."""
+    """Memory bandwidth, in bytes/s."""
     bytes_per_weight: int = 2
-    """Bytes per weight in the training dtype: 2 for bfloat16, 4 for float32."""
+    """Bytes per weight in the number format of training: 2 for bfloat16, 4 for float32."""
 
 
 DEVICES = {
@@ -45,19 +45,20 @@ DEVICES = {
         Device("mi300x", 1307e12, 5.3e12),
     )
 }
-"""Published peaks: bfloat16 without sparsity, SXM or OAM form where there are several, A100 with 80 GB. From
-the makers' data sheets (NVIDIA A100, H100, H200, DGX B200, L40S, L4; AMD Instinct MI300X); H800 and H20 as
-board makers list them."""
+"""Published peak figures, in bfloat16 without sparsity. If a device exists in several forms: the SXM or OAM
+form; for the A100, the form with 80 GB. Sources are the data sheets of the makers (NVIDIA A100, H100, H200,
+DGX B200, L40S, L4; AMD Instinct MI300X). The figures of H800 and H20 are the figures that board makers
+list."""
 
 
 @dataclass(slots=True)
 class WorkerDevice:
-    """The device of a worker's process."""
+    """The device of a worker process."""
 
     figures: Device | None = None
-    """Figures that the worker declares. None: the figures of the configuration."""
+    """Figures that the worker declares for its device. None: the figures of the configuration."""
     tag: str | None = None
-    """Tag for which an emulated device was last used. A switch to another tag takes time."""
+    """Tag for which an emulated device was used last. To switch to another tag takes emulated time."""
 
 
 def find_device(kind: str) -> Device:
@@ -101,41 +102,43 @@ def step_of(priority: float) -> int:
 
 
 class EmulationConfig(Settings):
-    """The emulated device and policy. Default: an H100 (SXM, bfloat16, from its data sheet) and the shape of
-    Qwen3-8B."""
+    """The device and the policy that emulated engines and trainers imitate. Default: an H100 (SXM, bfloat16,
+    figures from its data sheet) and a policy of the shape of Qwen3-8B."""
 
     peak_flops: float = Field(989e12, gt=0)
-    """Peak FLOP/s of the device, for the number format in which it computes."""
+    """Peak speed of the device, in FLOP/s, for the number format in which the device computes."""
     memory_bandwidth: float = Field(3.35e12, gt=0)
     """Memory bandwidth of the device, in bytes/s."""
     utilisation: float = Field(0.4, gt=0, le=1)
-    """Fraction of `peak_flops` that prefill, decoding and training reach."""
+    """Fraction of `peak_flops` that the device reaches in prefill, decoding and training."""
     parameters: float = Field(8.2e9, gt=0)
     """Number of parameters of the policy."""
     bytes_per_parameter: float = Field(2.0, gt=0)
-    """Bytes per parameter of the weights in device memory."""
+    """Size of one parameter in device memory, in bytes."""
     kv_bytes_per_token: float = Field(147456.0, ge=0)
-    """Bytes of KV cache per token: 2 x layers x KV heads x head width x bytes per element."""
+    """Size of the KV cache of one token, in bytes: 2 x layers x KV heads x head width x bytes per element."""
     kv_tokens: int = Field(180_000, ge=0)
-    """Capacity of the KV cache, in tokens. A turn reuses the cache entries of earlier turns. 0: no reuse."""
+    """Capacity of the KV cache, in tokens. A turn reuses the cache entries of earlier turns of the same
+    session. 0: no reuse."""
     stored_bytes_per_parameter: float = Field(2.0, gt=0)
-    """Bytes per parameter that a trainer writes per version: 2 in bfloat16, 4 in float32."""
+    """Number of bytes that a trainer writes per parameter and version: 2 in bfloat16, 4 in float32."""
     delta_bytes_per_parameter: float = Field(0.03, gt=0)
-    """Bytes per parameter that an engine's host reads per version: about 0.03 in bfloat16, where deltas are
-    read; 4 in float32, where there are no deltas."""
+    """Number of bytes that the host of an engine reads per parameter and version. In bfloat16: about 0.03,
+    because hosts read deltas. In float32: 4, because deltas do not exist."""
     write_bandwidth: float = Field(0.45e9, gt=0)
     """Speed at which a trainer copies, hashes and writes weights and checkpoints, in bytes/s."""
     verify_bandwidth: float = Field(2e9, gt=0)
-    """Speed at which an engine's host verifies its copy of the weights and gives the copy to the engine, in
-    bytes/s."""
+    """Speed at which the host of an engine verifies its copy of the weights and loads the copy into the
+    engine, in bytes/s."""
     load_bandwidth: float = Field(0.7e9, gt=0)
-    """Speed at which an engine's host reads stored weights, in bytes/s."""
+    """Speed at which the host of an engine reads weights from storage, in bytes/s."""
     to_rollout_s: float | None = Field(None, ge=0)
-    """Emulated time for a device to switch from training to rollout, in seconds. Empty: the size of the
+    """Time for the emulated device to switch from training to rollout, in seconds. Empty: the size of the
     weights divided by `verify_bandwidth`."""
     to_train_s: float = Field(0.0, ge=0)
-    """Emulated time for a device to switch from rollout to training, in seconds. By default 0, because the
-    trainer stays loaded."""
+    """Time for the emulated device to switch from rollout to training, in seconds. The default is 0, because
+    the trainer stays in memory."""
     time_dilation: float = Field(1.0, gt=0)
-    """Emulated seconds per real second. Every duration is divided by this number. Below 1 the run is slower
-    than the real devices, so that one data plane can serve the tokens/s of many devices."""
+    """Number of emulated seconds per real second: every duration is divided by this number. Below 1 the
+    emulation is slower than the real devices. One data plane can then serve the tokens of many emulated
+    devices."""

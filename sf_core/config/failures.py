@@ -18,49 +18,52 @@ Reason = Literal[
     "prepare_error", "not_recorded",
 ]
 # fmt: on
-"""Why a session failed. The last two have no rule in the settings: they are retried, then excluded.
-prepare_error: what its agent needs could not be prepared. not_recorded: it could not be exported."""
+"""Reason why a session failed. The settings have no rule for the last two reasons: these sessions are
+retried, and then excluded. prepare_error: the environment of the session could not be prepared. not_recorded:
+the session could not be exported."""
 
 Rule = Literal["zero", "retry_then_zero", "retry_then_exclude"]
 
 Status = Literal["finished", "finished_after_overflow", "not_judged"] | Reason
-"""How a session ended. finished_after_overflow: it has an ordinary reward, although its last request did not
-fit into the context window. not_judged: a held-out one that has no reward, because none could be had."""
+"""Status with which a session ended. finished_after_overflow: the session has an ordinary reward, although
+its last request did not fit into the context window. not_judged: a held-out session without a reward, because
+no reward could be computed."""
 
 Cause = Literal["prepare", "agent", "code", "time", "reward", "group"]
-"""What ended a failed session: an error while it was prepared, an error of its agent (`code`: one that no
-answer of the policy excuses) or the agent's time limit, or an error of its scoring. group: it has not failed,
-and `environment.group_reward` drops its group."""
+"""Event that ended a failed session: an error while the session was prepared, an error of the agent (`code`:
+an error that no answer of the policy excuses), the time limit of the agent, or an error of scoring. group:
+the session has not failed, but `environment.group_reward` drops its group."""
 
 CODE_ERRORS = (NameError, TypeError, AttributeError, ImportError, SyntaxError)
-"""Errors of an agent that are always its own, whatever the policy has answered."""
+"""Errors that are always errors of the agent itself, whatever the policy has answered."""
 
 LOST_PICTURE = "lost_picture"
-"""The `decision` on a session of which a picture is missing, or has other bytes, when its batch is made."""
+"""The `decision` on a session if one of its pictures is missing or has changed when the batch is written."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class FailureRules(Settings):
-    """Rule for a failed session, by the reason of the failure. zero: the session ends with `failed_reward`,
-    and its sampled tokens are trained on. retry_then_zero: the session is retried with other random draws, up
-    to `session_attempts` attempts in all; if all attempts fail, zero applies. retry_then_exclude: the same,
-    but if all attempts fail, the group of the session is excluded. A session that failed before the policy
-    sampled a token is always retried, then excluded."""
+    """Rule for a failed session, by the reason of the failure. zero: the session ends with the reward
+    `failed_reward`, and its sampled tokens are trained on. retry_then_zero: the session is retried with other
+    random draws, up to `session_attempts` attempts in total; if all attempts fail, the rule zero applies.
+    retry_then_exclude: the session is retried in the same way; if all attempts fail, the group of the session
+    is excluded from the batch. A session that failed before the policy sampled a token always follows
+    retry_then_exclude."""
 
     context_overflow: Rule = "zero"
     """The agent raised an error after a request that did not fit into `engine.context_length`."""
     timeout: Rule = "zero"
     """The session ran longer than `session_timeout_s`."""
     agent_error: Rule = "retry_then_exclude"
-    """The agent raised an error that no other reason covers. Errors in the agent's code (NameError,
-    TypeError, AttributeError, ImportError, SyntaxError) always count here."""
+    """The agent raised an error to which no other reason applies. Errors in the agent's code (NameError,
+    TypeError, AttributeError, ImportError, SyntaxError) always have this reason."""
     unparsed_call: Rule = "zero"
     """The agent raised an error after the policy wrote a tool call that could not be parsed. If the agent
-    recovers from such an answer, the session has not failed."""
+    raises no error after such a call, the session has not failed."""
     reward_error: Rule = "retry_then_exclude"
-    """The reward function raised an error or took too long, or the reward is not a finite number. For an
-    agent outside the cluster: no reward arrived in time."""
+    """The reward function raised an error, exceeded `score_timeout_s`, or returned a number that is not
+    finite. For an agent outside the cluster: no reward arrived within `reward_patience_s`."""
 
     def rule_for(self, reason: Reason) -> Rule:
         return getattr(self, reason, "retry_then_exclude")

@@ -13,9 +13,10 @@ PipelineName = Literal["colocated", "disaggregated", "async", "multiplexed"]
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     lent: bool | None
-    """True if trainers are lent to rollout between train steps. None: the tags of the workers decide."""
+    """True: trainers roll out between train steps. False: trainers only train. None: the tags of the workers
+    decide."""
     overlap: tuple[bool, ...]
-    """Allowed values of `rollout.overlap`, the default first."""
+    """Allowed values of `rollout.overlap`. The first value is the default."""
 
 
 PIPELINES: dict[PipelineName | None, Pipeline] = {

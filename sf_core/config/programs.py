@@ -13,7 +13,7 @@ from sf_core.config.addresses import FilePath
 from sf_core.settings import Reference, Settings, quote
 
 WORK = "/sandbox"
-"""The work folder, as it is called inside."""
+"""Path of the work folder inside the sandbox."""
 
 _OURS = tuple(map(PurePosixPath, (WORK, "/proc", "/dev", "/sys", "/tmp")))
 
@@ -28,30 +28,31 @@ def _can_be_shown(path: str) -> str:
 
 
 class SandboxLimits(Settings):
-    """Limits of programs in a sandbox. The programs see a read-only system and no other files of the host."""
+    """Limits of programs in a sandbox. The programs see a read-only system, and no other files of the
+    host."""
 
     memory_mb: int = Field(2048, ge=64)
-    """Maximum memory of all processes together, in MB. Files that the programs write count toward this
-    limit."""
+    """Maximum memory of the sandbox, in MB, summed over all processes. Files that the programs write count
+    toward this limit."""
     disk_mb: int = Field(512, ge=1)
-    """Maximum size of the work folder, and also of /tmp, in MB. Files are kept in memory and also count
-    toward `memory_mb`."""
+    """Maximum size of the work folder, in MB. The same limit applies to /tmp. The files in both folders are
+    kept in memory and count toward `memory_mb`."""
     processes: int = Field(128, ge=1)
-    """Maximum number of processes and threads at once."""
+    """Maximum number of processes and threads at a time."""
     open_files: int = Field(1024, ge=16)
     """Maximum number of open files per process."""
     cpu_s: int = Field(3600, ge=1)
     """Maximum CPU time per process, in seconds."""
     output_mb: int = Field(64, ge=1)
-    """Maximum output of a command, in MB: standard output and standard error together. A command that writes
-    more is killed."""
+    """Maximum size of the output of one command, in MB, summed over standard output and standard error. A
+    command that writes more is killed."""
     image: str | None = Field(None, pattern=r"^[^-\s]\S*$")
-    """OCI image that gives the sandbox its file system; podman then creates the sandbox. The image needs
-    python3, version 3.9 or later. Empty: programs see the host's system."""
+    """OCI image whose files the sandbox uses as its system. If set, podman creates the sandbox. The image
+    must contain python3, version 3.9 or later. Empty: programs see the system of the host."""
     paths: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
     """Additional files and folders of the host that programs in the sandbox can read."""
     hidden: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
-    """Folders of the host that appear empty in the sandbox. No effect with `image`."""
+    """Folders of the host that appear empty in the sandbox. Has no effect with `image`."""
 
 
 def _are_words(command: Any) -> Any:
@@ -76,27 +77,29 @@ def _is_variable(name: str) -> str:
 
 
 class Command(Settings):
-    """A program as agent. Each session runs one process in a separate folder. The program reads the task from
-    standard input or from task.json. Environment variables give the address and the key of the endpoint; the
-    SDKs of OpenAI, Anthropic and Google read these variables."""
+    """A program that works as agent. Each session runs one process in a separate folder. The program reads
+    the task from standard input or from task.json. Environment variables contain the address and the key of
+    the endpoint. The SDKs of OpenAI, Anthropic and Google read these variables."""
 
     command: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1), BeforeValidator(_are_words)
     ]
-    """The program and its arguments, as a list of words; no shell reads them. The agent worker looks the
-    program up on its PATH. A name with a slash is relative to the worker's current folder."""
+    """The program and its arguments, as a list of words. No shell interprets the words. The agent worker
+    searches its PATH for the program. A name with a slash is relative to the current folder of the worker."""
     answer: Annotated[str, AfterValidator(_is_inside)] = Field("output", pattern=r"^(output|folder|file:.+)$")
     """The answer that the reward function receives. output: the text that the program prints. file:NAME: the
-    text of the file NAME in the program's folder. folder: all files in the program's folder, as a mapping of
-    names to texts."""
+    text of the file NAME in the program's folder. folder: a mapping from the name to the text of each file in
+    the program's folder."""
     timeout_s: float = Field(3600.0, gt=0)
     """Timeout of the program, in seconds. When it expires, `rollout.on_failure.timeout` applies. Time without
-    a serving engine counts, unlike in `rollout.session_timeout_s`, which applies too."""
+    a serving engine counts toward this timeout. The timeout `rollout.session_timeout_s` applies in addition,
+    and does not count such time."""
     variables: dict[Annotated[str, AfterValidator(_is_variable)], str] = Field({})
-    """Additional environment variables. They are stored with the run, so do not put secrets here."""
+    """Additional environment variables of the program. The variables are stored with the run, so do not put
+    secrets here."""
     sandbox: SandboxLimits | None = None
-    """Limits of the sandbox in which the program runs; {} uses the default limits. Empty: no sandbox; the
-    program has all rights of the worker."""
+    """Limits of the sandbox in which the program runs. {}: a sandbox with the default limits. Empty: no
+    sandbox, so the program has all rights of the worker."""
 
 
 def _form(value: Any) -> str:

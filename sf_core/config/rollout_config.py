@@ -17,10 +17,11 @@ from sf_core.recipes.outcomes import Success
 from sf_core.settings import Reference, Settings
 
 MAX_TOGETHER = 2**16
-"""Most sessions of a group, worker or claim, groups of a batch, tasks of an evaluation: each is an object."""
+"""Maximum number of sessions per group, worker or claim, of groups per batch, and of tasks per evaluation.
+Each of them is an object in memory."""
 
 BUILT_IN_TOKENS, BUILT_IN_CONTEXT = 64, 2048
-"""`rollout.max_tokens` of the built-in policy, and its number of positions."""
+"""For the built-in policy: `rollout.max_tokens` if no value is given, and the number of positions."""
 
 
 def _is_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -35,28 +36,30 @@ JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 
 
 class JudgeConfig(Settings):
-    """A model that reward functions ask. `url` or `model` says where it is."""
+    """A model that reward functions ask. Give either `url` or `model`."""
 
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
     """Address of a server with the OpenAI API, for example http://HOST:8000/v1. The environment variable
-    SF_JUDGE_KEY_NAME holds the server's key, where NAME is the judge's name in capitals. If that variable is
-    not set, no key is sent."""
+    SF_JUDGE_KEY_NAME contains the key of the server; NAME is the name of the judge in capitals. If this
+    variable is not set, no key is sent."""
     name: str | None = Field(None, min_length=1)
-    """Name of the model at that server. Empty: the first model that the server lists."""
+    """Name of the model on the server at `url`. Empty: the first model that the server lists."""
     model: FilePath | None = None
     """Folder of a Hugging Face causal LM with a chat template, or the name of a model that `sf model` has
-    made. Each worker tagged `reward` starts its own vLLM server for it; `make vllm` installs vLLM."""
+    downloaded. Each worker tagged `reward` starts its own vLLM server for the model. `make vllm` installs
+    vLLM."""
     temperature: float = Field(0.0, ge=0, le=2)
-    """Sampling temperature of the judge's replies. At 0 each worker asks equal questions only once."""
+    """Sampling temperature of the judge's replies. At temperature 0, each worker asks the same question only
+    once and reuses the reply."""
     max_tokens: int = Field(256, ge=1)
-    """Maximum number of tokens in a reply."""
+    """Maximum number of tokens in one reply of the judge."""
     timeout_s: float = Field(60.0, gt=0)
-    """Timeout of one call, in seconds. When it expires, the call is retried."""
+    """Timeout of one call to the judge, in seconds. When it expires, the worker retries the call."""
     concurrency: int = Field(16, ge=1, le=1024)
-    """Number of calls that one worker makes at once while it scores sessions."""
+    """Maximum number of calls that one worker makes to the judge at a time."""
     max_tokens_per_iteration: int | None = Field(None, ge=1)
-    """Maximum number of tokens that all calls use between two batches, counted over questions and replies. A
-    run that uses more fails, with an error that names this setting. Empty: no limit."""
+    """Maximum number of tokens that all calls to the judge use between two batches, summed over questions and
+    replies. A run that uses more tokens fails, with an error that names this setting. Empty: no limit."""
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> JudgeConfig:
@@ -74,35 +77,38 @@ class JudgeConfig(Settings):
 
 
 class EnvironmentConfig(Settings):
-    """The tasks, the agent that works on them, and the reward function that scores the agent's answers. All
-    three come from a named environment unless functions of your own override them."""
+    """The tasks, the agent that works on the tasks, and the reward function that scores the agent's answers.
+    The environment `name` provides all three. The settings `tasks`, `agent` and `reward` replace them with
+    your own functions."""
 
     name: str = "quickstart"
-    """Name of a built-in environment, or a class of your own, as package.module:Class. The warm start of the
-    built-in policy uses the environment's demonstrations."""
+    """Name of a built-in environment, or a class of your own, written as package.module:Class. The warm start
+    of the built-in policy uses the environment's demonstrations."""
     settings: Annotated[dict[str, Any], AfterValidator(_is_json), AfterValidator(expand_settings)] = Field({})
-    """Settings of that environment. A text that begins with `~/` or `${VAR}/` is a path; `~` and the variable
-    are replaced."""
+    """Settings of the environment `name`. A text that begins with `~/` or `${VAR}/` is a path: `~` is
+    replaced by the home folder, and `${VAR}` by the value of the environment variable VAR."""
     tasks: Reference | None = None
-    """Function (split, index) -> Task, where split is "train" or "holdout". Equal arguments must give equal
-    tasks. Empty: the environment's function."""
+    """Function (split, index) -> Task, where split is "train" or "holdout". The same arguments must always
+    give the same task. Empty: the tasks of the environment `name`."""
     agent: AnyAgent = None
     """The agent: a function (task, endpoint) -> answer, sync or async, or a command that runs once per
-    session. The agent calls an ordinary LLM endpoint. Empty: the environment's agent."""
+    session. The agent sends its requests to the LLM endpoint. Empty: the agent of the environment `name`."""
     reward: Reference | None = None
-    """Function (task, answer) -> a number, or a mapping of named parts; the reward is the sum of the parts.
-    Empty: the environment's function."""
+    """Function (task, answer) -> a number, or a mapping of named parts. The sum of the parts is the reward.
+    Empty: the reward function of the environment `name`."""
     group_reward: Reference | None = None
     """Function (task, answers) -> one reward per answer of a training group, in the order of the answers, or
-    None to discard the group. It is called once, after the last session of the group has answered. Held-out
-    answers are always scored by `reward`. Empty: `reward` scores each answer alone."""
+    None to discard the group. The function is called once, after the last session of the group has answered.
+    Held-out answers are always scored by the function `reward`. Empty: the function `reward` scores each
+    answer separately."""
     judges: dict[JudgeName, JudgeConfig] = Field({})
-    """Models that `reward` and `group_reward` may ask, by names of your choice. A function with a parameter
-    `judges` receives all of them."""
+    """Models that the functions `reward` and `group_reward` may ask. You choose the name of each model. If a
+    function has a parameter `judges`, the function receives all of these models."""
     prepare: Reference | None = None
-    """Function task -> async context manager. A worker enters it before the session (`rollout.prepare_ahead`)
-    and leaves it after the agent has ended. The agent receives its value as the third argument. Empty: the
-    environment's function, if the agent is the environment's too."""
+    """Function task -> async context manager. The worker enters the context manager before the session starts
+    (see `rollout.prepare_ahead`), and leaves it after the agent has ended. The agent receives the value of
+    the context manager as its third argument. Empty: the function of the environment `name`, if the setting
+    `agent` is empty."""
 
     @property
     def served_judges(self) -> dict[str, str]:
@@ -111,103 +117,108 @@ class EnvironmentConfig(Settings):
 
 
 class RolloutConfig(Settings):
-    """How sessions are sampled, and when a batch is full."""
+    """How sessions are sampled, and when a batch is complete."""
 
     group_size: int = Field(8, ge=1, le=MAX_TOGETHER)
-    """Sessions sampled per task. Most advantages compare the rewards within this group."""
+    """Number of sessions per group. All sessions of a group work on the same task, and most advantages
+    compare the rewards of the sessions."""
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
-    """Groups per batch; each iteration trains on one batch."""
+    """Number of groups per batch. Each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of groups per batch whose agents run outside the cluster. The environment gives the other
-    groups. If all groups come from outside, no worker needs the tag `agent`. 0: all groups come from the
-    environment."""
+    """Number of groups per batch whose agents run outside the cluster. The environment provides the tasks of
+    all other groups. If the agents of all groups run outside the cluster, no worker needs the tag `agent`. 0:
+    the environment provides all tasks."""
     success: Success | None = None
-    """Condition for a session to count as right, for `gate` and `curriculum`. Empty: the session's reward is
-    at least 1, and the gate `varied` compares rewards instead."""
+    """Condition under which `gate` and `curriculum` count a session as right. Empty: a session is right if
+    its reward is at least 1, and the gate `varied` compares rewards instead of counting right sessions."""
     gate: AnyGate = All()
-    """Condition for a complete group to enter the batch. Other groups are discarded and replaced."""
+    """Condition under which a complete group enters the batch. Other groups are discarded and replaced."""
     curriculum: Curriculum | None = None
-    """Choice of tasks by their earlier results. Empty: each task is sampled once, in order."""
+    """Rules that choose tasks by the results of earlier sessions. Empty: each task is sampled once, in
+    order."""
     spare_sessions: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of sessions per group that start in addition to `group_size`. The first sessions to finish
-    count; the rest are stopped. Short sessions finish first, so long answers are underrepresented. 0: no
-    additional sessions."""
+    """Number of additional sessions that start per group. The group is complete when `group_size` sessions
+    have finished; the remaining sessions are then stopped. Short sessions finish first, so long answers are
+    underrepresented in the batch. 0: no additional sessions."""
     least_sessions: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Minimum number of successful sessions for a group to count, when all attempts of its other sessions
-    have failed. Empty: every session of the group must succeed."""
+    """Minimum number of successful sessions for a group in which all attempts of other sessions have failed.
+    A group with fewer successful sessions is discarded. Empty: every session of the group must succeed."""
     overlap: bool | None = None
-    """true: the next batch is sampled while the trainer works on the current batch. false: strictly
-    on-policy. Empty: the default of `pipeline`, or true without a pipeline."""
+    """true: the engines sample the next batch while the trainer works on the current batch. false: the run is
+    strictly on-policy. Empty: the default of `pipeline`, or true if `pipeline` is empty."""
     max_lag: int = Field(1, ge=0)
-    """Maximum lag of a token, in policy versions: the version being updated minus the version that sampled
-    the token."""
+    """Maximum lag of a trained token, in policy versions. The lag is the version of the weights in training
+    minus the version of the weights that sampled the token."""
     on_max_lag: Literal["wait", "drop"] = "wait"
-    """Rule for unfinished sessions that would exceed `max_lag` in a later batch. wait: the current batch
-    waits for them. drop: their groups are discarded and counted."""
+    """Rule for unfinished sessions whose tokens would exceed `max_lag` in a later batch. wait: the current
+    batch waits for these sessions. drop: the groups of these sessions are discarded and counted."""
     temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature of all sessions of the run, held-out sessions included. This value overrides the
-    agent's request."""
+    """Sampling temperature of all sessions of the run, including held-out sessions. This value replaces the
+    temperature in the agent's request."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: only the most likely tokens whose probabilities sum to this value can be sampled.
-    This value overrides the agent's request. 1: no limit."""
+    """Nucleus sampling: the engine samples from the smallest set of most likely tokens whose probabilities
+    sum to at least this value. This value replaces `top_p` in the agent's request. 1: no limit."""
     top_k: int = Field(0, ge=0)
-    """Number of most likely tokens that can be sampled. This value overrides the agent's request. 0: no
-    limit."""
+    """Number of most likely tokens from which the engine samples. This value replaces `top_k` in the agent's
+    request. 0: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of tokens sampled per turn. Empty: 64 for the built-in policy. With `policy.model`: 256,
-    or half of `engine.context_length` if that is set and smaller than 512."""
+    """Maximum number of sampled tokens per turn. Empty: 64 for the built-in policy. With `policy.model`: half
+    of `engine.context_length` if that is set and smaller than 512, 256 if not."""
     ignored_fields: tuple[UndoneField, ...] = ()
-    """Unsupported request fields that are ignored, for example `presence_penalty`. Use this for clients that
-    always send such a field. Requests with other unsupported fields are refused."""
+    """Names of unsupported request fields to ignore, for example `presence_penalty`. Use this setting for
+    clients that always send such a field. A request with any other unsupported field is refused."""
     unseen_parts: Literal["replace", "refuse"] = "replace"
     """Rule for parts of tool results that the policy cannot read, for example images if the policy reads only
     text. replace: the part is replaced by a short text such as `[image left out]`, and the replacement is
-    counted. refuse: the request is refused. In a user's message such a part is always refused."""
+    counted. refuse: the request is refused. A user's message with such a part is always refused."""
     max_picture_tokens: int | None = Field(None, ge=1)
-    """Maximum number of tokens per picture, for a policy that sees pictures. Larger pictures are scaled down.
-    Empty: the limit of the model's processor."""
+    """Maximum number of tokens per picture, for a policy that reads pictures. Larger pictures are scaled
+    down. Empty: the limit of the model's image processor."""
     normalised: tuple[Normalisation, ...] = ("billing_header",)
-    """Text removed from prompts because it changes on every turn and would break prefix matching.
-    billing_header: the line `x-anthropic-billing-header: ...` in the system prompt of Claude Code."""
+    """Texts to remove from prompts because they change on every turn, so that a turn would not begin with the
+    tokens of the previous turn. billing_header: the line `x-anthropic-billing-header: ...` in the system
+    prompt of Claude Code."""
     concurrency: int = Field(128, ge=1, le=MAX_TOGETHER)
-    """Number of sessions that one agent worker runs at once."""
+    """Maximum number of sessions that one agent worker runs at a time."""
     prepare_ahead: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of sessions that each agent worker prepares in advance, by `environment.prepare`, in addition to
-    the sessions that it runs. 0: a session is prepared when it starts, and preparation counts toward the
-    session's timeout."""
+    """Number of sessions that each agent worker prepares in advance with `environment.prepare`, in addition
+    to the sessions that the worker runs. 0: a session is prepared when it starts, and the preparation counts
+    toward `session_timeout_s`."""
     score_concurrency: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Number of sessions that one worker scores at once, in addition to the sessions that it runs. Empty:
-    sessions being scored count toward `concurrency`."""
+    """Maximum number of sessions that one worker scores at a time, in addition to the sessions that the
+    worker runs. Empty: sessions that are being scored count toward `concurrency`."""
     prepare_timeout_s: float = Field(600.0, gt=0)
-    """Timeout for preparing a session, in seconds. When it expires, the session fails with
+    """Timeout for preparing a session, in seconds. When it expires, the session fails with the reason
     `prepare_error`."""
     session_timeout_s: float = Field(120.0, gt=0)
-    """Timeout of a session's agent, in seconds. When it expires, `on_failure.timeout` applies. Time without a
-    serving engine, for example while the run is paused, does not count."""
+    """Timeout for the agent of a session, in seconds. When it expires, `on_failure.timeout` applies. Time
+    without a serving engine, for example while the run is paused, does not count."""
     score_timeout_s: float = Field(600.0, gt=0)
     """Timeout for scoring a session, in seconds. When it expires, `on_failure.reward_error` applies. If a
-    judge was unavailable, another worker scores the answer again, up to `session_attempts` attempts in
-    all."""
+    judge is unavailable, another worker scores the answer again, up to `session_attempts` attempts in
+    total."""
     reward_patience_s: float = Field(600.0, gt=0)
-    """Timeout, in seconds, between the answer of an agent outside the cluster and its reward. When it
+    """Timeout, in seconds, for an agent outside the cluster to send the reward after its answer. When it
     expires, `on_failure.reward_error` applies. Time without a serving engine does not count."""
     request_patience_s: float = Field(600.0, gt=0)
-    """Longest time, in seconds, that a request waits for an engine, pauses included. After that the request
-    is refused (503). Must exceed the time of a train step if no worker rolls out during the step."""
+    """Maximum time, in seconds, that a request waits for an engine, including the time of pauses. When it
+    expires, the request is refused (503). If no worker rolls out during a train step, this time must exceed
+    the time of a train step."""
     session_attempts: int = Field(3, ge=1)
-    """Maximum number of attempts per session, the first included. `on_failure` says which failures are
-    retried."""
+    """Maximum number of attempts per session, including the first attempt. `on_failure` says which failures
+    are retried."""
     on_failure: FailureRules = FailureRules()
     failed_reward: float = Field(0.0, ge=-1e9, le=1e9)
-    """Reward of a failed session that is neither retried nor excluded. Held-out sessions are never
+    """Reward of a failed session that is neither retried nor excluded. A held-out session is never
     excluded."""
     batch_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for a batch or an evaluation, in seconds. After that the run fails, with an error that
-    names the cause."""
+    """Maximum time, in seconds, that the run waits for a batch or an evaluation. When it expires, the run
+    fails with an error that names the cause."""
     absence_timeout_s: float = Field(900.0, gt=0)
-    """Longest wait for a batch or an evaluation, in seconds, while no engine or no agent worker is connected.
-    After that the run fails, with an error that names the missing part. An engine that is loading counts as
-    connected. Must exceed the time to replace a host. Has no effect unless it is below `batch_timeout_s`."""
+    """Maximum time, in seconds, that the run waits for a batch or an evaluation while no engine or no agent
+    worker is connected. When it expires, the run fails with an error that names the missing part. An engine
+    that is loading counts as connected. Must exceed the time to replace a host. Has no effect unless it is
+    less than `batch_timeout_s`."""
 
     @property
     def turn_tokens(self) -> int:

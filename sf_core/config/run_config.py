@@ -20,7 +20,8 @@ from sf_core.config.train_config import TrainConfig
 from sf_core.settings import Reference, Settings, is_word
 
 PublicAddress = Annotated[str, AfterValidator(refuse_user)]
-"""A URL without a user or password: it is stored with the run and shown to its readers."""
+"""A URL without a user or password. The URL is stored with the run, and shown to everyone who can read the
+run."""
 
 # the names in the registry of engines, which settings must not import
 EngineName = Literal["torch", "vllm", "scripted", "emulated"]
@@ -28,49 +29,54 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 
 
 WARM_STEPS = 150
-"""Steps of the warm start of the built-in policy, unless `policy.warmstart.steps` says otherwise."""
+"""Number of warm-start steps of the built-in policy, if `policy.warmstart.steps` is empty."""
 
 
 class WarmstartConfig(Settings):
-    """Supervised start: before the first iteration the policy learns to imitate demonstrations."""
+    """Supervised training before the first iteration: the policy learns to imitate demonstrations."""
 
     steps: int | None = Field(None, ge=0)
-    """Number of optimiser steps; 0 trains nothing. Empty: 150 for the built-in policy, 0 for `model`."""
+    """Number of optimiser steps. 0: no supervised training. Empty: 150 for the built-in policy, 0 for
+    `model`."""
     batch_size: int = Field(64, ge=1)
     """Number of demonstrations per optimiser step."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate. For the built-in policy the rate decays to a tenth on a cosine schedule. Empty: 3e-3 for
-    the built-in policy, five times `train.learning_rate` for `model`."""
+    """Learning rate of the supervised training. For the built-in policy the rate decays on a cosine schedule
+    to a tenth of this value. Empty: 3e-3 for the built-in policy, five times `train.learning_rate` for
+    `model`."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
-    """Label smoothing of the built-in policy. At temperature 1 about this fraction of sampled tokens differs
-    from the demonstration, which leaves reinforcement learning something to improve. Empty: 0.18."""
+    """Label smoothing, for the built-in policy. After the warm start, at temperature 1, about this fraction
+    of sampled tokens differs from the demonstrations, so that reinforcement learning has something to
+    improve. Empty: 0.18."""
     demonstrations: FilePath | None = None
-    """Path or URL of a JSONL file that every worker can read. Each line is {"messages": [...], "tools":
-    [...]}, as chat templates expect. Empty: the environment's demonstrations."""
+    """Path or URL of a JSONL file with demonstrations. Every worker must be able to read the file. Each line
+    is {"messages": [...], "tools": [...]}, in the format that chat templates expect. Empty: the
+    demonstrations of the environment."""
 
 
 class PolicyConfig(Settings):
-    """The model under training."""
+    """The model that the run trains."""
 
     model: FilePath | None = None
-    """Folder of a Hugging Face causal LM to start from, or the name of a model that `sf model` has made.
-    Empty: a small Qwen3 policy is created."""
+    """Folder of a Hugging Face causal LM from which training starts, or the name of a model that `sf model`
+    has downloaded. Empty: the run creates the built-in policy, a small Qwen3 model."""
     adapter: FilePath | None = None
-    """Folder of a PEFT adapter of `model` to start from, with `train.lora`. Empty: a new adapter, which does
-    not change the model at first."""
+    """Folder of a PEFT adapter of `model` from which training starts, with `train.lora`. Empty: the run
+    creates an adapter that initially does not change the output of the model."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
     """Hidden size of the built-in policy."""
     num_layers: int = Field(4, ge=1, le=64)
     """Number of layers of the built-in policy."""
     sees: bool = False
-    """Let the built-in policy see pictures. The built-in policy is then a small Qwen2.5-VL. With `model`, the
-    files of the model decide."""
+    """true: the built-in policy is a small Qwen2.5-VL, which can read pictures. false: the built-in policy is
+    a small Qwen3, which reads only text. If `model` is set, the files of the model decide whether the policy
+    can read pictures."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
-    """Supervised start on demonstrations. null: no supervised start."""
+    """Supervised training on demonstrations before the first iteration. null: no supervised training."""
     dtype: DtypeName | None = None
     """Number format in which the policy is computed, published and exported. The trainer always keeps its own
     weights in float32. auto: bfloat16 if the worker that creates version 0 computes bfloat16 at full speed (a
-    GPU, or a CPU with avx512_bf16 or amx_bf16 in /proc/cpuinfo), otherwise float32. Empty: auto for `model`,
+    GPU, or a CPU with avx512_bf16 or amx_bf16 in /proc/cpuinfo), float32 if not. Empty: auto for `model`,
     float32 for the built-in policy."""
 
     @property
@@ -88,14 +94,15 @@ class PolicyConfig(Settings):
 
 
 class EvaluateConfig(Settings):
-    """Evaluation on held-out tasks. Its sessions are never trained on."""
+    """Evaluation of the policy on held-out tasks. Sessions of held-out tasks are never trained on."""
 
     every: int = Field(10, ge=1)
-    """Number of iterations between evaluations. The first and the last policy are always evaluated."""
+    """Number of iterations between evaluations. Version 0 and the last version of the policy are always
+    evaluated."""
     num_tasks: int = Field(128, ge=1, le=MAX_TOGETHER)
-    """Number of held-out tasks."""
+    """Number of held-out tasks per evaluation."""
     answers: int = Field(1, ge=1, le=64)
-    """Number of sessions per held-out task. The mean reward counts all of them."""
+    """Number of sessions per held-out task. The mean reward is computed over all sessions."""
 
     @model_validator(mode="after")
     def _are_not_too_many(self) -> EvaluateConfig:
@@ -107,18 +114,20 @@ class EvaluateConfig(Settings):
 
 
 class VllmConfig(Settings):
-    """The vLLM server that `engine.kind: vllm` uses."""
+    """Settings of the vLLM server, for `engine.kind: vllm`."""
 
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
-    """Address of a running vLLM server for one rollout worker. The server and the worker must read the run's
-    folder at the same path. Start the server with --enable-scale-out, --logprobs-mode processed_logprobs and
-    the environment variable VLLM_SERVER_DEV_MODE=1. The environment variable SF_VLLM_KEY holds the server's
-    key. Empty: each rollout worker starts a server."""
+    """Address of a running vLLM server, for a run with one rollout worker. The server and the worker must
+    read the run's folder at the same path. Start the server with --enable-scale-out, --logprobs-mode
+    processed_logprobs and the environment variable VLLM_SERVER_DEV_MODE=1. On the worker, the environment
+    variable SF_VLLM_KEY contains the server's key. Empty: each rollout worker starts a server."""
     arguments: tuple[Annotated[str, Field(pattern=r"^--[\w.-]+(=.*)?$")], ...] = ()
-    """Additional arguments of the servers that workers start, for example --gpu-memory-utilization=0.6."""
+    """Additional command-line arguments for the vLLM servers that workers start, for example
+    --gpu-memory-utilization=0.6."""
     sleep_level: int = Field(2, ge=1, le=2)
-    """Memory for the weights of a vLLM server on a GPU, between leases. 1: the host's memory. 2: none; the
-    server reads the weights from storage again. On the CPU the server always keeps its memory."""
+    """Place of the weights of a vLLM server on a GPU while its worker has no rollout lease. 1: the weights
+    are in the host's memory. 2: the weights are not in memory, and the server reads them from storage for the
+    next lease. A vLLM server on a CPU always keeps its weights in memory."""
 
     @property
     def follows_grammars(self) -> bool:
@@ -127,28 +136,29 @@ class VllmConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """The inference engine of a rollout worker."""
+    """The inference engine of each rollout worker."""
 
     kind: EngineName = "torch"
     """Engine that samples. torch: the built-in engine. vllm: a vLLM server, which `make vllm` installs.
     scripted: fixed answers without a model, for tests and benchmarks. emulated: engines sleep for the time
-    that the device of `emulation` would compute; trainers do so too, unless `train.backend` is set."""
+    that the device of `emulation` would compute, and trainers do the same unless `train.backend` is set."""
     max_running: int = Field(128, ge=1)
-    """Maximum number of requests that one engine decodes at once."""
+    """Maximum number of requests that one engine decodes at a time."""
     context_length: int | None = Field(None, ge=16)
     """Maximum number of tokens of one sequence, prompt included. Empty: 512 for the built-in policy. With
-    `policy.model`: the longest of the first 64 training prompts (`Task.prompt`) plus four times
-    `rollout.max_tokens`, up to the model's own limit. If agents are commands or run outside the cluster, the
-    prompt is assumed to have 3,072 tokens."""
+    `policy.model`: four times `rollout.max_tokens`, plus the length of the longest of the first 64 training
+    prompts (`Task.prompt`), up to the limit of the model. If agents are commands or run outside the cluster,
+    a prompt of 3,072 tokens is assumed."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """Rule for the KV cache of running requests when weights change. recompute: the cache is computed again
-    with the new weights. keep: the cache stays as it is."""
+    """Rule for the KV cache of running requests when the engine gets new weights. recompute: the engine
+    computes the cache again with the new weights. keep: the engine keeps the cache that the old weights
+    computed."""
     vllm: VllmConfig = VllmConfig()
     script: Reference | None = None
-    """Function of the scripted engine: (prompt_ids, seed) -> token ids of the answer. The ids belong to the
-    vocabulary of `policy.model` or of the built-in policy (RUN/start/tokenizer.json). The turn ends after the
-    last id, or at an end-of-turn token. If a tool call is forced, prompt_ids end with the start of the call;
-    the answer does not repeat that start."""
+    """Function of the scripted engine: (prompt_ids, seed) -> token ids of the answer. The token ids refer to
+    the vocabulary of `policy.model`, or to the vocabulary of the built-in policy (RUN/start/tokenizer.json).
+    The turn ends after the last id or at an end-of-turn token. If the request forces a tool call,
+    `prompt_ids` ends with the start of the call, and the answer must not repeat this start."""
 
     @property
     def context(self) -> int:
@@ -167,29 +177,30 @@ class WorkerConfig(Settings):
     """One Dask worker process."""
 
     tags: tuple[Word, ...] = Field(min_length=1)
-    """Capability tags: rollout, train, agent, reward, cpu, and any words of your own."""
+    """Capability tags of the worker: rollout, train, agent, reward, cpu, and any words of your own."""
     device: str | None = Field(None, pattern=r"^(cpu|cuda:\d+)$")
-    """Device that the worker computes on: cpu or cuda:N. A worker on cpu sees no GPU. Empty: each worker
-    tagged rollout or train gets its own GPU while torch finds a free one, trainers first; every other worker
-    gets the CPU. The environment variable SF_DEVICE=cpu gives the CPU to all workers without this setting."""
+    """Device on which the worker computes: cpu or cuda:N. A worker on cpu sees no GPU. Empty: each worker
+    tagged rollout or train gets its own GPU while torch finds a free one, and trainers choose first. Every
+    other worker gets the CPU. With the environment variable SF_DEVICE=cpu, all workers without this setting
+    get the CPU."""
     device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
-    """Kind of the worker's device, for example h100. If several workers could train, the kind decides. Empty:
-    unknown."""
+    """Kind of the worker's device, for example h100. If more workers could train than are needed, the kinds
+    of their devices decide which workers train. Empty: the kind is unknown."""
     threads: int | None = Field(None, ge=1)
-    """Number of CPU threads of the numerical libraries in this worker. Workers may share cores, because idle
-    threads sleep. Empty: one thread per core, up to 8."""
+    """Number of CPU threads that numerical libraries use in this worker. Workers may share cores, because
+    idle threads sleep. Empty: one thread per core, up to 8."""
 
 
 class RunnersConfig(Settings):
-    """Bounds on the number of workers with a tag that a run uses at once. Between the bounds the number
-    follows demand."""
+    """Bounds on the number of workers with one tag that a run uses at a time. Within the bounds, the number
+    of workers follows the demand."""
 
     min: int = Field(1, ge=1)
-    """Minimum number of workers. The run keeps them even while there is nothing to do."""
+    """Minimum number of workers with the tag. The run keeps these workers even while they have no work."""
     max: int = Field(ge=1)
-    """Maximum number of workers that carry the tag."""
+    """Maximum number of workers with the tag."""
     idle_s: float = Field(30.0, gt=0)
-    """Time without work after which a worker is released, in seconds."""
+    """Time without work, in seconds, after which the run releases a worker."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> RunnersConfig:
@@ -199,10 +210,11 @@ class RunnersConfig(Settings):
 
 
 class ClusterConfig(Settings):
-    """The Dask workers of a run, and their work."""
+    """The Dask workers of a run, and the rules that assign work to them."""
 
     scheduler: str | None = None
-    """Address of a Dask scheduler whose workers carry tags as resources. Empty: local workers are started."""
+    """Address of a Dask scheduler. The workers of the scheduler must carry their tags as Dask resources.
+    Empty: the command starts local workers."""
     workers: dict[Word, WorkerConfig] = Field(
         {
             "r0": WorkerConfig(tags=("rollout",)),
@@ -211,67 +223,74 @@ class ClusterConfig(Settings):
             "c0": WorkerConfig(tags=("cpu",)),
         }
     )
-    """Local workers by name; not used with `scheduler`. On a machine with one GPU the default leaves out r0,
-    unless `pipeline` needs it; t0 then samples and trains in turn."""
+    """Local workers by name. Not used if `scheduler` is set. On a machine with one GPU the default does not
+    include r0, unless `pipeline` needs r0. Without r0, worker t0 alternates between sampling and training."""
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
-    """Order in which workers are chosen if several could train or roll out. With {"train": ["h800"],
-    "rollout": ["h20"]}, workers tagged h800 train first and workers tagged h20 train last."""
+    """Order in which workers are chosen if more workers could train, or roll out, than are needed. With
+    {"train": ["h800"], "rollout": ["h20"]}, workers tagged h800 are chosen first for training, and workers
+    tagged h20 last."""
     elastic: dict[Literal["agent", "reward"], RunnersConfig] = Field({})
     """Bounds on the number of agent or reward workers, for example {"agent": {"min": 1, "max": 4}}. Within
-    the bounds the number of workers follows the queue of sessions. For a tag without bounds, every worker
-    with the tag works throughout the run."""
+    the bounds, the number of workers follows the number of sessions to run or to score. For a tag without
+    bounds, the run uses every worker with this tag all the time."""
     max_switches_per_minute: int = Field(120, ge=0)
-    """Maximum number of times per minute that a trainer switches between training and rollout. At this number
-    the trainer is not lent to rollout until the minute is over. No limit if no other worker rolls out."""
+    """Maximum number of times per minute that a trainer switches between training and rollout. After this
+    number of switches, the trainer does not roll out again until the minute is over. The setting has no
+    effect if only trainers roll out."""
     yield_timeout_s: float = Field(30.0, gt=0)
-    """Timeout, in seconds, from the time that a lease is revoked until training starts on its worker. When it
-    expires, the worker process is killed and restarted. Must exceed one engine step. The time to read or
-    write a checkpoint, measured when the run starts, is added."""
+    """Timeout, in seconds, for a worker to stop rollout and start training after its rollout lease is
+    revoked. When it expires, SeamlessFlow kills and restarts the worker process. Must exceed the time of one
+    engine step. The time to read or write a checkpoint, measured at the start of the run, is added to the
+    timeout."""
     stage_timeout_s: float = Field(7200.0, gt=0)
-    """Timeout of one stage, in seconds. When it expires, the run fails. The time that the stage waits for a
-    worker counts. Must exceed `rollout.batch_timeout_s` and the time of a train step."""
+    """Timeout of one stage, in seconds, including the time that the stage waits for a worker. When it
+    expires, the run fails. Must exceed `rollout.batch_timeout_s` and the time of a train step."""
 
 
 class DataplaneConfig(Settings):
-    """The data plane, the process between agents and engines."""
+    """The data plane: the process between agents and engines."""
 
     url: PublicAddress | None = None
-    """Address of a running `sf dataplane`. The environment variable SF_DATAPLANE_KEY holds its key. Give an
-    address with a password in SF_DATAPLANE_URL instead. Empty: a data plane is started on loopback."""
+    """Address of a running `sf dataplane`. The environment variable SF_DATAPLANE_KEY contains the key of the
+    data plane. If the address contains a password, leave this setting empty and set the environment variable
+    SF_DATAPLANE_URL to the address. Empty, without SF_DATAPLANE_URL: the command starts a data plane on the
+    loopback address."""
 
 
 class StorageConfig(Settings):
-    """Storage of run directories."""
+    """The place where runs are stored."""
 
     root: FilePath = "runs"
-    """Folder or fsspec URL. A run's directory is root/run_id."""
+    """Local folder, or URL that fsspec supports. The directory of a run is root/run_id."""
 
 
 class TrackConfig(Settings):
-    """Experiment trackers that receive the metrics, in addition to the TensorBoard files. Each tracker's own
-    environment variables name its server and key."""
+    """Experiment trackers that receive the metrics of the run. TensorBoard files are always written. The
+    environment variables of a tracker set its server and its key."""
 
     mlflow: str | None = Field(None, min_length=1)
-    """Name of the MLflow experiment, on the server MLFLOW_TRACKING_URI. Empty: MLflow is not used."""
+    """Name of the MLflow experiment. The environment variable MLFLOW_TRACKING_URI sets the MLflow server.
+    Empty: no metrics are sent to MLflow."""
     wandb: str | None = Field(None, min_length=1)
-    """Weights & Biases project; WANDB_MODE=offline only writes files. Empty: Weights & Biases is not used."""
+    """Name of the Weights & Biases project. With the environment variable WANDB_MODE=offline, metrics are
+    only written to local files. Empty: no metrics are sent to Weights & Biases."""
 
 
 class RunConfig(Settings):
     """One training run."""
 
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    """Name of the run and of its directory. If the run exists, it continues with its stored settings;
-    settings given now override the stored ones unless they equal the default. Empty: a new name is
-    generated."""
+    """Name of the run and of the run's directory. If a run with this name exists, it continues with its
+    stored settings. A setting given now overrides the stored setting, unless the given value equals the
+    default. Empty: SeamlessFlow generates a new name."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Random seed of the policy's initial weights, the order of tasks and all sampling."""
+    """Random seed for the initial weights of the policy, the order of tasks and all sampling."""
     pipeline: PipelineName | None = None
-    """Division of the devices between rollout and training. colocated: every device does both in turn.
-    disaggregated: trainers only train, and rollout waits during train steps. async: trainers only train, and
-    rollout continues during train steps. multiplexed: trainers also roll out between train steps; the other
-    workers always roll out. Empty: the tags of the workers and `rollout.overlap` decide; with `train.lora`
-    and vLLM, trainers only train."""
+    """Division of the devices between rollout and training. colocated: every device alternates between
+    rollout and training. disaggregated: trainers only train, and rollout waits during train steps. async:
+    trainers only train, and rollout continues during train steps. multiplexed: trainers also roll out between
+    train steps, and the other rollout workers always roll out. Empty: the tags of the workers and
+    `rollout.overlap` decide; with `train.lora` and vLLM, trainers only train."""
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()

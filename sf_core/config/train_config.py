@@ -24,14 +24,14 @@ TrainerName = Literal["torch", "megatron", "emulated"]
 SMALLEST_RATE, LARGEST_RATE = 1e-6, 3e-4
 
 CHECKPOINT_BYTES = 12
-"""Size of a checkpoint in bytes per parameter: the weight and Adam's two moments, in float32."""
+"""Size of a checkpoint, in bytes per parameter: the weight and the two moments of Adam, in float32."""
 
 SMALL_CHECKPOINT = 1_000_000_000
-"""Checkpoints of fewer bytes are stored after every iteration, unless `checkpoint_every` says otherwise."""
+"""Size, in bytes, below which checkpoints are stored after every iteration if `checkpoint_every` is empty."""
 
 
 LORA_RATES = 10
-"""How many times that of training all weights the learning rate of an adapter is."""
+"""Learning rate of an adapter, divided by the learning rate of training all weights."""
 
 
 def rate_for(parameters: int, power: float = 0.5, *, is_adapter: bool = False) -> float:
@@ -56,41 +56,45 @@ def interval_for(parameters: int) -> int:
 
 
 LARGEST_RANK = 512
-"""Highest rank of an adapter; vLLM takes no higher one."""
+"""Highest rank of an adapter. vLLM does not support a higher rank."""
 
 
 class LoraConfig(Settings):
-    """A low-rank adapter (Hu et al. 2021). The adapter is trained; the policy's own weights do not change."""
+    """A low-rank adapter (Hu et al. 2021). Only the adapter is trained; the weights of the policy itself do
+    not change."""
 
     rank: int | None = Field(None, ge=1, le=LARGEST_RANK)
-    """Rank of the adapter's two factors per layer. Empty: the rank of `policy.adapter`, or 32."""
+    """Rank of the two factors that the adapter has per layer. Empty: the rank of `policy.adapter`, or 32 if
+    `policy.adapter` is empty."""
     alpha: float | None = Field(None, gt=0)
     """Scale of the adapter: the product of the two factors is multiplied by alpha / rank. Empty: the alpha of
-    `policy.adapter`, or twice the rank."""
+    `policy.adapter`, or twice the rank if `policy.adapter` is empty."""
     targets: tuple[str, ...] | None = Field(None, min_length=1)
-    """Linear layers that get an adapter, by the last part of their names, for example q_proj. Empty: the
-    layers of `policy.adapter`, or all linear layers of the blocks."""
+    """Linear layers that get an adapter. Give the last part of the name of each layer, for example q_proj.
+    Empty: the layers of `policy.adapter`, or all linear layers of the blocks if `policy.adapter` is empty."""
 
 
 class TeacherConfig(Teacher):
-    """The teacher trains the policy in addition to the rewards, or alone with `train.advantage: none`. Give
-    one of `model`, `url` and `weights`. Every token of the policy's vocabulary must have the same id in the
-    teacher's vocabulary."""
+    """The teacher trains the policy in addition to the rewards. With `train.advantage: none`, only the
+    teacher trains the policy. Give exactly one of `model`, `url` and `weights`. Every token in the policy's
+    vocabulary must have the same id in the teacher's vocabulary."""
 
     model: FilePath | None = None
-    """Folder of a Hugging Face causal LM, the name of a model that `sf model` has made, or RUN@VERSION: a
-    version of the run in the folder RUN. Every training worker needs the folder, which must not change during
-    the run. Each worker holds a part of the teacher."""
+    """Folder of a Hugging Face causal LM, the name of a model that `sf model` has downloaded, or RUN@VERSION:
+    a version of the policy of the run in the folder RUN. Every training worker must be able to read the
+    folder, and the folder must not change during the run. Each training worker keeps a part of the teacher's
+    weights in memory."""
     url: Annotated[str, AfterValidator(check_server_url)] | None = None
-    """Address of a vLLM server, with `divergence: sampled`. The filter stage asks the server for the
-    log-probs of the trained tokens. The environment variable SF_TEACHER_KEY holds the server's key."""
+    """Address of a vLLM server, for `divergence: sampled`. The filter stage asks the server for the log-probs
+    of the trained tokens. The environment variable SF_TEACHER_KEY contains the key of the server."""
     weights: Literal["start"] | None = None
     """start: the teacher is version 0 of the policy, which keeps later versions close to version 0. With
-    `train.lora` this teacher needs no memory."""
+    `train.lora`, this teacher needs no additional memory."""
     tokenizer: FilePath | None = None
-    """Folder with the tokenizer of the teacher at `url`."""
+    """Folder with the tokenizer of the teacher, for a teacher at `url`."""
     timeout_s: float = Field(600.0, gt=0)
-    """Timeout, in seconds, of the filter stage's retries while the server at `url` does not answer."""
+    """Time, in seconds, during which the filter stage retries a request while the server at `url` does not
+    answer."""
 
     @model_validator(mode="after")
     def _is_named_once(self) -> TeacherConfig:
@@ -112,80 +116,89 @@ class TeacherConfig(Teacher):
 
 
 class TrainConfig(Settings):
-    """The optimiser and the loss. Default: GRPO (Shao et al. 2024) with the token mean and the clip bounds of
-    DAPO."""
+    """The optimiser and the loss. Default: GRPO (Shao et al. 2024), with the token mean and the clip bounds
+    of DAPO."""
 
     iterations: int = Field(40, ge=1)
-    """Number of RL iterations of the run."""
+    """Number of iterations of the run. Each iteration trains on one batch."""
     backend: TrainerName | None = None
     """Implementation of the trainer. torch: PyTorch. megatron: Megatron-core, for a policy of model_type
-    llama, qwen2 or qwen3; install the extra [megatron] of seamlessflow. emulated: trainers sleep for the time
-    that the device of `emulation` would compute, and produce no weights; `engine.kind` must not be torch.
-    Empty: emulated with emulated engines, otherwise torch."""
+    llama, qwen2 or qwen3; the extra [megatron] of seamlessflow installs it. emulated: trainers sleep for the
+    time that the device of `emulation` would compute, and produce no weights; `engine.kind` must not be
+    torch. Empty: emulated if `engine.kind` is emulated, torch if not."""
     workers: int = Field(1, ge=1)
-    """Number of workers that train together, one rank each."""
+    """Number of training workers. All training workers compute each train step together, one rank per
+    worker."""
     min_workers: int | None = Field(None, ge=1)
-    """Minimum number of training workers. If a worker is lost, the run continues with this number or more.
-    Empty: `workers`."""
+    """Minimum number of training workers. If a worker is lost, the run continues while at least this number
+    of workers is left. Empty: the value of `workers`."""
     tensor_parallel: int = Field(1, ge=1)
-    """Number of workers among which the megatron backend splits each layer of the policy."""
+    """Number of workers over which the megatron backend splits each layer of the policy."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Number of pipeline stages into which the megatron backend divides the layers."""
+    """Number of pipeline stages over which the megatron backend splits the layers of the policy."""
     gang_timeout_s: float = Field(180.0, gt=0)
-    """Longest time, in seconds, that a rank waits for another rank, at the start or when gradients are
-    exchanged. After that the train step fails, names the missing ranks, and is retried. A lost trainer is
-    replaced by another worker after the same time. The time to read or write a checkpoint, measured when the
-    run starts, is added."""
+    """Maximum time, in seconds, that a rank waits for another rank, at the start of a train step or while
+    gradients are exchanged. When it expires, the train step fails with an error that names the missing ranks,
+    and is retried. After the same time, another worker replaces a lost trainer. The time to read or write a
+    checkpoint, measured at the start of the run, is added to the timeout."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate of AdamW, constant after `warmup_steps`. Empty: with `policy.model` 2e-5 x sqrt(135
-    million / N) for N parameters, between 1e-6 and 3e-4. For the built-in policy 3e-4, and less above 1.5
-    million parameters. With `lora` ten times these values."""
+    """Learning rate of AdamW, constant after the first `warmup_steps` optimiser steps. Empty, with
+    `policy.model`: 2e-5 x sqrt(135 million / N) for N parameters, at least 1e-6 and at most 3e-4. Empty, for
+    the built-in policy: 3e-4, and less for more than 1.5 million parameters. Empty, with `lora`: ten times
+    the value without `lora`."""
     warmup_steps: int = Field(0, ge=0)
-    """Number of optimiser steps over which the learning rate rises from 0."""
+    """Number of optimiser steps during which the learning rate rises from 0 to `learning_rate`."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moment."""
+    """Decay rates of the first and the second moment of AdamW."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Maximum gradient norm; larger gradients are scaled down to it. 1e9: no scaling."""
+    """Maximum norm of the gradient. A gradient with a larger norm is scaled down to this norm. 1e9: gradients
+    are not scaled."""
     select: AnySelection | None = None
-    """Sessions of a batch that are trained on. Advantages are computed from these sessions alone. Empty: all
-    sessions."""
+    """Rule that selects which sessions of a batch train. Advantages are computed from the selected sessions
+    alone. Empty: all sessions train."""
     advantage: AnyAdvantage = Grpo()
     """Formula that computes the advantage of every token from the rewards."""
     weights: tuple[AnyWeight, ...] = ()
-    """Formulas that leave tokens out or scale their advantages, in the order in which they are applied."""
+    """Formulas that exclude tokens from training or scale the advantages of tokens. The formulas are applied
+    in the order of this list."""
     loss: LossConfig = LossConfig()
     teacher: TeacherConfig | None = None
-    """Another model whose log-probs train the policy. Empty: no teacher."""
+    """Another model whose log-probs the policy learns to match. Empty: no teacher."""
     lora: LoraConfig | None = None
-    """Adapter that is trained instead of the policy's own weights. Empty: all weights are trained."""
+    """Adapter (LoRA) to train instead of the weights of the policy. Empty: all weights of the policy are
+    trained."""
     critic: Critic | None = None
     """Network that learns to predict the reward, for `advantage: gae`. Empty: no critic."""
     max_engine_difference: float = Field(0.1, gt=0)
     """Maximum mean difference, in nats, between the log-probs that engines recorded and the log-probs that
-    the trainer computes with the same weights. Above this value the train step fails. Raise it if
+    the trainer computes with the same weights. Above this value the train step fails. Raise this value if
     `engine.kv_on_update: keep` causes the difference."""
     minibatches: int = Field(1, ge=1)
-    """Number of optimiser steps per batch. The sessions of a group are always in the same step."""
+    """Number of optimiser steps per batch. All sessions of a group are in the same optimiser step."""
     tokens_per_microbatch: int = Field(8192, ge=64)
-    """Maximum number of tokens, padding included, in one forward and backward pass."""
+    """Maximum number of tokens per forward and backward pass, including padding."""
     recompute: bool = False
-    """Recompute each block of the network in the backward pass instead of storing its activations. This takes
-    a third more computation, but memory then hardly grows with the number of layers."""
+    """true: the backward pass recomputes the activations of each block of the network, instead of storing
+    them. Training then takes about a third more computation, and the memory for activations hardly grows with
+    the number of layers."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Number of iterations between checkpoints. After a training worker was lost, the iterations since the
-    newest checkpoint are repeated from stored batches. Empty: 1 for the built-in policy. With `policy.model`:
-    1 if a checkpoint takes less than 1 GB (below 83 million trained parameters), otherwise 10."""
+    """Number of iterations between checkpoints. After a training worker is lost, the run repeats the
+    iterations since the newest checkpoint, from stored batches. Empty: 1 for the built-in policy. Empty, with
+    `policy.model`: 1 if a checkpoint takes less than 1 GB (fewer than 83 million trained parameters), 10 if
+    not."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep. Older checkpoints are removed when a new one is complete."""
+    """Number of newest checkpoints to keep. When a new checkpoint is complete, older checkpoints are
+    removed."""
     keep_weights: int | None = Field(None, ge=1)
-    """Number of newest published versions whose weights are kept. These versions are always kept: every tenth
-    version, evaluated versions, the reference of `loss.kl`, versions that an engine uses or loads, and
-    versions that are being published. Empty: all versions if a version takes less than 50 MB, otherwise 2."""
+    """Number of newest policy versions whose weights are kept. Weights of these versions are always kept:
+    every tenth version, evaluated versions, the reference of `loss.kl`, versions that an engine uses or
+    loads, and versions that are being published. Empty: all versions if the weights of a version take less
+    than 50 MB, 2 if not."""
     keep_every: int | None = Field(None, ge=1)
-    """Number of iterations between checkpoints that are never removed. Empty: only the newest checkpoints are
-    kept."""
+    """Number of iterations between checkpoints that are never removed. Empty: only the `keep_checkpoints`
+    newest checkpoints are kept."""
 
     @property
     def rate(self) -> float:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator
 from sf_core.settings import quote
 
 KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-"""What Claude Code sends: nothing is to be cleared."""
+"""Value that Claude Code sends, and that clears nothing."""
 
 UNDONE: dict[str, tuple[Any, ...]] = {
     # constraints on sampling
@@ -81,11 +81,12 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "web_search_options": (),
 }
-"""The values that change nothing, besides null, by name of the field; with a dot, of one inside another."""
+"""Unsupported fields by name, each with the values that change nothing. null also changes nothing. A name
+with a dot is the name of a field inside another field."""
 
 
 DONE_SINCE = {"chat_template_kwargs"}
-"""Fields that earlier versions refused; a run may go on ignoring them."""
+"""Fields that earlier versions refused. A run may still list these fields in `rollout.ignored_fields`."""
 
 
 def _is_undone(name: str) -> str:
@@ -96,7 +97,7 @@ def _is_undone(name: str) -> str:
 
 
 Normalisation = Literal["billing_header"]
-"""Name of what is taken out of requests (dataplane/gateway/dialects/normalised.py)."""
+"""Name of a text that is removed from requests (dataplane/gateway/dialects/normalised.py)."""
 
 UndoneField = Annotated[str, AfterValidator(_is_undone)]
 """Name of an unsupported request field."""

@@ -17,7 +17,7 @@ PATTERNS = {
     "arguments": "expected --NAME or --NAME=VALUE",
     "answer": "expected output, folder or file:NAME",
 }
-"""What the regular expression of a setting, or of the entries of a list, requires, in words."""
+"""Messages for values that do not match the regular expression of a setting, by the name of the setting."""
 
 _NEW_WORKER = (
     ", because a new name adds a worker; to change an existing worker, use its name: --set "
@@ -30,23 +30,23 @@ _EXPECTED = {
     "dict_type": "expected a mapping",
     "tuple_type": "expected a list",
 }
-"""What pydantic says of these types in words of Python."""
+"""Messages that replace pydantic's messages for errors of these types."""
 
 
 class SettingPlace(NamedTuple):
-    """The place of a setting in a configuration."""
+    """Position of a setting in the models of a configuration."""
 
     path: list[str]
-    """Names of the sections and of the setting, as in YAML."""
+    """Names of the sections and of the setting, as written in YAML."""
     section: type[BaseModel]
-    """The model that has the setting as a field."""
+    """Model of the section that contains the setting."""
     annotation: Any
     """Type of the setting. None if the setting is unknown, or if its type depends on the kind of a
     section."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the message is one sentence for the user."""
+    """A configuration that cannot run. The message is one sentence for the user."""
 
 
 def validate_config(

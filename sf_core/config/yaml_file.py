@@ -20,7 +20,7 @@ from sf_core.config.validation import ConfigError, models_of, validate_config, w
 from sf_core.settings import Settings, quote
 
 BUILTIN = Path(__file__).parent / "builtin"
-"""Configurations that have a name. A link to `configs` in a clone, a folder in a wheel."""
+"""Folder of the built-in configurations: a link to `configs` in a clone, a folder in a wheel."""
 
 Section = Mapping[str, Any] | Settings
 
@@ -145,7 +145,7 @@ def _find(text: str, path: list[str]) -> tuple[int, int]:
 
 
 class _NoYamlError(Exception):
-    """The text is not YAML; the message says why on one line."""
+    """The text is not YAML. The message says why, on one line."""
 
 
 class _Constructor(SafeConstructor):

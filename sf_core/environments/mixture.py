@@ -93,12 +93,12 @@ def _can_be_joined(config: EnvironmentConfig) -> EnvironmentConfig:
 
 
 class Mixture(Environment):
-    """Environments on which a run trains together. The parts take turns, or `rollout.curriculum.stages` gives
-    their shares."""
+    """Several environments, called parts, on which one run trains. The parts take turns, or
+    `rollout.curriculum.stages` gives the share of each part."""
 
     parts: dict[str, Annotated[EnvironmentConfig, AfterValidator(_can_be_joined)]] = Field(min_length=1)
-    """The parts, by names of your choice. Each part is written like `environment`: a name and settings, or
-    functions of your own."""
+    """The parts, by names of your choice. Each part is written like the section `environment`: a name and
+    settings, or functions of your own."""
 
     @field_validator("parts")
     @classmethod

@@ -19,9 +19,9 @@ class Prompts(Environment):
     """Each line of a JSONL file is one task: {"prompt": TEXT} or {"messages": [...]}."""
 
     file: str = Field(min_length=1)
-    """Path of the file, the same on every agent worker."""
+    """Path of the file. Every agent worker must be able to read the file at this path."""
     sha256: str | None = None
-    """SHA-256 of the file. A file with another SHA-256 is refused. Empty: no check."""
+    """Expected SHA-256 of the file. A file with another SHA-256 is refused. Empty: no check."""
 
     @cached_property
     def _content(self) -> bytes:

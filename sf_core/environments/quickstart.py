@@ -22,13 +22,13 @@ TOOLS: dict[str, tuple[Tool, ...]] = {"spell_backward": (), "calculator": (CALCU
 
 
 class Quickstart(Environment):
-    """Two kinds of tasks: words to spell backward in one turn, and sums to do with a calculator in several
-    turns."""
+    """Two kinds of tasks: spelling words backward in one turn, and computing sums with a calculator in
+    several turns."""
 
     parts: tuple[Literal["spell_backward", "calculator"], ...] = Field(
         ("spell_backward", "calculator"), min_length=1
     )
-    """Kinds of tasks. By default both."""
+    """Kinds of tasks. By default both kinds."""
 
     def tasks(self, split: Split, index: int) -> Task:
         return in_equal_parts(self.sources, split, index)

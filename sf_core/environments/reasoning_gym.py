@@ -97,14 +97,15 @@ class Dataset(Splits):
 
 
 class ReasoningGym(Environment):
-    """Tasks of reasoning-gym, each answered in one turn. Every dataset gives the same share of tasks."""
+    """Tasks of reasoning-gym. The agent answers each task in one turn. Every dataset provides the same share
+    of the tasks."""
 
     datasets: dict[str, dict[str, Any]] = Field(min_length=1)
-    """Datasets by their names in reasoning-gym, each with its parameters. The parameter `level` is a level of
-    difficulty of the dataset, from 0."""
+    """Names of datasets in reasoning-gym, each with the parameters of the dataset. The parameter `level` sets
+    the level of difficulty, from 0."""
     held_out: int = Field(HOLDOUT_SIZE, ge=1)
-    """Number of held-out tasks per dataset. Every process creates them before the first task, which takes
-    long for some datasets."""
+    """Number of held-out tasks per dataset. Every process creates the held-out tasks before the first task,
+    which takes long for some datasets."""
 
     @field_validator("datasets")
     @classmethod

@@ -19,16 +19,16 @@ from sf_core.types import Endpoint, Task
 
 
 class Verifiers(Environment):
-    """An installed environment of the library verifiers. Its rubric reads the state of the rollout, so an
-    answer is scored where the agent runs. The text of another agent is scored as a single answer to the
-    prompt."""
+    """An installed environment of the library verifiers. The worker that runs the agent scores the answer,
+    because the rubric of the environment reads the state of the rollout. If you use your own agent, its text
+    is scored as a single answer to the prompt."""
 
     name: str = Field(min_length=1)
     """Name of the environment, as in `verifiers.load_environment(name)`."""
     arguments: dict[str, Any] = Field({})
-    """Arguments of the environment's function `load_environment`."""
+    """Arguments for the environment's function `load_environment`."""
     held_out: int = Field(128, ge=1)
-    """Number of training rows that are held out, if the environment has no evaluation data."""
+    """Number of training rows that are held out. Used only if the environment has no evaluation data."""
 
     @field_validator("name")
     @classmethod

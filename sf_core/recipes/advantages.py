@@ -22,7 +22,8 @@ class Advantage(Component):
 
 
 class NoAdvantage(Advantage):
-    """0 for every token. Rewards have no effect; only `train.teacher` trains the policy."""
+    """The advantage of every token is 0. Rewards have no effect, and only `train.teacher` trains the
+    policy."""
 
     kind: Literal["none"] = "none"
 
@@ -31,15 +32,17 @@ class NoAdvantage(Advantage):
 
 
 class Grpo(Advantage):
-    """Reward of a session minus the mean of its group, divided by a standard deviation (GRPO, Shao et al.
-    2024, eq. 3)."""
+    """The reward of a session minus the mean reward of its group, divided by a standard deviation (GRPO, Shao
+    et al. 2024, eq. 3)."""
 
     kind: Literal["group"] = "group"
     scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation to divide by. group: of the group's rewards. batch: of all rewards of the batch.
-    none: no division (Dr. GRPO, Liu et al. 2025)."""
+    """Standard deviation by which the advantage, the reward minus the mean reward of the group, is divided.
+    group: standard deviation of the rewards of the group. batch: standard deviation of all rewards of the
+    batch. none: no division (Dr. GRPO, Liu et al. 2025)."""
     ddof: Literal[0, 1] = 1
-    """The variance of n rewards is their sum of squared deviations, divided by n minus this number."""
+    """Correction of the variance: the variance of n rewards is the sum of the squared deviations, divided by
+    (n - ddof)."""
 
     def __call__(self, samples: Samples) -> Values:
         if self.scale == "group":
@@ -51,8 +54,8 @@ class Grpo(Advantage):
 
 
 class LeaveOneOut(Advantage):
-    """Reward of a session minus the mean of the other sessions of its group (RLOO, Ahmadian et al. 2024,
-    eq. 8)."""
+    """The reward of a session minus the mean reward of the other sessions of its group (RLOO, Ahmadian et al.
+    2024, eq. 8)."""
 
     kind: Literal["leave_one_out"] = "leave_one_out"
 
@@ -62,9 +65,9 @@ class LeaveOneOut(Advantage):
 
 
 class Relative(Advantage):
-    """Reward of a session minus the mean of its group, divided by that mean (MaxRL, Tajwar et al. 2026).
-    Tasks that are rarely solved get more weight. Rewards must not be negative. If all rewards of a group are
-    0, its advantages are 0."""
+    """The reward of a session minus the mean reward of its group, divided by this mean (MaxRL, Tajwar et al.
+    2026). Tasks that are rarely solved get more weight. Rewards must not be negative. If all rewards of a
+    group are 0, all advantages of the group are 0."""
 
     kind: Literal["relative"] = "relative"
 
@@ -75,12 +78,14 @@ class Relative(Advantage):
 
 
 class Whitened(Advantage):
-    """Reward of a session, standardised over all trained tokens of the batch: the mean over the tokens is
-    subtracted, and the result is divided by the standard deviation (REINFORCE++, Hu et al. 2025)."""
+    """The reward of a session, standardised over all trained tokens of the batch: the mean over the tokens is
+    subtracted, and the difference is divided by the standard deviation over the tokens (REINFORCE++, Hu et
+    al. 2025)."""
 
     kind: Literal["whitened"] = "whitened"
     baseline: bool = False
-    """Subtract the mean reward of the group first (REINFORCE++-baseline)."""
+    """true: the mean reward of the group is subtracted from each reward before the standardisation
+    (REINFORCE++-baseline)."""
 
     def __call__(self, samples: Samples) -> Values:
         centred = centre(samples.rewards, samples.groups)
@@ -89,9 +94,9 @@ class Whitened(Advantage):
 
 
 class RoleBaseline(Advantage):
-    """Reward of a session minus the mean reward of all sessions of the batch in the same role (SPIRAL, Liu et
-    al. 2025, where the baseline is a moving average). The role is the name of the task's environment. Meant
-    for games in which the players have different roles. Works with `rollout.group_size` 1."""
+    """The reward of a session minus the mean reward of all sessions of the batch with the same role (SPIRAL,
+    Liu et al. 2025, where the baseline is a moving average). The role is the name of the task's environment.
+    Use this kind for games in which the players have different roles. It supports `rollout.group_size` 1."""
 
     kind: Literal["role_baseline"] = "role_baseline"
 
@@ -101,16 +106,17 @@ class RoleBaseline(Advantage):
 
 
 class TwoLevel(Advantage):
-    """Standard score of the session's reward in its group, plus `omega` times a standard score of each turn
-    (UI-S1, Lu et al. 2025). A turn counts with the sum of its reward and the rewards of later turns,
-    standardised among the turns of the group with the same number. The reward function can give a reward to
-    each turn."""
+    """The sum of two standard scores (UI-S1, Lu et al. 2025). The first is the standard score of the
+    session's reward in its group. The second, multiplied by `omega`, is the standard score of the turn's
+    return. The return of a turn is the reward of the turn plus the discounted rewards of later turns. Returns
+    are standardised among all turns of the group with the same turn number. The reward function can give a
+    reward to each turn."""
 
     kind: Literal["two_level"] = "two_level"
     gamma: float = Field(0.5, ge=0, le=1)
-    """Discount of the rewards of later turns, per turn."""
+    """Discount per turn of the rewards of later turns."""
     omega: float = Field(1.0, ge=0)
-    """Weight of the standard scores of turns."""
+    """Weight of the standard score of the turn."""
 
     def __call__(self, samples: Samples) -> Values:
         turns, masks = samples.turns, samples.masks
@@ -132,10 +138,10 @@ class TwoLevel(Advantage):
 
 
 class Tree(Advantage):
-    """For sessions that branch. Each branch gets its standard score among all branches of the group; a token
-    gets the mean score of the branches that contain it (TRACE, arXiv 2606.11119). The reward of a branch is
-    the session's reward plus the rewards of its turns. Without branches and rewards of turns, equal to
-    `group`."""
+    """Advantage for sessions with several branches (TRACE, arXiv 2606.11119). The reward of a branch is the
+    reward of the session plus the rewards of the turns of the branch. Each branch gets the standard score of
+    its reward among all branches of the group. Each token gets the mean score of the branches that contain
+    the token. If sessions have one branch and turns have no rewards, this kind is equal to `group`."""
 
     kind: Literal["tree"] = "tree"
 
@@ -155,21 +161,24 @@ class Tree(Advantage):
 
 
 class Pair(Advantage):
-    """Compares the best and the worst session of each group, by the loss
+    """Compares the best and the worst session of each group, with the loss
 
         (d_policy - ratio * d_reference - (1 - ratio) * d_sampled - 1 / (2 * eta)) ** 2
 
-    where d is the log-prob of the best session minus the log-prob of the worst, each summed over its tokens:
-    under the policy, under the reference, and under the policy that sampled (MNPO, arXiv 2509.23102, with
-    that policy as the only past opponent; with ratio 1: IPO, Azar et al. 2024, eq. 17). The advantage of a
-    token is minus the derivative of the loss by its log-prob. Needs `train.loss.policy: plain` and one
-    minibatch. Other sessions of the group have no effect."""
+    where each d is the log-prob of the best session minus the log-prob of the worst session, summed over the
+    tokens of the session. d_policy is computed under the policy, d_reference under the reference policy, and
+    d_sampled under the policy that sampled. The loss is MNPO (arXiv 2509.23102) with the policy that sampled
+    as the only past opponent; with ratio 1 it is IPO (Azar et al. 2024, eq. 17). The advantage of a token is
+    the negative derivative of the loss with respect to the log-prob of the token. Other sessions of the group
+    have no effect. Needs `train.loss.policy: plain` and one minibatch."""
 
     kind: Literal["pair"] = "pair"
     eta: float = Field(0.1, gt=0)
-    """Inverse strength of the preference. A smaller value pushes the two sessions further apart."""
+    """Inverse strength of the preference. The smaller this value, the further training separates the
+    log-probs of the two sessions."""
     ratio: float = Field(1 / 3, ge=0, le=1)
-    """Share of the reference policy in the comparison. The policy that sampled has the rest."""
+    """Share of the reference policy in the comparison. The rest of the comparison, 1 - ratio, is with the
+    policy that sampled."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -194,18 +203,19 @@ class Pair(Advantage):
 
 class Gae(Advantage):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) over the trained tokens of each row.
-    Tokens that the policy did not sample are skipped. The last token of a row gets the session's reward; the
-    last token of a turn gets the reward of the turn. Needs `train.critic`."""
+    Tokens that the policy did not sample are skipped. The session's reward counts at the last token of the
+    row, and the reward of a turn counts at the last token of the turn. Needs `train.critic`."""
 
     kind: Literal["gae"] = "gae"
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount per token of later rewards."""
     lam: float = Field(0.95, ge=0, le=1)
-    """Weight of later tokens. 1: the advantage is the reward minus the critic's value of the token. 0: the
-    difference between the values of the next token and of this token."""
+    """The parameter lambda of the estimation: the weight of later tokens. 1: the advantage is the reward
+    minus the value that the critic predicts at the token. 0: the advantage is the value at the next token
+    minus the value at this token."""
     whiten: bool = True
-    """Standardise the advantages over the trained tokens of the batch: subtract their mean, divide by their
-    standard deviation."""
+    """true: the advantages are standardised over the trained tokens of the batch. Their mean is subtracted,
+    and the difference is divided by their standard deviation."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -239,12 +249,13 @@ class Gae(Advantage):
 
 
 class CustomAdvantage(Advantage):
-    """A function of your own."""
+    """A Python function of your own."""
 
     kind: Literal["custom"] = "custom"
     function: Reference
-    """Name of a function that takes Samples (sf_core.recipes.samples) and returns one array per row, with the
-    advantage of each token. The function runs on the workers."""
+    """Name of a Python function, as package.module:name. The function takes Samples (sf_core.recipes.samples)
+    and returns one array per row, with the advantage of each token of the row. The function runs on the
+    workers."""
 
     def __call__(self, samples: Samples) -> Values:
         return check_values(load_object(self.function)(samples), samples, f"train.advantage {self.function}")

@@ -21,10 +21,10 @@ from sf_core.recipes.outcomes import Outcome, Pick, Success, TaskRef
 from sf_core.settings import Settings
 
 REMEMBERED = 8
-"""Outcomes of a task that are remembered."""
+"""Number of groups that are remembered per task."""
 
 CANDIDATES = 64
-"""Tasks among which a draw chooses."""
+"""Number of random tasks from which `order: draw` chooses."""
 
 FIRST_LOOK = 64
 """Places of an order that are looked at together at first; then four times as many, and so on."""
@@ -34,70 +34,76 @@ Weight = Annotated[FiniteFloat, Field(gt=0)]
 
 
 class Stage(Settings):
-    """The shares of the environment's parts, for some iterations."""
+    """Shares of the environment's parts until an iteration."""
 
     shares: dict[str, Weight] = Field(min_length=1)
-    """Share of groups for each part of the environment, by its name. Shares need not sum to 1."""
+    """Share of the groups for each part of the environment. The keys are the names of the parts. The shares
+    need not sum to 1."""
     until: int | None = Field(None, ge=1)
-    """Iteration at which this stage ends and the next stage begins. Empty, in the last stage only: the stage
-    lasts until the run ends."""
+    """Iteration at which this stage ends and the next stage begins. Only the last stage can leave this
+    setting empty. Empty: the stage lasts until the run ends."""
 
 
 class Sizes(Settings):
     """Fewer sessions for easy tasks (DART; Li et al. 2025)."""
 
     fewer: int = Field(ge=1)
-    """Number of sessions per group for easy tasks. Other tasks get `group_size` sessions."""
+    """Number of sessions per group for easy tasks. Groups of all other tasks have `group_size` sessions."""
     above: Chance = 0.6
-    """Share of right sessions, among the remembered sessions of a task, above which the task is easy."""
+    """Share of right sessions above which a task is easy. The share is computed over the remembered sessions
+    of the task."""
 
 
 class Curriculum(Settings):
-    """Rules that choose tasks by their earlier results. For each task the run remembers the last 8 groups
-    and, by `success`, how many of their sessions were right."""
+    """For each task, the run remembers the last 8 groups and the number of right sessions in each group.
+    `success` says when a session is right."""
 
     pool: int | None = Field(None, ge=1)
-    """Number of tasks that are sampled repeatedly; with `stages`, number per part. Must exceed the number of
-    groups in flight, `groups_per_batch` times 1 + `max_lag`. Empty: no pool; each task is sampled once, in
-    order."""
+    """Number of tasks that are sampled repeatedly. With `stages`: number of such tasks per part of the
+    environment. Must exceed the number of groups in flight: `groups_per_batch` times (1 + `max_lag`). Empty:
+    each task is sampled once, in order."""
     order: Literal["epochs", "draw"] = "epochs"
-    """Order of the tasks. epochs: all tasks of the pool once, shuffled; then all of them again, in another
-    order. draw: of 64 random tasks of the pool, the task with the highest `utility`."""
+    """Order of the tasks. epochs: the tasks of the pool are shuffled, and each task is sampled once; this
+    repeats with another order. draw: 64 tasks are drawn at random from the pool, and the task with the
+    highest `utility` is sampled next."""
     solved: Chance = 1.0
     """Probability of sampling a task again after a solved group, each time the order reaches the task. After
-    n solved groups in a row: this probability to the power of n. With `order: draw` this setting affects only
-    the groups of `explore`. 0: a solved task is never sampled again (history resampling; SRPO, Zhang et al.
-    2025). 1: solved tasks are sampled like other tasks."""
+    n solved groups in a row, the probability is this value to the power of n. With `order: draw` this setting
+    affects only the groups of `explore`. 0: a solved task is never sampled again (history resampling; SRPO,
+    Zhang et al. 2025). 1: solved tasks are sampled as often as other tasks."""
     unsolved: Chance = 1.0
-    """Probability of sampling a task again after a group without a right session. After n such groups in a
-    row: this probability to the power of n (GRESO; Zheng et al. 2025). 1: these tasks are sampled like other
-    tasks."""
+    """Probability of sampling a task again after a group without a right session, each time the order reaches
+    the task. After n such groups in a row, the probability is this value to the power of n (GRESO; Zheng et
+    al. 2025). 1: unsolved tasks are sampled as often as other tasks."""
     solved_share: float = Field(1.0, gt=0, le=1)
-    """Minimum share of right sessions in a solved group. 1: all sessions. Lower it if rewards are noisy."""
+    """Minimum share of right sessions for a group to count as solved. 1: all sessions must be right. Use a
+    lower value if rewards are noisy."""
     floor: Chance = 0.0
-    """Lower bound of the probability that `solved` and `unsolved` give. 0: no bound."""
+    """Lower bound of the probabilities that `solved` and `unsolved` give. 0: no lower bound."""
     utility: Literal["progress", "variance", "hard"] = "progress"
-    """Measure of a task's usefulness, with `order: draw`. The task's success rate p is drawn from Beta(1 +
-    right, 1 + wrong), where right and wrong count the remembered sessions of the task (Thompson sampling).
-    progress: the absolute difference between p of the newer half of the groups and p of the older half, so
-    tasks whose success rate changes come first (Matiisen et al. 2017); tasks with fewer than two groups use
-    variance. variance: p (1 - p), highest at p = 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, highest at p = 1/3."""
+    """Measure of a task's usefulness, for `order: draw`. The success rate p of the task is drawn from Beta(1
+    + right, 1 + wrong), where right and wrong are the numbers of right and wrong remembered sessions of the
+    task (Thompson sampling). progress: the absolute difference between p of the newer half of the task's
+    groups and p of the older half, so that tasks with a changing success rate come first (Matiisen et al.
+    2017). A task with fewer than two remembered groups uses `variance`. variance: p (1 - p), which is highest
+    at p = 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, which is highest at p = 1/3."""
     explore: Chance = 0.1
-    """Share of groups that take the next task in the order of `epochs` instead, with `order: draw`."""
+    """Share of groups that take the next task in the order of `epochs` instead of the most useful task, for
+    `order: draw`."""
     stages: tuple[Stage, ...] = ()
-    """Shares of the environment's parts, by iteration. Empty: the parts take turns."""
+    """Stages of the run, each with the shares of the environment's parts. Empty: the parts take turns."""
     sizes: Sizes | None = None
-    """Gives groups of easy tasks fewer sessions. Empty: every group has `group_size` sessions."""
+    """Rule that gives groups of easy tasks fewer sessions. Empty: every group has `group_size` sessions."""
 
 
 class PastGroup(NamedTuple):
-    """A remembered group."""
+    """A group that the curriculum remembers."""
 
     group: int
     need: int
-    """Number of sessions that the group needed."""
+    """Number of sessions that complete the group."""
     scores: tuple[float, ...]
-    """Scores of the group's sessions that count. Empty: no session counts."""
+    """Scores of the sessions that count for the group. Empty: no session counts."""
 
 
 class Tasks:

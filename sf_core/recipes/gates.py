@@ -15,7 +15,7 @@ from sf_core.settings import Settings, or_kind
 
 
 class All(Settings):
-    """Every complete group counts."""
+    """Every complete group enters the batch."""
 
     kind: Literal["all"] = "all"
 
@@ -25,9 +25,9 @@ class All(Settings):
 
 
 class Varied(Settings):
-    """Drops groups in which all rewards are equal, because they do not change the policy (dynamic sampling;
-    DAPO, Yu et al. 2025, eq. 11). With `rollout.success`: drops groups with only right or only wrong
-    sessions."""
+    """Drops groups in which all rewards are equal, because such groups do not change the policy (dynamic
+    sampling; DAPO, Yu et al. 2025, eq. 11). If `rollout.success` is set, this gate instead drops groups in
+    which all sessions are right, or all are wrong."""
 
     kind: Literal["varied"] = "varied"
 
@@ -39,12 +39,14 @@ class Varied(Settings):
 
 
 class Mixed(Settings):
-    """Drops groups with fewer than `least` right or fewer than `least` wrong sessions."""
+    """Drops groups with fewer than `least` right sessions, and groups with fewer than `least` wrong
+    sessions."""
 
     kind: Literal["mixed"] = "mixed"
     least: int = Field(1, ge=1)
-    """Minimum number of right sessions, and of wrong sessions, in a group. 1: drops groups with a single
-    outcome. 2: also drops groups in which one session differs, perhaps because of a noisy reward."""
+    """Minimum number of right sessions in a group, and minimum number of wrong sessions in a group. 1: drops
+    groups in which all sessions are right or all are wrong. 2: also drops groups in which only one session
+    differs from the others, perhaps because of a noisy reward."""
 
     def refusal(self, results: Sequence[Result], success: Success | None) -> str:
         right = num_right(results, success or Success())
@@ -52,7 +54,7 @@ class Mixed(Settings):
 
 
 GATE_REASONS = ("equal_rewards", "one_outcome", "not_mixed")
-"""Words with which gates refuse groups."""
+"""Reasons with which gates drop groups."""
 
 
 def num_right(results: Sequence[Result], success: Success) -> int:
@@ -61,7 +63,7 @@ def num_right(results: Sequence[Result], success: Success) -> int:
 
 Kind = Literal["right", "mixed", "wrong"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Whether all, some or none of the sessions of a group were right."""
+"""Kinds of groups: all sessions right, some sessions right, no session right."""
 
 
 def kind_of(results: Sequence[Result], success: Success) -> Kind:

@@ -31,7 +31,7 @@ class Tokens:
     old: Tensor
     """[M] log-probs under the policy in the denominator of the ratio."""
     advantages: Tensor
-    """[M]"""
+    """[M] advantages of the tokens."""
     row: Tensor
     """[M] int64, number of the token's row, from 0."""
     num_rows: int
@@ -43,7 +43,7 @@ class Tokens:
 
 
 class PolicyLoss(Component):
-    """The part of the loss that raises the probability of tokens with a positive advantage."""
+    """The part of the loss that makes tokens with a positive advantage more probable."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         """[M] loss of every token."""
@@ -72,11 +72,12 @@ class Clip(PolicyLoss):
     high: float = Field(0.28, gt=0)
     """Upper clip range: the upper bound of the ratio is 1 + high."""
     cap: float | None = Field(5.0, ge=1)
-    """Upper bound of the ratio for tokens with a negative advantage. The clipped surrogate itself does not
-    bound these tokens. Empty: no bound."""
+    """Upper bound of the ratio for tokens with a negative advantage. Without this cap, the clipped surrogate
+    does not bound the ratio of these tokens from above. Empty: no bound."""
     beyond: Literal["truncate", "dual"] = "truncate"
-    """Effect of the cap. truncate: the token keeps its gradient, with the cap as its weight (Espeholt et al.
-    2018). dual: the token has no gradient (dual clip; Ye et al. 2020, eq. 5)."""
+    """Effect of the cap on a token whose ratio is above the cap. truncate: the token keeps its gradient, and
+    the cap replaces the ratio as weight (Espeholt et al. 2018). dual: the token has no gradient (dual clip;
+    Ye et al. 2020, eq. 5)."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         ratio, advantages = tokens.ratio, tokens.advantages
@@ -95,8 +96,8 @@ class Clip(PolicyLoss):
 
 
 class SequenceClip(PolicyLoss):
-    """The clipped surrogate with one ratio per row: the geometric mean of the ratios of the row's tokens
-    (GSPO, Zheng et al. 2025, eq. 14, in the variant with a separate gradient for each token)."""
+    """The clipped surrogate with one ratio per row. The ratio of a row is the geometric mean of the ratios of
+    its tokens (GSPO, Zheng et al. 2025, eq. 14: the variant with a separate gradient for each token)."""
 
     kind: Literal["sequence_clip"] = "sequence_clip"
     low: float = Field(3e-4, gt=0, le=1)
@@ -116,8 +117,8 @@ class SequenceClip(PolicyLoss):
 
 
 class Cispo(PolicyLoss):
-    """Minus log-prob times advantage, weighted by the ratio, which is bounded above. Every token keeps its
-    gradient (CISPO; MiniMax-M1, Chen et al. 2025, eq. 4)."""
+    """The negative log-prob of the token times its advantage, weighted by the ratio. The weight has an upper
+    bound. Every token keeps its gradient (CISPO; MiniMax-M1, Chen et al. 2025, eq. 4)."""
 
     kind: Literal["cispo"] = "cispo"
     high: float = Field(0.28, gt=0)
@@ -133,9 +134,9 @@ class Cispo(PolicyLoss):
 
 
 class M2po(PolicyLoss):
-    """The clipped surrogate with bounds that are computed in each step (M2PO, Zheng et al. 2025). Tokens with
-    the largest squared log-ratio are clipped, until the mean squared log-ratio of the other tokens is within
-    `budget`. Only tokens that clipping can affect count."""
+    """The clipped surrogate with clip bounds that are computed in each step (M2PO, Zheng et al. 2025). The
+    tokens with the largest squared log-ratio are clipped, until the mean squared log-ratio of the remaining
+    tokens is at most `budget`. The mean includes only tokens that clipping can affect."""
 
     kind: Literal["m2po"] = "m2po"
     budget: float = Field(0.04, gt=0)
@@ -160,7 +161,7 @@ class M2po(PolicyLoss):
 
 
 class Plain(PolicyLoss):
-    """Minus log-prob times advantage, without a ratio (REINFORCE, Williams 1992)."""
+    """The negative log-prob of the token times its advantage, without a ratio (REINFORCE, Williams 1992)."""
 
     kind: Literal["plain"] = "plain"
 
@@ -169,12 +170,12 @@ class Plain(PolicyLoss):
 
 
 class CustomLoss(PolicyLoss):
-    """A function of your own."""
+    """A Python function of your own."""
 
     kind: Literal["custom"] = "custom"
     function: Reference
-    """Name of a function that takes Tokens (sf_core.recipes.losses) and returns the loss of each token. The
-    function runs on the workers."""
+    """Name of a Python function, as package.module:name. The function takes Tokens (sf_core.recipes.losses)
+    and returns the loss of each token. The function runs on the workers."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         loss: Tensor = load_object(self.function)(tokens)
@@ -193,17 +194,19 @@ AnyPolicyLoss = Annotated[
 
 
 class Correction(Settings):
-    """The factor of a token's loss is the token's probability under the policy at the start of the train
-    step, divided by its recorded probability. The factor corrects for lag and for numeric differences between
-    engine and trainer (truncated and masked importance sampling)."""
+    """Truncated or masked importance sampling: the loss of each token is multiplied by a factor. The factor
+    is a ratio of two probabilities of the token: the probability under the policy at the start of the train
+    step, divided by the recorded probability. The factor corrects for lag, and for numeric differences
+    between engine and trainer."""
 
     cap: float = Field(2.0, ge=1)
     """Upper bound of the factor."""
     beyond: Literal["truncate", "mask"] = "truncate"
-    """Factor of tokens whose ratio is above the cap. truncate: the cap. mask: 0."""
+    """Factor of tokens whose ratio is above `cap`. truncate: the factor is equal to `cap`. mask: the factor
+    is 0."""
     level: Literal["token", "row"] = "token"
-    """Scope of the ratio. token: each token has its own ratio. row: all tokens of a row share the product of
-    their ratios."""
+    """Tokens over which the ratio is computed. token: each token has its own ratio. row: all tokens of a row
+    have the same ratio, the product of the ratios of the row's tokens."""
 
     def __call__(
         self, start: npt.NDArray[np.float32], behaviour: npt.NDArray[np.float32]
@@ -219,8 +222,8 @@ class Correction(Settings):
 
 
 class Kl(Settings):
-    """The penalty is an estimate of the divergence at each token, times a coefficient (estimators: Schulman
-    2020)."""
+    """The penalty of a token is an estimate of the divergence at this token, multiplied by `coefficient`
+    (estimators: Schulman 2020)."""
 
     coefficient: float = Field(gt=0)
     """Weight of the penalty."""
@@ -228,10 +231,11 @@ class Kl(Settings):
     """Estimate of the divergence at each token, where d is the log-prob under the policy minus the log-prob
     under the reference. k1: d. k2: d * d / 2. k3: exp(-d) - 1 + d, never negative."""
     place: Literal["loss", "reward"] = "loss"
-    """Place of the penalty. loss: added to each token's loss. reward: summed over a session and subtracted
-    from its reward."""
+    """Place at which the penalty enters. loss: the penalty of each token is added to the loss of the token.
+    reward: the penalties of a session are summed, and the sum is subtracted from the reward of the
+    session."""
     renew_every: int | None = Field(None, ge=1)
-    """Interval, in policy versions, after which the reference is replaced: the reference is the newest
+    """Interval, in policy versions, after which the reference is replaced. The reference is the newest
     version whose number is a multiple of this interval. Empty: the reference is always the policy at the
     start of the run."""
 
@@ -250,28 +254,31 @@ class Kl(Settings):
 
 
 class LossConfig(Settings):
-    """The loss: the mean over all trained tokens of the policy loss plus the penalties."""
+    """The loss: the mean of the policy loss over all trained tokens, plus the penalties."""
 
     policy: AnyPolicyLoss = Clip()
-    """Policy loss of every token, computed from its advantage."""
+    """Formula that computes the policy loss of every token from the advantage of the token."""
     mean_over: Literal["token", "session", "group", "constant"] = "token"
-    """Unit that has equal weight in the mean. token: every token of the batch (DAPO). session: every session,
-    whatever its number of tokens (GRPO). group: every group, whatever its number of tokens. constant: the
-    loss is summed over each session's tokens and divided by `session_tokens` (Dr. GRPO)."""
+    """Unit that has equal weight in the mean. token: every token of the batch has the same weight (DAPO).
+    session: every session has the same weight, whatever its number of tokens (GRPO). group: every group has
+    the same weight, whatever its number of tokens. constant: the loss is summed over the tokens of each
+    session, and the sum is divided by `session_tokens` (Dr. GRPO)."""
     session_tokens: int | None = Field(None, ge=1)
-    """Number of tokens by which the sum over a session is divided, with `mean_over: constant`."""
+    """Number by which the sum of the loss over a session's tokens is divided, for `mean_over: constant`."""
     ratio_to: Literal["behaviour", "step_start"] = "behaviour"
-    """Denominator of the ratio. behaviour: the probability recorded when the token was sampled. step_start:
-    the probability under the weights at the start of the train step (decoupled PPO, Hilton et al. 2022); this
-    needs an additional forward pass."""
+    """Denominator of the ratio in the policy loss. The numerator is the probability of the token under the
+    weights in training. behaviour: the probability that was recorded when the token was sampled. step_start:
+    the probability under the weights at the start of the train step (decoupled PPO, Hilton et al. 2022),
+    which needs an additional forward pass."""
     correction: Correction | None = None
-    """Importance-sampling factor for tokens that were not sampled by the policy at the start of the step.
-    Empty: no factor."""
+    """Importance sampling, which corrects the loss of each token for lag and numeric differences. Empty: no
+    importance sampling."""
     kl: Kl | None = None
-    """Penalty on the divergence from a reference policy. Empty: no penalty and no reference."""
+    """Penalty on the divergence of the policy from a reference policy. Empty: no penalty, and no reference
+    policy."""
     entropy: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus: the entropy of the sampling distribution times this weight is subtracted
-    from the loss. 0: no entropy bonus."""
+    """Weight of the entropy bonus: the entropy of the sampling distribution, multiplied by this weight, is
+    subtracted from the loss. 0: no entropy bonus."""
 
     @model_validator(mode="after")
     def _check(self) -> LossConfig:
@@ -301,13 +308,13 @@ class LossConfig(Settings):
 
 class Critic(Settings):
     """A second network that predicts the reward before each token (actor and critic; Schulman et al. 2017).
-    The critic is never published."""
+    The weights of the critic are never published."""
 
     learning_rate: float = Field(1e-3, gt=0)
-    """Constant learning rate of the critic's AdamW."""
+    """Learning rate of the AdamW optimiser of the critic. The rate is constant."""
     clip: float | None = Field(0.2, gt=0)
-    """Maximum change of a token's predicted reward within a train step. A token beyond it has no gradient.
-    Empty: no bound."""
+    """Maximum change of the predicted reward of a token within a train step. A token whose prediction has
+    changed by more has no gradient. Empty: no maximum."""
 
     def __call__(self, values: Tensor, before: Tensor, returns: Tensor) -> Tensor:
         """[M] loss of each token, from its value now and at the start of the step, and its return."""

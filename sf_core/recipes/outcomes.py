@@ -9,15 +9,16 @@ from pydantic import Field
 from sf_core.settings import Settings
 
 SAME = 1e-6
-"""Rewards that differ by no more are equal: float32 rounding makes no difference."""
+"""Maximum difference of two rewards that count as equal, because float32 rounds rewards."""
 
 
 class Success(Settings):
-    """A session is right if its reward, or one named part of the reward, is at least `at_least`."""
+    """A session is right if its reward is at least `at_least`. If `part` is set, the named part of the reward
+    is compared instead."""
 
     part: str | None = Field(None, min_length=1)
-    """Name of the part of the reward to compare. If the reward of a session lacks this part, the session
-    fails. Empty: compare the reward itself."""
+    """Name of the part of the reward to compare. A session whose reward lacks this part fails. Empty: the
+    whole reward is compared."""
     at_least: float = Field(1.0, ge=-1e9, le=1e9)
     """Minimum reward, or minimum value of `part`, for a session to count as right."""
 
@@ -26,13 +27,13 @@ class Success(Settings):
 
 
 class TaskRef(NamedTuple):
-    """A training task, identified by source and number."""
+    """A training task, identified by its source and its number."""
 
     source: str
-    """Part of the environment that has the task. Empty: the environment has no parts, or its parts take
-    turns."""
+    """Name of the environment's part that contains the task. Empty: the environment has no parts, or the
+    parts take turns."""
     number: int
-    """Place of the task among the training tasks of the source."""
+    """Index of the task among the training tasks of the source."""
 
 
 class Pick(NamedTuple):
@@ -40,20 +41,20 @@ class Pick(NamedTuple):
 
     task: TaskRef
     position: int
-    """Place in the order of the source from which the next pick continues."""
+    """Position in the order of the source's tasks at which the next pick starts."""
     need: int
     """Number of sessions that complete the group."""
     size: int
-    """Number of sessions that are started. Sessions still running when the group is complete are stopped."""
+    """Number of sessions that start. When the group is complete, sessions that still run are stopped."""
 
 
 class Result(NamedTuple):
-    """A finished session of a group that counts."""
+    """A finished session that counts for its group."""
 
     reward: float
     score: float
-    """Value that `rollout.success` compares: the reward, or a named part of the reward. 0 if the session
-    failed."""
+    """Value that `rollout.success` compares: the reward of the session, or a named part of the reward. 0 if
+    the session failed."""
     tokens: int
     """Number of sampled tokens in the session's rows."""
     status: str
@@ -62,19 +63,19 @@ class Result(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A group that has left the rollout manager: in a batch, or dropped."""
+    """A group that has left the rollout manager, because it was put into a batch or dropped."""
 
     group: int
     pick: Pick | None
-    """Task and number of sessions. None for a group from outside."""
+    """Task of the group and number of its sessions. None if agents outside the cluster ran the group."""
     size: int
     version: int
-    """Policy version when the group started."""
+    """Version of the policy when the group started."""
     results: tuple[Result, ...]
-    """Results of the sessions that counted, in order of their places in the group. A dropped group may have
-    fewer results than it needed."""
+    """Results of the sessions that counted, ordered by the place of the session in the group. A dropped group
+    may have fewer results than the number of sessions that completes it."""
     verdict: str
-    """`sealed` for a group in a batch, otherwise the reason why the group was dropped."""
+    """`sealed` for a group in a batch. For a dropped group: the reason why the group was dropped."""
 
 
 SEALED = "sealed"

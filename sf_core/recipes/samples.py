@@ -12,27 +12,27 @@ import numpy.typing as npt
 from sf_core.settings import Settings
 
 Values = Sequence[npt.NDArray[np.float32]]
-"""A number for each token of each row."""
+"""One array per row, with a number for each token of the row."""
 
 Score = Literal["start", "entropy", "reference", "teacher", "values"]
-"""Score of a sampled token, computed by a network. start: log-prob under the weights at the start of the
-train step. entropy: entropy of the sampling distribution under the same weights, in nats. reference: log-prob
-under the reference policy. teacher: log-prob under `train.teacher`. values: reward that the critic predicts
-before the token."""
+"""Kinds of scores that a network computes for each sampled token. start: log-prob under the weights at the
+start of the train step. entropy: entropy of the sampling distribution under the same weights, in nats.
+reference: log-prob under the reference policy. teacher: log-prob under `train.teacher`. values: reward that
+the critic predicts before the token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turns:
-    """T answers of the policy, in the order of the rows and of their turns. An answer that several rows share
-    is listed once for each row."""
+    """T turns of the policy, ordered by row and by position in the row. A turn that several rows share is
+    listed once for each row."""
 
     rows: npt.NDArray[np.int64]
-    """[T] number of each turn's row."""
+    """[T] number of the row that contains the turn."""
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
-    """[T] end of the turn in its row: the turn has the tokens start <= i < end."""
+    """[T] end of the turn in its row: the tokens of the turn are start <= i < end."""
     rewards: npt.NDArray[np.float64]
-    """[T] reward of the turn itself; 0 if the reward function gave none."""
+    """[T] reward of the turn itself; 0 if the reward function gave the turn no reward."""
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
@@ -43,37 +43,38 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """The sessions of a batch: S sessions in groups, their R rows (branches), and arrays with one value per
+    """A batch: S sessions in groups, the R rows (branches) of the sessions, and arrays with one value per
     token."""
 
     rewards: npt.NDArray[np.float64]
     """[S] reward of each session."""
     groups: npt.NDArray[np.int64]
-    """[S] number of each session's group, from 0."""
+    """[S] number of the group of each session, from 0."""
     truncated: npt.NDArray[np.bool_]
     """[S] True if the last turn of the session was cut off by the token limit or by the context length."""
     statuses: Sequence[str]
     """[S] status with which each session ended (sf_core.config.failures.Status)."""
     sessions: npt.NDArray[np.int64]
-    """[R] number of each row's session, from 0."""
+    """[R] number of the session of each row, from 0."""
     environments: Sequence[str]
     """[S] name of the environment of each session's task."""
     masks: Sequence[npt.NDArray[np.bool_]]
-    """Per row: for each token, True if the token is trained."""
+    """One array per row, with one value per token: True if the token is trained."""
     versions: Sequence[npt.NDArray[np.int32]]
-    """Per row: for each token, the policy version that sampled it."""
+    """One array per row, with one value per token: the policy version that sampled the token."""
     logprobs: Values
-    """Per row: for each token, the log-prob recorded at sampling; 0 if the token was not sampled."""
+    """One array per row, with one value per token: the log-prob recorded when the token was sampled, or 0 if
+    the policy did not sample the token."""
     iteration: int
     """Version of the policy that is trained on the batch."""
     parents: npt.NDArray[np.int64]
-    """[R] number of the row from which each row branches; -1 for none."""
+    """[R] number of the row from which each row branches; -1 if the row is not a branch of another row."""
     shared: npt.NDArray[np.int64]
-    """[R] number of tokens that each row shares with its parent."""
+    """[R] number of tokens that each row shares with its parent row."""
     turns: Turns
     scores: Mapping[Score, Values] = field(default_factory=dict)
-    """Scores that the component `needs`, per row and token; 0 for tokens that are not trained. Empty in the
-    filter stage."""
+    """Scores that the component `needs`: one array per row, with one value per token; 0 for tokens that are
+    not trained. Empty in the filter stage."""
 
     @property
     def group_size(self) -> npt.NDArray[np.int64]:
@@ -106,8 +107,8 @@ class Samples:
 
 
 class Component(Settings):
-    """A formula that a configuration names by its `kind`: its fields are its settings, and a call computes
-    it."""
+    """A formula that a configuration names by its `kind`. The fields of the class are the settings of the
+    formula, and calling an instance computes the formula."""
 
     @property
     def needs(self) -> frozenset[Score]:

@@ -13,21 +13,21 @@ Divergence = Literal["reverse", "forward", "sampled"]
 
 
 class Teacher(Component):
-    """The part of a teacher's probabilities in the loss or the advantages (GKD, Agarwal et al. 2024, with
-    lambda 1)."""
+    """The teacher's term in the loss or in the advantages (GKD, Agarwal et al. 2024, with lambda 1)."""
 
     divergence: Divergence = "reverse"
-    """Divergence from the teacher that is minimised. reverse: KL(policy || teacher), as a loss over the whole
-    vocabulary. forward: KL(teacher || policy), as a loss over the whole vocabulary. sampled: the teacher's
-    log-prob of each sampled token minus the policy's log-prob is added to the advantage (MiniLLM, Gu et al.
-    2024; Thinking Machines 2025)."""
+    """Divergence between teacher and policy that training minimises. reverse: KL(policy || teacher), as a
+    loss over the whole vocabulary. forward: KL(teacher || policy), as a loss over the whole vocabulary.
+    sampled: for each sampled token, the teacher's log-prob minus the policy's log-prob is added to the
+    advantage (MiniLLM, Gu et al. 2024; Thinking Machines 2025)."""
     coefficient: float = Field(1.0, gt=0)
-    """Weight of the teacher relative to `train.advantage`. With `advantage: none` this weight has little
+    """Weight of the teacher relative to `train.advantage`. With `advantage: none` the weight has little
     effect, because the step size of AdamW hardly depends on the size of the gradient."""
     discount: float = Field(0.0, ge=0, le=1)
-    """Discount per token, with `divergence: sampled`, of the log-prob differences of later tokens. 0: a
-    token's advantage includes only its own difference. 1: it includes the sum of its own and all later
-    differences of the row (MiniLLM, R_t)."""
+    """Discount per token, for `divergence: sampled`. The advantage of a token includes the log-prob
+    differences of later tokens of the row; the difference n tokens later is multiplied by this discount to
+    the power of n. 0: the advantage includes only the difference of the token itself. 1: later differences
+    are not discounted (MiniLLM, R_t)."""
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Teacher:

@@ -25,25 +25,25 @@ class Weight(Component):
 
 
 class Overlong(Weight):
-    """Leaves out sessions whose last answer was cut off by the token limit or by the context length (overlong
+    """Excludes sessions whose last answer was cut off by the token limit or by the context length (overlong
     filtering; DAPO, Yu et al. 2025, section 3.4; SRPO, Zhang et al. 2025)."""
 
     kind: Literal["overlong"] = "overlong"
     effect: Literal["advantage", "weight"] = "weight"
-    """Effect on the tokens of these sessions. weight: they do not count in the mean of the loss. advantage:
-    they count in the mean, with advantage 0."""
+    """Effect on the tokens of the excluded sessions. weight: the tokens do not count in the mean of the loss.
+    advantage: the tokens count in the mean, with advantage 0."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         return _without(samples.truncated, self.effect, samples, advantages)
 
 
 class Unparsed(Weight):
-    """Leaves out sessions that failed because the policy wrote a tool call that could not be parsed."""
+    """Excludes sessions that failed because the policy wrote a tool call that could not be parsed."""
 
     kind: Literal["unparsed"] = "unparsed"
     effect: Literal["advantage", "weight"] = "weight"
-    """Effect on the tokens of these sessions. weight: they do not count in the mean of the loss. advantage:
-    they count in the mean, with advantage 0."""
+    """Effect on the tokens of the excluded sessions. weight: the tokens do not count in the mean of the loss.
+    advantage: the tokens count in the mean, with advantage 0."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         failed = np.array([status == "unparsed_call" for status in samples.statuses])
@@ -51,8 +51,8 @@ class Unparsed(Weight):
 
 
 class Fresh(Weight):
-    """Leaves out tokens that were sampled with weights that are too old, for example before a long
-    interruption. The other tokens of the session train."""
+    """Excludes tokens whose lag exceeds `max_lag`, for example tokens sampled before a long interruption. The
+    other tokens of the session train."""
 
     kind: Literal["fresh"] = "fresh"
     max_lag: int = Field(1, ge=0)
@@ -64,7 +64,7 @@ class Fresh(Weight):
 
 
 class Surprising(Weight):
-    """Trains only on the tokens with the highest entropy (Wang et al. 2025, "Beyond the 80/20 rule")."""
+    """Only the tokens with the highest entropy train (Wang et al. 2025, "Beyond the 80/20 rule")."""
 
     kind: Literal["surprising"] = "surprising"
     share: float = Field(0.2, gt=0, le=1)
@@ -82,13 +82,14 @@ class Surprising(Weight):
 
 
 class EntropyConfidence(Weight):
-    """Multiplies advantages by 1 + strength * z. z measures the policy's uncertainty: the standard score of
-    the token's entropy plus the standard score of one minus its probability, clipped to the range from -2 to
-    2 (the update of ECHO, arXiv 2602.02150, with the sampled token's probability as confidence)."""
+    """Multiplies the advantage of each token by 1 + strength * z, where z measures the uncertainty of the
+    policy. z is the standard score of the token's entropy plus the standard score of one minus the token's
+    probability, clipped to the range from -2 to 2. This is the update of ECHO (arXiv 2602.02150), with the
+    probability of the sampled token as confidence."""
 
     kind: Literal["entropy_confidence"] = "entropy_confidence"
     strength: float = Field(0.1, gt=0, lt=0.5)
-    """Factor of z. The largest relative change of an advantage is twice this value."""
+    """Factor by which z is multiplied. The largest relative change of an advantage is twice this factor."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -105,13 +106,14 @@ class EntropyConfidence(Weight):
 
 
 class Gated(Weight):
-    """Multiplies advantages by 1 + tanh(strength * d), a factor between 0 and 2. d is the rise of the
-    critic's predicted reward: the prediction after the token minus the prediction before it (the gate of
-    HABC, arXiv 2606.17043, with the sign of the advantage). Needs `train.advantage: gae`."""
+    """Multiplies the advantage of each token by 1 + tanh(strength * d), a factor between 0 and 2. d is the
+    rise of the reward that the critic predicts: the prediction after the token minus the prediction before
+    the token. This is the gate of HABC (arXiv 2606.17043), with the sign of the advantage. Needs
+    `train.advantage: gae`."""
 
     kind: Literal["gated"] = "gated"
     strength: float = Field(1.0, gt=0)
-    """Factor of d."""
+    """Factor by which d is multiplied."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -127,13 +129,13 @@ class Gated(Weight):
 
 
 class CustomWeight(Weight):
-    """A function of your own."""
+    """A Python function of your own."""
 
     kind: Literal["custom"] = "custom"
     function: Reference
-    """Name of a function that takes Samples (sf_core.recipes.samples) and the advantages. It returns one
-    array per row, with a factor for the weight of each token. Factors must not be negative. The function runs
-    on the workers."""
+    """Name of a Python function, as package.module:name. The function takes Samples (sf_core.recipes.samples)
+    and the advantages, and returns one array per row, with a factor for the weight of each token. The factors
+    must not be negative. The function runs on the workers."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         source = f"train.weights {self.function}"

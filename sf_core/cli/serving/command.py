@@ -23,22 +23,26 @@ def serve(
     run: Annotated[
         str,
         typer.Argument(
-            help="Run directory or name, or RUN@VERSION. By default the newest version is served.",
+            help="Run directory, name of a run in ./runs, or RUN@VERSION. The default is the newest version.",
             autocompletion=complete_run,
         ),
     ],
     host: Annotated[str, address("--key")] = LOOPBACK,
     port: Annotated[int, AnyPort] = 8800,
-    key: Annotated[str | None, typer.Option(help="Key that clients send. By default a random key.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(help="Key that clients must send. By default the command generates a random key."),
+    ] = None,
     engine: Annotated[
         Literal["builtin", "vllm"],
         typer.Option(help="Engine that samples: the built-in engine or a vLLM server."),
     ] = "builtin",
     record: Annotated[
-        Path | None, typer.Option(help="Folder for recorded sessions. By default no session is recorded.")
+        Path | None,
+        typer.Option(help="Folder in which sessions are recorded. By default no session is recorded."),
     ] = None,
 ) -> None:
-    """Serve the policy of a run behind OpenAI, Anthropic and Google APIs, until Ctrl-C."""
+    """Serve the policy of a run through the OpenAI, Anthropic and Google APIs, until Ctrl-C."""
     from sf_core.cli.serving.serve import check_record, choose_key, describe, find_policy
     from sf_core.cli.serving.serve import serve as serve_policy
 

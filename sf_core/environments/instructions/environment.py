@@ -26,17 +26,17 @@ FEWEST_WORDS = 5
 
 
 class Instructions(Environment):
-    """The policy writes a text that must keep some constraints. The reward is the share of constraints that
-    the text keeps, one named part per constraint. A text that is cut off, too short or not about the subject
-    earns 0, because even an empty text would keep some constraints."""
+    """The policy writes a text that must keep some constraints. The reward is the share of the constraints
+    that the text keeps, with one named part per constraint. A text that is cut off, too short or not about
+    the subject earns 0, because even an empty text would keep some constraints."""
 
     kinds: tuple[Annotated[str, AfterValidator(_is_kind)], ...] = Field(tuple(KINDS), min_length=1)
-    """Kinds of constraints that tasks use. By default all."""
+    """Kinds of constraints that tasks use. By default all kinds."""
     constraints: tuple[int, int] = (1, 3)
     """Minimum and maximum number of constraints per task. A task has fewer if `kinds` are not compatible with
     each other."""
     text: str = "a sentence"
-    """Kind of text that the policy is asked for."""
+    """Kind of text that the task asks for."""
     answers: int = Field(1, ge=1, le=8)
     """Number of answers per session. After an answer that breaks a constraint, a message names the broken
     constraints, and the policy answers again. The last answer is scored."""

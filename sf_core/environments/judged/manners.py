@@ -44,8 +44,9 @@ _EVERY = 4
 
 
 class Manners(Environment):
-    """The reward is the probability with which the judge `manners` says that the sentence is polite. What a
-    rule can tell it is not asked: a sentence that is cut off, or does not name the favour, earns nothing."""
+    """The policy writes a sentence that asks for a favour. The reward is the probability with which the judge
+    `manners` says that the sentence is polite. Rules check two conditions without the judge: a sentence that
+    is cut off, or does not name the favour, earns 0."""
 
     def tasks(self, split: Split, index: int) -> Task:
         random = Random(f"{split} {index}")

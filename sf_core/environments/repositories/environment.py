@@ -48,15 +48,16 @@ class Repositories(Environment):
     dataset: str = Field(min_length=1)
     """URI of the data set: JSON lines or Parquet, with the columns of SWE-bench."""
     repositories: str = Field(min_length=1)
-    """Folder of git repositories named owner__name or owner/name, bare or not. Or folder or URI of archives
-    named owner__name-COMMIT.tar.gz."""
+    """Folder of git repositories named owner__name or owner/name, bare or not bare. Or folder or URI of
+    archives named owner__name-COMMIT.tar.gz."""
     reward_for: Literal["share", "all"] = Field("share", alias="reward")
-    """Reward of a patch. share: the share of the named tests that pass. all: 1 if all named tests pass,
-    otherwise 0."""
+    """Reward of a patch. share: the share of the named tests that pass. all: 1 if all named tests pass, 0 if
+    not."""
     held_out: float = Field(0.2, gt=0, lt=1)
-    """Share of the instances that is held out, chosen by instance id."""
+    """Share of the instances that are held out. The id of an instance decides whether the instance is held
+    out."""
     timeout_s: float = Field(300.0, gt=0)
-    """Timeout of the hidden tests, and of each command of the agent, in seconds."""
+    """Timeout of the hidden tests, in seconds. The same timeout applies to each command of the agent."""
     sandbox: SandboxLimits = SandboxLimits()
 
     def tasks(self, split: Split, index: int) -> Task:

@@ -21,19 +21,21 @@ PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "requi
 
 
 class ScreenOfButtons(Environment):
-    """The policy clicks on a drawn screen. The reward is the share of the buttons of the named colour that it
-    pressed. A session has one click per such button, so every wrong click lowers the reward."""
+    """The policy clicks on a drawn screen. The reward is the share of the buttons of the named colour that
+    the policy clicked. A session has as many clicks as the screen has buttons of the named colour, so every
+    wrong click lowers the reward."""
 
     columns: int = Field(4, ge=2, le=16)
-    """Number of columns of places for buttons."""
+    """Number of columns of the grid in which the buttons are placed."""
     rows: int = Field(4, ge=2, le=16)
-    """Number of rows of places for buttons."""
+    """Number of rows of the grid in which the buttons are placed."""
     targets: int = Field(2, ge=1, le=8)
-    """Number of buttons of the named colour, which is also the number of clicks of a session."""
+    """Number of buttons of the named colour. A session has the same number of clicks."""
     others: int = Field(4, ge=0)
     """Number of buttons of other colours."""
     named: tuple[Colour, ...] = Field(tuple(COLOURS), min_length=1)
-    """Colours that instructions can name. With a single colour the policy can ignore the instruction."""
+    """Colours that instructions can name. If only one colour is listed, the policy can ignore the
+    instruction."""
 
     @model_validator(mode="after")
     def _has_places(self) -> ScreenOfButtons:

@@ -71,8 +71,8 @@ def test_the_form_is_offered_every_kind_in_the_words_that_it_knows() -> None:
 def test_the_page_of_settings_shows_the_other_kinds_and_loads_as_the_default() -> None:
     page = settings_page()
     for shown in (
-        "# kind leave_one_out: Reward of a session",
-        "# kind surprising: Trains only on",
+        "# kind leave_one_out: The reward of a session",
+        "# kind surprising: Only the tokens",
         "# kind m2po: ",
     ):
         assert shown in page

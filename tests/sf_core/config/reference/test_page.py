@@ -29,7 +29,7 @@ def test_of_a_union_all_kinds_are_printed() -> None:
     part = settings_page("train.loss.policy")
     assert all(f"kind {kind}: " in part for kind in ("plain", "cispo", "m2po", "sequence_clip", "custom"))
     high = settings_page("train.loss.policy.high")
-    assert [line.split(":")[0] for line in high.splitlines() if "of kind" in line] == [
+    assert [line.split(":")[0] for line in high.splitlines() if line.startswith("# train.")] == [
         f"# train.loss.policy.high of kind {kind}" for kind in ("cispo", "sequence_clip", "clip")
     ]
     assert "of kind fresh: " in settings_page("train.weights.max_lag")
@@ -39,7 +39,7 @@ def test_of_a_union_all_kinds_are_printed() -> None:
     ("path", "text"),
     [
         ("train.teacher.model", "Folder of a Hugging Face causal LM"),
-        ("cluster.workers.mine.device", "Device that the worker computes on"),
+        ("cluster.workers.mine.device", "Device on which the worker computes"),
         ("environment.agent.sandbox.image", "OCI image"),
         ("environment.judges.strict.url", "Address of a server with the OpenAI API"),
     ],
