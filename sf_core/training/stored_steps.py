@@ -53,4 +53,4 @@ def read_stored_settings(run: TrainedRun, iteration: int) -> TrainConfig:
         return TrainConfig.model_validate(manifest.data.get("settings"))
     except ValidationError as error:
         uri = run.directory.manifest_file(iteration, "train")
-        raise ValueError(f"{uri}: not the settings of a train step: {first_fault(error)}") from None
+        raise ValueError(f"{uri}: data.settings is invalid: {first_fault(error)}") from None

@@ -129,6 +129,6 @@ def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> No
     assert not (seats(config, 1) / "rank-1").exists()
     colocated.finish(config, process)
     assert not hanging.is_running()
-    assert "t1 did not yield within 3 s: its process is killed" in colocated.log(config)
+    assert "t1 did not free its device within 3 s: the worker process is killed" in colocated.log(config)
     check_result(config)
     assert ranks(config) == [2] * 2

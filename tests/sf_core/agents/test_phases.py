@@ -167,7 +167,7 @@ def scores_nothing(task: Task, answer: Any) -> None:
             {"agent": never_awaited},
             "agent_error",
             f"TypeError: the agent {name_function(never_awaited)} returned a coroutine: "
-            "use an `async def` and `await` the coroutine there",
+            "define the function with `async def`, and `await` the coroutine in this function",
         ),
         (
             {"agent": ask, "reward": scores_nothing},

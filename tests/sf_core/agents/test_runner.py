@@ -58,7 +58,10 @@ async def forgotten() -> float:
         ({"a": 1.0, "b": float("inf")}, "inf as 'b', which is not a finite number"),
         ({"a": 1.0, "b": None}, "None as 'b', which is not a finite number"),
         (Scored(1.0, {"a": float("nan")}), "nan for 'a', which is not a finite number"),
-        (forgotten(), "a coroutine: use an `async def` and `await` the coroutine there"),
+        (
+            forgotten(),
+            "a coroutine: define the function with `async def`, and `await` the coroutine in this function",
+        ),
     ],
 )
 def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told: str) -> None:
@@ -74,7 +77,10 @@ def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told
         (1.0, "1.0, expected a list with a reward for each of 2 answers"),
         ("ab", "'ab', expected a list with a reward for each of 2 answers"),
         ({"a": 1.0, "b": 1.0}, "{'a': 1.0, 'b': 1.0}, expected a list with a reward for each of 2 answers"),
-        (forgotten(), "a coroutine: use an `async def` and `await` the coroutine there"),
+        (
+            forgotten(),
+            "a coroutine: define the function with `async def`, and `await` the coroutine in this function",
+        ),
     ],
 )
 def test_rewards_of_a_group_are_one_for_each_answer(values: object, told: str) -> None:

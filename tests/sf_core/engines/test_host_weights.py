@@ -453,7 +453,7 @@ def test_one_that_is_closed_while_it_fetches_leaves_nothing(
     host.close()
     go_on.set()
     thread.join()
-    assert ended == ["the copy of the weights is closed"]
+    assert ended == ["the copy of the weights on this host is closed"]
     assert not any(list(place.iterdir()) for place in places.values())
 
 

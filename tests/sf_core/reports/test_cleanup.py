@@ -461,7 +461,7 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(root: Path) -> No
 def test_a_summary_that_makes_no_sense_hides_no_other_run(root: Path) -> None:
     make(root, "a", 4).write_summary({"iterations": None})
     make(root, "b", 3)
-    fault = f"{root / 'a'}/summary.json: iterations: expected an integer, got None"
+    fault = f"{root / 'a'}/summary.json: the field iterations must be an integer, got None"
     code, output = sf("ls", str(root))
     assert code == 0
     assert "a unreadable 0/? - - 0.0 MB b stopped 3/4" in output

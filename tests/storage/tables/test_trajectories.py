@@ -214,7 +214,7 @@ def test_missing_files_and_other_folders_are_named(run_anywhere: RunDirectory) -
         ({"seamlessflow.schema": str(SCHEMA_VERSION - 1)}, f" this SeamlessFlow reads {SCHEMA_VERSION}; use"),
         ({"seamlessflow.schema": str(SCHEMA_VERSION + 1)}, f" this SeamlessFlow reads {SCHEMA_VERSION}; use"),
         ({"seamlessflow.schema": "x"}, "has no schema version"),
-        ({}, "not written by SeamlessFlow: its metadata has no schema version"),
+        ({}, "not a file of SeamlessFlow: the metadata has no schema version"),
     ],
 )
 def test_a_file_of_another_or_of_no_schema_version_is_refused(

@@ -65,14 +65,23 @@ def test_its_answer_is_a_file_or_the_folder() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("exit 3", "the exit status is 3"),
-        ("kill -9 $$", "the program was killed by signal 9"),
-        ("true", "the exit status is 0, but the file a does not exist in the command's folder"),
-        ("mkfifo a", "the exit status is 0, but the file a does not exist in the command's folder"),
-        ("ln -s /etc/passwd a", "the exit status is 0, but a leads outside its folder"),
-        ("ln -s ../proc/1/environ a", "the exit status is 0, but a leads outside its folder"),
+        ("exit 3", "the command exited with status 3"),
+        ("kill -9 $$", "the command was killed by signal 9"),
+        ("true", "the command exited with status 0, but the file a does not exist in the command's folder"),
+        (
+            "mkfifo a",
+            "the command exited with status 0, but the file a does not exist in the command's folder",
+        ),
+        (
+            "ln -s /etc/passwd a",
+            "the command exited with status 0, but a leads to a place outside the command's folder",
+        ),
+        (
+            "ln -s ../proc/1/environ a",
+            "the command exited with status 0, but a leads to a place outside the command's folder",
+        ),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is larger than the limit of 1048576 bytes"),
-        ("yes", "the output exceeds output_mb (1)"),
+        ("yes", "the output of the command exceeds output_mb (1)"),
         ("head -c 90000000 /dev/zero > a; sleep 1000", "it used more than the limit memory_mb (64)"),
     ],
 )
@@ -80,7 +89,7 @@ def test_a_failure_is_told_as_outside(script: str, reason: str) -> None:
     limits = {"memory_mb": 64, "output_mb": 1}
     failed = failure(f"echo so it is >&2; {script}", answer="file:a", sandbox=limits)
     assert str(failed).startswith("the command gave no answer: ") and reason in str(failed)
-    assert str(failed).endswith("; its standard error ends with: so it is")
+    assert str(failed).endswith("; the command's standard error ends with: so it is")
     assert failed.cause == "agent" and failed.output.startswith("so it is\n")
 
 

@@ -284,8 +284,8 @@ CHAT, RESPONSES, MESSAGES_API, GEMINI = (
     [
         (CHAT, {"response_format": {"type": "grammar"}}, "response_format.type must be text, json_object or"),
         (CHAT, {"response_format": "json"}, "response_format must be an object, got a string"),
-        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format must hold a JSON Schema"),
-        (CHAT, {"response_format": {"type": "json_schema", "json_schema": 3}}, "must hold a JSON Schema"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format must contain a JSON Schema"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": 3}}, "must contain a JSON Schema"),
         (CHAT, json_schema({"type": "strin"}), "cannot be used: Invalid type: strin"),
         (CHAT, {"output_format": JSON_SCHEMA}, "output_format is not supported"),
         (

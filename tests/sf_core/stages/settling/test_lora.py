@@ -80,8 +80,8 @@ def refused(config: dict[str, Any], *names: str) -> None:
         ),
         (
             {"train": {"lora": {"targets": ["q_proj", "lm_head"]}}},
-            "train.lora: target lm_head is not a linear layer of the model's blocks, which have down_proj, "
-            "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+            "train.lora: the target lm_head is not a linear layer of the model's blocks; these layers are "
+            "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
         (
             {"train": {"lora": {"targets": ["embed_tokens"]}}},
@@ -147,18 +147,18 @@ FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no configuration": (
         without("adapter_config.json"),
-        "does not hold an adapter: it has no adapter_config",
+        "does not contain an adapter: adapter_config",
     ),
     "no factors": (
         without("adapter_model.safetensors"),
-        "does not hold an adapter: it has no adapter_model.s",
+        "does not contain an adapter: adapter_model.s",
     ),
     "no JSON": (spoiled("adapter_config.json"), "cannot be read: "),
     "cut off": (
         spoiled("adapter_model.safetensors"),
         "adapter_model.safetensors: not a complete safetensors file",
     ),
-    "DoRA": (say(use_dora=True), "describes DoRA (use_dora), which training here does not support"),
+    "DoRA": (say(use_dora=True), "describes DoRA (use_dora), which SeamlessFlow cannot train"),
     "rsLoRA": (say(use_rslora=True), "(use_rslora)"),
     "modules": (say(modules_to_save=["lm_head"]), "(modules_to_save)"),
     "bias": (say(bias="lora_only"), "says that biases are trained (bias: lora_only)"),
@@ -231,7 +231,7 @@ def test_settings_must_be_those_of_the_adapter(
 def test_an_adapter_that_only_a_worker_has_is_left_to_it(tmp_path: Path, small_policy: str) -> None:
     policy = {"model": small_policy, "adapter": str(tmp_path / "nowhere")}
     check_start(RunConfig.model_validate(LORA | {"policy": policy}), by_a_worker=True)
-    refused(LORA | {"policy": policy}, f"policy.adapter: {tmp_path / 'nowhere'} does not hold an adapter")
+    refused(LORA | {"policy": policy}, f"policy.adapter: {tmp_path / 'nowhere'} does not contain an adapter")
 
 
 @pytest.mark.parametrize("rank", [0, 513])

@@ -52,7 +52,8 @@ def configured(**sections: Any) -> RunConfig:
         ),
         (
             {"rollout": {"max_picture_tokens": 64}},
-            "rollout.max_picture_tokens (64) is for policies that see pictures; this policy, a qwen3,",
+            "rollout.max_picture_tokens (64) applies only to policies that see pictures, but this "
+            "policy, a qwen3,",
         ),
     ],
 )

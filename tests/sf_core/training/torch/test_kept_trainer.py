@@ -106,5 +106,5 @@ def test_settings_that_are_none_are_named(directory: RunDirectory, backend: Torc
     broken = manifest.model_copy(update={"data": {"settings": {"learning_rate": -1}}})
     uri = directory.manifest_file(0, "train")
     files.write_atomic(uri, broken.model_dump_json().encode())
-    with pytest.raises(ValueError, match=r"train\.json: not the settings of a train step: learning_rate: "):
+    with pytest.raises(ValueError, match=r"train\.json: data\.settings is invalid: learning_rate: "):
         backend.rebuild_trainer(attempt(directory, 1), 1, SingleRank())
