@@ -150,11 +150,11 @@ def scores_nothing(task: Task, answer: Any) -> None:
         ({"prepare": not_put_away}, "prepare_error", "OSError: it is stuck"),
         (
             {"prepare": slowly, "prepare_timeout_s": 0.1},
-            *("prepare_error", "LateError: preparing took longer than rollout.prepare_timeout_s of 0.1 s"),
+            *("prepare_error", "LateError: preparing took longer than rollout.prepare_timeout_s (0.1 s)"),
         ),
         (
             {"agent": ask, "reward": score_slowly, "score_timeout_s": 0.1},
-            *("reward_error", "LateError: scoring took longer than rollout.score_timeout_s of 0.1 s"),
+            *("reward_error", "LateError: scoring took longer than rollout.score_timeout_s (0.1 s)"),
         ),
         ({"agent": ask, "reward": time_out}, "reward_error", "TimeoutError: by itself"),
         (

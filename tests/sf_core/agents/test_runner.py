@@ -103,7 +103,7 @@ def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
 
 def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
     runner = make_runner("http://127.0.0.1:9", patience_s=0.1)
-    sentence = r"^data plane at http://127.0.0.1:9: did not answer any claim of a0 on run run for 0.1 s: "
+    sentence = r"^the data plane at http://127.0.0.1:9 did not answer any claim of a0 on run run for 0.1 s: "
     with pytest.raises(ConnectionError, match=sentence):
         asyncio.run(asyncio.wait_for(runner.run(), patience()))
 

@@ -47,7 +47,7 @@ def test_a_finished_run_is_shown_and_not_run_again(finished_run: RunDirectory) -
     code, output = sf("resume", finished_run.uri)
     assert code == 0, output
     assert output.startswith(
-        "run r is already finished; to continue it, raise train.iterations, another run_id starts a new run "
+        "run r is already finished; to continue it, raise train.iterations; to start a new run, set another run_id "
         "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
     )
     assert "tokens 1,000 sampled, 20 per second" in output, "of an earlier version"
@@ -134,7 +134,7 @@ def test_a_finished_run_goes_on_with_more_iterations(finished_run: RunDirectory,
     file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": finished_run.uri.rsplit("/", 1)[0]}}))
     code, output = sf("train", str(file), "--set", "train.iterations=3")
     assert "run r: uses its stored configuration, except for train.iterations 3 (was 2)" in output
-    assert (code, "no worker carries" in output) == (1, True), output
+    assert (code, "no worker has the tag" in output) == (1, True), output
     code, output = sf("train", str(file), "--set", "train.iterations=1")
     assert (code, "run r has already published version 2, so train.iterations" in output) == (1, True), output
 
@@ -145,7 +145,7 @@ def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resu
     configure(finished_run, train={"iterations": 3}, cluster={"workers": {"r0": {"tags": ["rollout"]}}})
     commit(finished_run, 2, "publish")
     code, output = sf("resume", finished_run.uri)
-    assert (code, "no worker carries" in output) == (1, True), output
+    assert (code, "no worker has the tag" in output) == (1, True), output
 
 
 def test_a_flow_that_is_killed_is_not_explained_by_an_earlier_one(tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ def test_the_weights_are_in_shared_memory_if_it_has_room(
     host.fetch(ref(run_with_deltas, 1))
     assert holds(host, 1) and place(host) == places["temporary"]
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: os.write(-1, b""))
-    with pytest.raises(StorageError, match=r"v00004/model\.safetensors: neither .* has room for 0 MiB"):
+    with pytest.raises(StorageError, match=r"v00004/model\.safetensors: neither .* has 0 MiB of free space"):
         host.fetch(ref(run_with_deltas, 4))
     assert holds(host, 1) or host.version == 1
     host.close()

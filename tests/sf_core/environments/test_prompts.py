@@ -29,7 +29,7 @@ def test_each_line_is_a_task_with_its_messages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n{"prompt"', "line 2: no JSON"),
+        ('{"prompt": "a"}\n{"prompt"', "line 2: not valid JSON"),
         ('{"prompt": 3}', 'line 1: expected {"prompt": TEXT} or {"messages": [...]}'),
         ('{"messages": []}', "line 1: expected"),
         ('["a"]', "line 1: expected"),

@@ -176,7 +176,7 @@ def test_a_changed_adapter_is_no_version_0(tmp_path: Path) -> None:
     about = Path(run.start_adapter_dir, "adapter_config.json")
     about.write_text(json.dumps(json.loads(about.read_text()) | {"lora_alpha": 3}, indent=2))
     with pytest.raises(
-        ValueError, match=r"start/adapter/adapter_config\.json: content differs from what sta"
+        ValueError, match=r"start/adapter/adapter_config\.json: the content differs from what sta"
     ):
         started(run)
 

@@ -119,7 +119,7 @@ def test_a_run_does_not_go_on_from_a_start_folder_that_was_changed(tmp_path: Pat
     assert Path(data["source"]).is_dir() and start(ref) == data
     tokenizer = Path(directory.start_dir) / "tokenizer.json"
     tokenizer.write_bytes(tokenizer.read_bytes().replace(b"a", b"b", 1))
-    with pytest.raises(ValueError, match=r"tokenizer\.json: content differs from what start wrote"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the content differs from what start wrote"):
         start(ref)
 
 
@@ -312,7 +312,7 @@ def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(policy_
         KVCache(opened.cache_shape, 10**11, 40, torch.float32, device)
     check_sentence(
         str(refused.value),
-        f"takes {foretold / 1e9:,.1f} GB",
+        f"needs {foretold / 1e9:,.1f} GB",
         "engine.max_running 100000000000",
         "engine.context_length 40",
         "more than the cpu device has left",

@@ -65,7 +65,7 @@ def test_an_environment_shows_each_of_its_first_tasks_once() -> None:
     ("lines", "reason"),
     [
         ([], "has no demonstrations"),
-        ([line("a"), "{"], "line 2: no JSON"),
+        ([line("a"), "{"], "line 2: not valid JSON"),
         (["[]"], 'line 1: expected {"messages": [...]}'),
         (['{"messages": [{"content": "a"}]}'], "line 1: expected"),
         (['{"messages": [{"role": "user", "content": "a"}]}'], "line 1: no message has the role assistant"),

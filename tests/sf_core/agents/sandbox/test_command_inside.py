@@ -82,7 +82,10 @@ def test_its_answer_is_a_file_or_the_folder() -> None:
         ),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is larger than the limit of 1048576 bytes"),
         ("yes", "the output of the command exceeds output_mb (1)"),
-        ("head -c 90000000 /dev/zero > a; sleep 1000", "it used more than the limit memory_mb (64)"),
+        (
+            "head -c 90000000 /dev/zero > a; sleep 1000",
+            "the memory use of the command exceeds memory_mb (64)",
+        ),
     ],
 )
 def test_a_failure_is_told_as_outside(script: str, reason: str) -> None:
@@ -116,7 +119,7 @@ def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program.write_text("#!/no/such/interpreter\n")
     program.chmod(0o755)
     with pytest.raises(
-        CommandError, match=r"gave no answer: in the sandbox, .* cannot be started: No such file"
+        CommandError, match=r"gave no answer: error in the sandbox: .* cannot be started: No such file"
     ):
         asyncio.run(agent(str(program))(TASK, ENDPOINT))
 

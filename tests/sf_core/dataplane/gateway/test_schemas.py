@@ -291,11 +291,15 @@ CHAT, RESPONSES, MESSAGES_API, GEMINI = (
         (
             RESPONSES,
             {"text": {"format": {"type": "json_schema", "name": "s"}}},
-            "text.format must hold",
+            "text.format must contain",
         ),
         (RESPONSES, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
         (MESSAGES_API, {"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
-        (MESSAGES_API, {"output_format": {"type": "json_schema", "schema": []}}, "output_format must hold a"),
+        (
+            MESSAGES_API,
+            {"output_format": {"type": "json_schema", "schema": []}},
+            "output_format must contain a",
+        ),
         (GEMINI, {"generationConfig": {"responseMimeType": "text/x.enum"}}, "response_mime_type must be"),
         (GEMINI, {"generationConfig": {"responseSchema": {}}}, "response_mime_type must be application/json"),
         (GEMINI, {"generationConfig": {"response_format": {"type": "json_object"}}}, "is not supported"),

@@ -89,7 +89,7 @@ def index(gguf_file: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path
 
 
 def test_a_published_policy_gets_a_name(index: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="small is not on this machine yet: `sf model small` fetches it"):
+    with pytest.raises(ValueError, match="small is not on this machine yet: `sf model small` downloads it"):
         check_model_folder(policy_folder("small"))
     told: list[str] = []
     make_published("small", folder_of("small"), told.append)

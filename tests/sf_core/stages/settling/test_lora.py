@@ -85,11 +85,11 @@ def refused(config: dict[str, Any], *names: str) -> None:
         ),
         (
             {"train": {"lora": {"targets": ["embed_tokens"]}}},
-            "train.lora: target embed_tokens is not a linear",
+            "train.lora: the target embed_tokens is not a linear",
         ),
         (
             {"train": {"lora": {"targets": ["query"]}}},
-            "train.lora: target query is not a linear layer of the mo",
+            "train.lora: the target query is not a linear layer of the mo",
         ),
     ],
 )
@@ -166,8 +166,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "an alpha for each": (say(alpha_pattern={"q_proj": 3}), "(alpha_pattern)"),
     "another kind": (say(peft_type="IA3"), "describes an adapter of kind IA3; only LoRA is supported"),
     "head": (say(target_modules=["lm_head", "q_proj"]), "target lm_head is not a linear layer"),
-    "rank 0": (say(r=0), "has rank 0, not 1 to 512"),
-    "rank 513": (say(r=513), "has rank 513, not 1 to 512"),
+    "rank 0": (say(r=0), "has rank 0; expected 1 to 512"),
+    "rank 513": (say(r=513), "has rank 513; expected 1 to 512"),
     "alpha 0": (say(lora_alpha=0), "has alpha 0, so its factors change nothing"),
     "another rank": (
         say(r=3),
@@ -175,7 +175,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "codes": (
         with_factors(lambda factors: {name: t.to(torch.int8) for name, t in factors.items()}),
-        "has quantised factors (I8); training needs unquantised ones",
+        "has quantised factors (I8); training needs unquantised factors",
     ),
     "fewer layers": (
         with_factors(lambda factors: {name: t for name, t in factors.items() if name != FACTOR}),
@@ -247,7 +247,9 @@ def test_impossible_ranks_are_refused_before_anything_starts(tmp_path: Path, com
 def test_the_commands_refuse_before_anything_starts(tmp_path: Path, command: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{targets: [lm_head]}}}}\n")
-    check_refused(tmp_path, [command, str(file)], f"{file}: train.lora: target lm_head is not a linear layer")
+    check_refused(
+        tmp_path, [command, str(file)], f"{file}: train.lora: the target lm_head is not a linear layer"
+    )
 
 
 def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def configured(**sections: Any) -> RunConfig:
         *(
             (
                 {"policy": SEES, "engine": {"kind": kind}},
-                f"engine.kind {kind} does not support pictures, but the policy, a qwen2_5_vl, sees: "
+                f"engine.kind {kind} does not support pictures, but the policy, a qwen2_5_vl, sees pictures: "
                 "use engine.kind vllm",
             )
             for kind in ("torch", "emulated")

@@ -231,7 +231,9 @@ def test_a_run_is_measured_as_it_was_configured_over_the_tasks_that_are_asked_fo
     asked = configured(tmp_path, evaluate={"num_tasks": 1000}, dataplane=STORED["dataplane"])
     measured = settle_to_measure(asked)
     assert measured == stored.model_copy(update={"evaluate": asked.evaluate})
-    with pytest.raises(ValueError, match=r"run r was configured with train.iterations 100, not 3, and can"):
+    with pytest.raises(
+        ValueError, match=r"run r was configured with train.iterations 100, not 3, and an evaluation must"
+    ):
         settle_to_measure(configured(tmp_path, train={"iterations": 3}))
     assert read_stored_config(stored.run_dir) == stored
 

@@ -141,7 +141,7 @@ def test_waiting_ranks_end_when_the_flow_ends_their_try(make_members: MakeMember
     one = Try(str(tmp_path), names(gang))
     gang[1].sit(one, add_ranks)
     one.files.end()
-    assert "try 0" in gang[1].report(5.0)
+    assert "attempt 0" in gang[1].report(5.0)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
