@@ -66,7 +66,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
                 leases.lend_trainers(config.train.iterations)
                 last = submit(evaluate, run, config.train.iterations)
                 measured = result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
-                tell(f"held-out reward {measured['reward_mean']:.3f} at the end")
+                tell(f"held-out {measured['reward_mean']:.3f} at the end")
             return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
 
 

@@ -47,8 +47,8 @@ def test_a_finished_run_is_shown_and_not_run_again(finished_run: RunDirectory) -
     code, output = sf("resume", finished_run.uri)
     assert code == 0, output
     assert output.startswith(
-        "run r is already finished; to continue it, raise train.iterations; to start a new run, set another run_id "
-        "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
+        "run r is already finished; to continue it, raise train.iterations; to start a new run, set "
+        "another run_id held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
     )
     assert "tokens 1,000 sampled, 20 per second" in output, "of an earlier version"
     assert f"policy {finished_run.policy_dir} use it sf serve {finished_run.uri} trajectories" in output
