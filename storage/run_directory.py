@@ -221,9 +221,9 @@ class RunDirectory:
         try:
             found = files.size(uri)
         except FileNotFoundError:
-            raise ValueError(f"{uri}: missing, but {manifest.label} is committed") from None
+            raise ValueError(f"{uri}: the file is missing, but {manifest.label} is committed") from None
         if found != ref.bytes:
-            raise ValueError(f"{uri}: has {found} bytes, but {manifest.label} wrote {ref.bytes}")
+            raise ValueError(f"{uri}: the file has {found} bytes, but {manifest.label} wrote {ref.bytes}")
 
     def discard_start(self) -> None:
         """Undo the start stage. Only for a start folder from which no work can have begun."""

@@ -30,7 +30,7 @@ def over_deployed(given: Any) -> Any:
     settings = deployed.parameters.get("config") or {}
     merged = merge_sections(settings, given)
     if changed := describe_differences(settings, merged):
-        sentence = f"as deployed by {deployed.name}, except for {', '.join(changed)}"
+        sentence = f"settings as in the deployment {deployed.name}, except for {', '.join(changed)}"
         # Prefect takes the run of a log line from the context, which is made after this
         log.warning(sentence, extra={"flow_run_id": flow_run.id})
     return merged

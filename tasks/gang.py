@@ -55,11 +55,13 @@ class Gang:
         with waiting_for(what, plan.yield_s) as waited:
             self._revoke(plan.take_devices(lent, _addresses()))
             while late := plan.late(self._find_begun(), _addresses()):
-                waited.reason = f"{', '.join(late)} did not yield yet"
+                waited.reason = f"{', '.join(late)} have not freed their devices yet"
                 if not waited.left_s:
                     for worker in late:
                         log.warning(
-                            "%s did not yield within %g s: its process is killed", worker, plan.yield_s
+                            "%s did not free its device within %g s: the worker process is killed",
+                            worker,
+                            plan.yield_s,
                         )
                         kill_worker(scheduler_address(), worker)
                     return
@@ -88,16 +90,17 @@ class Gang:
         if failure.is_final:
             raise failure.error
         log.warning(
-            "train of iteration %d: try %d failed (%s)", self._iteration, self._plan.epoch, failure.error
+            "training of iteration %d: attempt %d failed (%s)",
+            self._iteration,
+            self._plan.epoch,
+            failure.error,
         )
         for worker in failure.unfinished:
             kill_worker(scheduler_address(), worker)
             self._ranks[worker].wrapped_future.cancel()
         self._choose_again()
         self._ranks = {}
-        log.warning(
-            "train of iteration %d: trying again on %s", self._iteration, ", ".join(self._plan.workers)
-        )
+        log.warning("training of iteration %d: retry on %s", self._iteration, ", ".join(self._plan.workers))
         return False
 
     def has_returned(self) -> bool:

@@ -49,7 +49,7 @@ def free_workers_at_end(run: RunRef) -> Iterator[None]:
         try:
             _free_workers(run)
         except Exception as error:  # the block, not this error, decides how the flow ends
-            log.warning("workers may still be busy: %s: %s", type(error).__name__, error)
+            log.warning("workers may still be busy with the ended flow: %s: %s", type(error).__name__, error)
 
 
 def _free_workers(run: RunRef) -> None:
@@ -59,7 +59,7 @@ def _free_workers(run: RunRef) -> None:
     _release(run)
     ended = end_tasks(scheduler_address(), owner_of(run.run_id, run.attempt), PATIENCE_S)
     if ended:
-        log.warning("still busy after %g s, now killed: %s", PATIENCE_S, ", ".join(ended))
+        log.warning("tasks still running after %g s are killed: %s", PATIENCE_S, ", ".join(ended))
 
 
 def _release(run: RunRef) -> None:

@@ -143,6 +143,6 @@ class Leases:
             status = self._run.dataplane.status()
             self._run.dataplane.release(self._ref.attempt)
         except UNANSWERED as error:
-            log.warning("the leases cannot be released and end later: %s", error)
+            log.warning("the leases cannot be released now and will end later: %s", error)
             return set()
         return {*(engine["id"] for engine in status["engines"]), *status["runners"]}

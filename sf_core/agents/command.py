@@ -158,9 +158,11 @@ class CommandAgent:
                 case "time":
                     raise TimeoutError
                 case "output":
-                    raise NoAnswerError(f"the output exceeds output_mb ({limits.output_mb})")
+                    raise NoAnswerError(f"the output of the command exceeds output_mb ({limits.output_mb})")
                 case "memory":
-                    raise NoAnswerError(f"the memory use exceeds memory_mb ({limits.memory_mb})")
+                    raise NoAnswerError(
+                        f"the memory use of the command exceeds memory_mb ({limits.memory_mb})"
+                    )
             return self._answer_in(box.folder, given, ended.status)
 
     def _answer_in(self, folder: int, given: dict[str, bytes], status: int) -> Any:
@@ -176,7 +178,7 @@ class CommandAgent:
                 case file:
                     return answer_in(folder, file.removeprefix("file:"))
         except NoAnswerError as error:
-            raise NoAnswerError(f"the exit status is 0, but {error}") from None
+            raise NoAnswerError(f"the command exited with status 0, but {error}") from None
 
 
 class _KeptProcess:
@@ -212,7 +214,7 @@ class _KeptProcess:
             _, ear = await loop.connect_read_pipe(partial(Ear, take), pipe)
             self._ears.append(ear)
         if (error := (await self._read_facts())["error"]) is not None:
-            raise NoAnswerError(f"the program cannot be started: {error}")
+            raise NoAnswerError(f"the agent's command cannot be started: {error}")
 
     async def status(self) -> int:
         """Its exit status, or minus the signal that killed it, once all that it started has ended."""
@@ -240,14 +242,14 @@ class _KeptProcess:
     async def _read_facts(self) -> dict[str, Any]:
         line = await self._reader.readline()
         if not line:
-            raise NoAnswerError("the process that supervises the command was killed")
+            raise NoAnswerError("the process that supervises the agent's command was killed")
         facts: dict[str, Any] = json.loads(line)
         return facts
 
 
 def _failure(told: str, cause: Cause, written: CommandOutput) -> CommandError:
     lines = written.last_lines()
-    ended = f"; its standard error ends with: {lines}" if lines else ""
+    ended = f"; the command's standard error ends with: {lines}" if lines else ""
     return CommandError(f"the command {told}{ended}", written.all.text(), cause)
 
 
@@ -272,13 +274,16 @@ def _variables(endpoint: Endpoint) -> dict[str, str]:
 
 
 def _files(prepared: Mapping[str, str | bytes] | None) -> dict[str, bytes]:
-    expected = "environment.prepare must give a command a mapping of files in its folder to texts or bytes"
+    expected = (
+        "environment.prepare must return a mapping from names of files in the command's folder to "
+        "texts or bytes"
+    )
     if not isinstance(prepared or {}, Mapping):
         raise TypeError(f"{expected}, not {type(prepared).__name__}")
     given: dict[str, bytes] = {}
     for name, content in (prepared or {}).items():
         if not is_name_below(name):
-            raise ValueError(f"{expected}: {quote(name)} is not a file name in that folder")
+            raise ValueError(f"{expected}: {quote(name)} is not the name of a file in this folder")
         given[name] = content.encode() if isinstance(content, str) else bytes(content)
     return given
 
@@ -299,4 +304,8 @@ def _describe_task(task: Task) -> bytes:
 
 
 def _in_words(status: int) -> str:
-    return f"the exit status is {status}" if status > 0 else f"the program was killed by signal {-status}"
+    return (
+        f"the command exited with status {status}"
+        if status > 0
+        else f"the command was killed by signal {-status}"
+    )

@@ -136,5 +136,5 @@ def files_in(folder: int, except_for: dict[str, bytes]) -> dict[str, str | dict[
             except UnicodeDecodeError:
                 found[shown] = {"base64": base64.b64encode(content).decode()}
     except TooManyFilesError as error:
-        raise NoAnswerError(f"the command's folder is {error}") from None
+        raise NoAnswerError(f"the command's folder has {error}") from None
     return found

@@ -52,7 +52,7 @@ def file_in(folder: int, name: str) -> BinaryIO | None:
         return _regular(_open_in(folder, name, os.O_NONBLOCK, _BENEATH | _NO_MAGIC))
     except OSError as error:
         if error.errno == errno.EXDEV:
-            raise LeadsOutError(f"{name} leads outside its folder") from None
+            raise LeadsOutError(f"{name} leads to a place outside the command's folder") from None
         return None
 
 
@@ -70,7 +70,7 @@ def files_below(folder: int) -> Iterator[tuple[str, BinaryIO]]:
                     found = sorted(islice(entries, left + 1), key=lambda entry: entry.name)
                 left -= len(found)
                 if left < 0:
-                    raise TooManyFilesError(f"over the limit of {MAX_ENTRIES} files")
+                    raise TooManyFilesError(f"more than {MAX_ENTRIES} files")
                 for entry in found:
                     name = os.path.normpath(os.path.join(place, entry.name))
                     if entry.is_dir(follow_symlinks=False):

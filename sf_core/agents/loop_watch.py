@@ -38,7 +38,7 @@ def watch_for_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
                 continue
             log.warning(
                 "%s has blocked the event loop for %g s, and the %d sessions of this worker wait: await "
-                "slow calls there, or make it a plain function, which runs in a thread",
+                "slow calls in this function, or remove `async`, so that the function runs in a thread",
                 place_of_step(sys._current_frames()[thread]),
                 BLOCKED_S,
                 num_sessions(),

@@ -30,7 +30,7 @@ Phase = Literal["tasks", "prepare", "agent", "reward"]
 Prepare = Callable[[Task], AbstractAsyncContextManager[Any]]
 
 
-_COROUTINE = "a coroutine: use an `async def` and `await` the coroutine there"
+_COROUTINE = "a coroutine: define the function with `async def`, and `await` the coroutine in this function"
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 """Seconds between two times that an answer is scored because it was not judged: twice as many each time."""
@@ -225,7 +225,7 @@ async def limit_time(what: str, setting: str, seconds: float) -> AsyncIterator[N
             yield
     except TimeoutError:
         if limit.expired():
-            raise LateError(f"{what} longer than rollout.{setting} of {seconds:g} s") from None
+            raise LateError(f"{what} longer than rollout.{setting} ({seconds:g} s)") from None
         raise
 
 

@@ -211,11 +211,11 @@ class AgentRunner:
             self._alone_since = now
         if now - self._alone_since > self._patience_s:
             who = (
-                f"data plane at {self._url}: did not answer any claim of {self._runner_id} on run "
+                f"the data plane at {self._url} did not answer any claim of {self._runner_id} on run "
                 f"{self._run_id}"
             )
             raise ConnectionError(f"{who} for {self._patience_s:g} s: {sentence}")
-        log.warning("claim failed, trying again: %s", sentence)
+        log.warning("the claim of new sessions failed and is retried: %s", sentence)
 
     def _group_claims(self, claims: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Claims one by one, but the answers of a group together if it is judged as a whole."""

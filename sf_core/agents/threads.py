@@ -73,7 +73,7 @@ class Threads:
         if self.num_excess and not self._has_told:
             self._has_told = True
             log.warning(
-                "%d calls still run although their sessions have ended, the newest in %s: each call takes "
+                "%d calls still run although their sessions have ended (newest call: %s). Each call takes "
                 "the place of a session. Set timeouts in this function.",
                 self._num_left,
                 getattr(function, "__qualname__", repr(function)),

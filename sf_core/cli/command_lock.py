@@ -27,8 +27,8 @@ def hold(folder: Path) -> TextIO:
         holder = _holder(file.read())
         file.close()
         raise HeldError(
-            f"run {folder.name} is in use by {holder}: wait until that command ends, or stop it with Ctrl-C; "
-            "then run this command again; --set run_id=NAME starts a new run"
+            f"run {folder.name} is in use by {holder}: wait until that command ends, or stop that command "
+            "with Ctrl-C, and run this command again; to start a new run instead, add --set run_id=NAME"
         ) from None
     except OSError:
         return file

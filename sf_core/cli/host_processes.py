@@ -21,8 +21,8 @@ def become_prefect_server(host: str, port: int) -> NoReturn:
     can reach without a password."""
     if not is_loopback(host) and prefect_password() is None:
         raise ValueError(
-            f"{host} can be reached by others: set PREFECT_SERVER_API_AUTH_STRING to USER:PASSWORD, "
-            "or serve on 127.0.0.1"
+            f"other machines can reach {host}: set PREFECT_SERVER_API_AUTH_STRING to USER:PASSWORD, or "
+            "serve on 127.0.0.1"
         )
     _become(processes.prefect_server(port, host=host, for_deployments=True))
 

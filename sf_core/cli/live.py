@@ -72,7 +72,7 @@ class RunProgress:
         if wait := status.get("wait"):
             lines.append(f"waiting since {clock(wait['since'])} for {wait['what']}")
         if failed := status["counters"].get("failed_sessions"):
-            lines.append(f"failed {failed} sessions: {_reasons(status)}; the last: {status['last_error']}")
+            lines.append(f"{failed} sessions failed: {_reasons(status)}; last error: {status['last_error']}")
         if (straggler := status["straggler"]) and straggler["age_s"] > STRAGGLER_S:
             lines.append(f"oldest session {straggler['session']}: {straggler['age_s']:.0f} s")
         self._line = Text("\n".join("  " + line for line in lines), style="dim")

@@ -49,7 +49,9 @@ def _make(source: str, folder: Path | None) -> Path:
     """The folder of the policy, which is made unless it is there."""
     if is_gguf(source):
         if folder is None:
-            raise ValueError(f"{source} is a GGUF file: name the folder to create, `sf model {source} DIR`")
+            raise ValueError(
+                f"{source} is a GGUF file: add the name of the folder to create (`sf model {source} DIR`)"
+            )
         _refuse_existing(folder)
         make_folder(Path(source), folder)
         return folder

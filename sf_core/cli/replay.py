@@ -78,7 +78,7 @@ def _read_committed(directory: RunDirectory, iteration: int, stage: str) -> Mani
     manifest = directory.read_manifest(iteration, stage)
     if manifest is None:
         raise ValueError(
-            f"{directory.run_id}: {stage} of iteration {iteration} is not committed; `sf inspect "
+            f"{directory.run_id}: the stage {stage} of iteration {iteration} is not committed; `sf inspect "
             f"{directory.uri}` shows the committed stages"
         )
     return manifest

@@ -42,7 +42,7 @@ def check_server_url(url: str) -> str:
     password."""
     if "@" in url or not url.startswith(("http://", "https://")):
         raise ValueError(
-            "expected http://HOST:PORT without a user or password; a key goes into the environment"
+            "expected http://HOST:PORT without a user or password; set a key as an environment variable"
         )
     return url
 

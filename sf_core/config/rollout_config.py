@@ -67,7 +67,9 @@ class JudgeConfig(Settings):
             given = "neither" if self.url is None else "both"
             raise ValueError(f"give either url or model for the judge; given: {given}")
         if self.name is not None and self.url is None:
-            raise ValueError("name selects a model at url; a judge given by model needs no name")
+            raise ValueError(
+                "name selects a model of the server at url: leave name out for a judge with model"
+            )
         if self.max_tokens_per_iteration is not None and self.max_tokens_per_iteration < self.max_tokens:
             raise ValueError(
                 f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is less than max_tokens of one "

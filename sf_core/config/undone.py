@@ -92,7 +92,7 @@ DONE_SINCE = {"chat_template_kwargs"}
 def _is_undone(name: str) -> str:
     if name not in UNDONE and name not in DONE_SINCE:
         near = " or ".join(get_close_matches(name, UNDONE)) or "presence_penalty"
-        raise ValueError(f"{quote(name)} cannot be ignored; fields that can: {near}")
+        raise ValueError(f"the field {quote(name)} cannot be ignored; use a field such as {near}")
     return name
 
 

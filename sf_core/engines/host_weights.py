@@ -151,7 +151,7 @@ class HostWeights:
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
-            raise RuntimeError("the copy of the weights is closed")
+            raise RuntimeError("the copy of the weights on this host is closed")
 
     def _remove(self) -> None:
         """Remove everything, unless a fetch is going on, which does it when it ends."""
@@ -171,4 +171,4 @@ def _room_for(num_bytes: int, uri: str) -> tempfile.TemporaryDirectory[str]:
         with suppress(OSError):
             return shared_memory.make_room(FILE_NAME, num_bytes, root)
     needed = f"{num_bytes / 2**20:,.0f} MiB"
-    raise StorageError(f"{uri}: neither {shared_memory.PLACE} nor TMPDIR ({root}) has room for {needed}")
+    raise StorageError(f"{uri}: neither {shared_memory.PLACE} nor TMPDIR ({root}) has {needed} of free space")

@@ -104,9 +104,9 @@ def check_request(
     shows pictures."""
     ids = request.prompt_ids
     if not 0 < len(ids) < context_length:
-        raise ValueError(f"prompt has {len(ids)} tokens; allowed are 1 to {context_length - 1}")
+        raise ValueError(f"the prompt has {len(ids)} tokens; expected 1 to {context_length - 1}")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"prompt has an id outside the vocabulary of {vocab_size}")
+        raise ValueError(f"the prompt has a token id outside the vocabulary of {vocab_size} tokens")
     if request.pictures and not sees:
         raise ValueError("pictures were given, but this engine does not support pictures")
     if request.max_tokens < 1:

@@ -119,7 +119,7 @@ def read_from_engine(frame: bytes) -> FromEngine:
     try:
         return _from_engine.decode(frame)
     except ValueError as error:
-        raise ValueError(f"sent an invalid message: {error}") from None
+        raise ValueError(f"the engine sent an invalid message: {error}") from None
 
 
 def read_from_data_plane(frame: str | bytes) -> ToEngine:

@@ -46,7 +46,7 @@ def require_tasks(function: Callable[..., Any], source: str) -> Callable[..., Ta
         given = function(split, index, *part)
         if fault := _fault_of(given):
             asked = ", ".join([f'"{split}"', str(index), *(f'"{name}"' for name in part)])
-            raise NoTaskError(f"{add_place(source, function)} returned for ({asked}) {fault}")
+            raise NoTaskError(f"{add_place(source, function)} called with ({asked}) returned {fault}")
         return cast(Task, given)
 
     return tasks

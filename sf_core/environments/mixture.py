@@ -80,13 +80,13 @@ def _can_be_joined(config: EnvironmentConfig) -> EnvironmentConfig:
             agent_of(config)
         is_own = None not in (config.tasks, config.agent, config.reward)
         if not is_own and isinstance(environment_of(config), Mixture):
-            raise ValueError("a mixture cannot contain another mixture: list the inner parts in this one")
+            raise ValueError("a mixture cannot contain another mixture: list all parts in the outer mixture")
         if config.group_reward is not None:
             raise ValueError(
-                "group_reward: a part cannot have its own; set environment.group_reward for the run"
+                "group_reward: a part cannot have group_reward; set environment.group_reward for the run"
             )
         if config.judges:
-            raise ValueError("judges: a part cannot have its own; set environment.judges for the run")
+            raise ValueError("judges: a part cannot have judges; set environment.judges for the run")
     except ValueError as error:
         raise ValueError(_within(error)) from None
     return config
@@ -104,7 +104,7 @@ class Mixture(Environment):
     @classmethod
     def _are_named(cls, parts: dict[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
         if "" in parts:
-            raise ValueError("a part needs a name")
+            raise ValueError("a part of a mixture needs a name")
         return parts
 
     @cached_property

@@ -40,7 +40,7 @@ class Prompts(Environment):
     def _prompts(self) -> list[list[dict[str, Any]]]:
         """The messages of each line. Raises ValueError with one sentence if a line has none."""
         if self.sha256 not in (None, self.digest):
-            raise ValueError(f"{self.file}: the file has another SHA-256 than the setting sha256")
+            raise ValueError(f"{self.file}: the SHA-256 of the file differs from the setting sha256")
         found = [_parse(where, row) for where, row in json_lines(self.file, self._content)]
         if not found:
             raise ValueError(f"{self.file}: has no prompts")
@@ -51,7 +51,7 @@ class Prompts(Environment):
 
     def tasks(self, split: Split, index: int) -> Task:
         if index >= len(self):
-            raise ValueError(f"{self.file}: has {len(self)} prompts; index {index} does not exist")
+            raise ValueError(f"{self.file}: the file has {len(self)} prompts; index {index} does not exist")
         messages = self._prompts[index]
         prompt = str(messages[-1].get("content") or "")
         return Task(f"prompts-{index}", "prompts", prompt, metadata={"messages": messages})

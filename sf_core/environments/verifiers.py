@@ -35,7 +35,7 @@ class Verifiers(Environment):
     def _is_installed(cls, name: str) -> str:
         if find_spec("verifiers") is None:
             raise ValueError(
-                "verifiers is not installed here: it comes with the extra [verifiers] of seamlessflow"
+                "the package verifiers is not installed here: install the extra seamlessflow[verifiers]"
             )
         module = name.replace("-", "_").split("/")[-1]
         if not module.isidentifier() or find_spec(module) is None:
@@ -61,14 +61,14 @@ class Verifiers(Environment):
         train = self._environment.get_dataset()
         if self._environment.build_eval_dataset() is None:
             if len(train) <= self.held_out:
-                raise ValueError(f"{self.name} has {len(train)} rows, but {self.held_out} are to be held out")
+                raise ValueError(f"{self.name} has {len(train)} rows, too few for held_out {self.held_out}")
             held_out = train.select(range(self.held_out))
         else:
             held_out = self._environment.get_eval_dataset()
         prompts = {json.dumps(prompt) for prompt in held_out["prompt"]}
         kept = [i for i, prompt in enumerate(train["prompt"]) if json.dumps(prompt) not in prompts]
         if not kept:
-            raise ValueError(f"{self.name} holds out all of its training rows")
+            raise ValueError(f"{self.name}: all training rows are held out, so no row is left to train on")
         return {"train": train.select(kept), "holdout": held_out}
 
     def tasks(self, split: Split, index: int) -> Task:

@@ -106,8 +106,7 @@ def read_adapter(folder: str) -> Adapter:
     for key, what in _UNKNOWN.items():
         if said.get(key):
             raise ValueError(
-                f"{file} describes {what} ({key}), which training here does not "
-                f"support{_tell_way_out(said, key)}"
+                f"{file} describes {what} ({key}), which SeamlessFlow cannot train{_tell_way_out(said, key)}"
             )
     if (init := said.get("init_lora_weights")) not in _HARMLESS:
         raise ValueError(
@@ -128,10 +127,10 @@ def read_adapter(folder: str) -> Adapter:
 def _tell_way_out(said: Mapping[str, Any], key: str) -> str:
     """How the adapter can be trained all the same, in words."""
     if key == "lora_dropout":
-        return "; set it to 0 there to train without dropout"
+        return "; set lora_dropout to 0 there to train without dropout"
     if key == "use_rslora":
         alpha = float(said.get("lora_alpha", 0)) * float(said.get("r", 0)) ** 0.5
-        return f"; the same adapter has use_rslora false and lora_alpha {alpha:g}"
+        return f"; set use_rslora to false and lora_alpha to {alpha:g} for the same result"
     return ""
 
 
@@ -200,7 +199,7 @@ def split_name(name: str) -> tuple[str, str]:
     ('model.layers.0.mlp.up_proj', 'lora_A')
     """
     if (found := _FACTOR.fullmatch(name)) is None:
-        raise ValueError(f"{name} is not a factor of a linear layer")
+        raise ValueError(f"the tensor {name} is not a factor of a linear layer")
     return found["layer"], found["factor"]
 
 
@@ -219,7 +218,7 @@ def shape_factors(adapter: Adapter, linears: Mapping[str, tuple[int, ...]]) -> d
     if missing:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in linears})) or "none"
         raise ValueError(
-            f"target {min(missing)} is not a linear layer of the model's blocks, which have {known}"
+            f"the target {min(missing)} is not a linear layer of the model's blocks; these layers are {known}"
         )
     return shapes
 

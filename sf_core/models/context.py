@@ -15,7 +15,8 @@ def check_context(config: Mapping[str, Any], context_length: int) -> None:
     if longest is not None and context_length > longest:
         raise ValueError(
             f"engine.context_length is {context_length}, but the model ({config.get('model_type')}) "
-            f"supports at most {longest} tokens: lower it, or configure rope scaling in the model"
+            f"supports at most {longest} tokens: lower engine.context_length, or configure rope scaling in "
+            "the model"
         )
 
 

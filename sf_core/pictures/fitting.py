@@ -39,7 +39,7 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
     """Decode, turn as EXIF says, put what is transparent on white, and resize. Raises ValueError, a clause
     whose subject is the picture, if it cannot be shown."""
     if len(data) > MAX_BYTES:
-        raise ValueError(f"the picture has {len(data)} bytes; the limit is {MAX_BYTES}")
+        raise ValueError(f"the picture has {len(data)} bytes; the limit is {MAX_BYTES} bytes")
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check(opened)

@@ -79,8 +79,8 @@ class Sight:
             tall, wide = (math.ceil(n * scale / self.side) * self.side for n in (height, width))
         if not self.min_pixels <= tall * wide <= self.max_pixels:
             raise ValueError(
-                f"the picture has {width} by {height} pixels, and no size of about this ratio has from "
-                f"{self.min_pixels} to {self.max_pixels} pixels"
+                f"the picture has {width} by {height} pixels and cannot be scaled to {self.min_pixels} to "
+                f"{self.max_pixels} pixels at about this ratio"
             )
         return tall, wide
 

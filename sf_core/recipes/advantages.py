@@ -311,5 +311,5 @@ def check_values(values: Values, samples: Samples, source: str) -> Values:
         raise ValueError(f"{source}: expected one number per token for each of {len(samples.masks)} rows")
     for number, (row, mask) in enumerate(zip(rows, samples.masks, strict=True)):
         if not np.isfinite(row[mask]).all():
-            raise ValueError(f"{source}: a trained token of row {number} has no finite number")
+            raise ValueError(f"{source}: the number for a trained token of row {number} is not finite")
     return [np.where(mask, row, np.float32(0)) for row, mask in zip(rows, samples.masks, strict=True)]

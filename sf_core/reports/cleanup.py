@@ -66,9 +66,7 @@ class Keep:
 def check_not_linked(run: RunDirectory, where: str) -> None:
     """Raises ValueError if the folder holds only a link to the run, which others may still need."""
     if run.uri != files.absolute(where) and not files.lies_in(run.uri, where):
-        raise ValueError(
-            f"{run.uri}: is a link to a run in another folder; to clean up that run, give its own path"
-        )
+        raise ValueError(f"{run.uri} is a link to a run in another folder: name the path of that run itself")
 
 
 def find_spares(run: RunDirectory, keep: Keep) -> list[Spare]:

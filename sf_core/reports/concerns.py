@@ -26,11 +26,13 @@ def failures_line(iteration: Iteration) -> str:
     data, counted = iteration.stages["rollout"].data, failures_of(iteration.stages["rollout"])
     parts = []
     if counted:
-        parts.append(f"failed {sum(counted.values())} of {data['sessions']}: {failures_text(counted)}")
+        parts.append(
+            f"{sum(counted.values())} of {data['sessions']} sessions failed: {failures_text(counted)}"
+        )
     if discarded := data.get("discarded"):
-        parts.append(f"discarded {sum(discarded.values())} failed: {failures_text(discarded)}")
+        parts.append(f"{sum(discarded.values())} failed sessions discarded: {failures_text(discarded)}")
     if parts and (error := data.get("last_error")):
-        parts.append(f"the last: {error}")
+        parts.append(f"last error: {error}")
     return "; ".join(parts)
 
 
@@ -80,7 +82,8 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
     if rewards_teach and (earned := _find_constant(view, number)) is not None:
         yield (
             "constant",
-            f"every session of {NUM_CONSTANT} batches earned {earned:g}: check that {reward} is not constant",
+            f"every session of the last {NUM_CONSTANT} batches earned {earned:g}: "
+            f"check that {reward} is not constant",
         )
 
 

@@ -87,7 +87,9 @@ def is_finished(view: RunView, iterations: int) -> bool:
     summary = run.read_summary()
     summed_up = 0 if summary is None else summary.get("iterations", 0)
     if not isinstance(summed_up, int):
-        raise ValueError(f"{run.path('summary.json')}: iterations: expected an integer, got {summed_up!r}")
+        raise ValueError(
+            f"{run.path('summary.json')}: the field iterations must be an integer, got {summed_up!r}"
+        )
     return summed_up >= iterations and view.progress().published >= iterations
 
 

@@ -66,7 +66,7 @@ class Trackers:
         self._due.put(None)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
-            log.warning("trackers have not taken the last metrics within %.0f s", PATIENCE_S)
+            log.warning("trackers did not accept the last metrics within %.0f s", PATIENCE_S)
 
     def send(self, newest: int) -> None:
         """Queue the metrics of iterations up to `newest` and evaluations of their policies. Does not wait."""
@@ -119,7 +119,7 @@ class _Feed:
         try:
             yield
         except Exception as error:  # the run matters more than its curves
-            log.warning("run %s: %s did not take %s: %s", self._run.run_id, self._name, what, error)
+            log.warning("run %s: %s did not accept %s: %s", self._run.run_id, self._name, what, error)
 
     def _open(self, note: dict[str, Any]) -> _Tracker:
         """The run in the tracker; its id is noted at once, even if the tracker then accepts nothing."""

@@ -205,7 +205,8 @@ class RunView:
             return folder
         if not (kept := self.list_kept_versions()):
             raise ValueError(
-                f"{self.run.run_id}: has no policy yet; continue the run with `sf resume {self.run.uri}`"
+                f"{self.run.run_id}: the run has no policy yet; continue the run with `sf resume "
+                f"{self.run.uri}`"
             )
         raise ValueError(
             f"{self.run.run_id}: the weights of version {version} are not stored; stored versions: "

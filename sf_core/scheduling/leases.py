@@ -138,10 +138,10 @@ class LeaseSet:
         try:
             plan = make_plan(there, self._config, trained=self.plan.trainers)
         except ValueError as error:
-            log.info("the plan is not changed: %s", error)
+            log.info("the assignment of workers stays as it is: %s", error)
             plan = self.plan
         if plan.trainers != self.plan.trainers:
-            log.warning("the trainers change: %s", ", ".join(plan.trainers))
+            log.warning("the trainers change to: %s", ", ".join(plan.trainers))
         self.plan = plan
         for (duty, worker), lease in list(self._permanent.items()):
             # its device may have been taken to replace a lost trainer; a drained one gets no new lease
@@ -310,7 +310,7 @@ class LeaseSet:
         return f"{worker}-{next(self._count)}.{self._attempt}"
 
     def _log_again(self, lease: Lease) -> None:
-        log.warning("%s; %s gets a new lease", self._sentence(lease), lease.worker)
+        log.warning("%s; worker %s gets a new lease", self._sentence(lease), lease.worker)
 
     def _sentence(self, lease: Lease) -> str:
         end = self._ended[lease.lease_id]

@@ -138,7 +138,7 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     carried = {tag for worker in workers for tag in worker.tags}
     without = ("agents",) if config.rollout.is_outside else ()
     if missing := [repr(tag) for tag in list_needed_tags(without) if tag not in carried]:
-        raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_list_offers(workers)}")
+        raise ValueError(f"no worker has the tag {' or '.join(missing)}; workers: {_list_offers(workers)}")
     for worker in workers:
         if "cpu" in worker.tags and (long := sorted(worker.tags & {"agent", "reward"})):
             raise ValueError(

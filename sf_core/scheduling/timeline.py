@@ -124,7 +124,7 @@ def _parse(uri: str, data: bytes) -> list[Span]:
     try:
         return _SPANS.validate_json(data)
     except ValidationError as error:
-        raise ValueError(f"{uri}: not a valid timeline file: {first_fault(error)}; remove it") from None
+        raise ValueError(f"{uri}: not a valid timeline file: {first_fault(error)}; remove the file") from None
 
 
 def _join_held(spans: list[Span]) -> Iterator[Span]:

@@ -87,7 +87,8 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
     if measured is None:
         if not version and run.read_manifest(None, "start") is None:
             raise ValueError(
-                f"{run.run_id}: has no policy to evaluate yet; continue the run with `sf resume {run.uri}`"
+                f"{run.run_id}: the run has no policy to evaluate yet; continue the run with `sf resume "
+                f"{run.uri}`"
             )
         # an evaluation that began before may have died; this one continues it
         if not run.newest_attempt().evaluate_only:

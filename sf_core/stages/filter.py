@@ -42,7 +42,7 @@ def filter(run: OpenRun, iteration: int) -> StageResult:
     settings, sampled = run.config.train, samples_of(rows, iteration)
     lost = find_lost(run.directory.media_dir, rows)
     for session, fault in lost.items():
-        log.warning("session %s does not train: %s", session, fault)
+        log.warning("session %s is not trained on: %s", session, fault)
     decisions = [
         LOST_PICTURE if session in lost else decision
         for session, decision in zip(

@@ -50,7 +50,7 @@ def serve_lease(worker: WorkerState, ref: RunRef, lease: Lease, epoch: int) -> s
         status = run.dataplane.status()
         verdict = switching.decide(work_left(status["tokens_left"], status["engines"], lease.trainers))
         if not verdict.lend:
-            log.info("%s is not lent: %s", lease.worker, verdict.reason)
+            log.info("worker %s is not lent to rollout: %s", lease.worker, verdict.reason)
             return f"not worth it: {verdict.reason}"
         # the engine may need the memory that the trainer has on this device
         trainer_backend(run.config, worker).rest()

@@ -25,6 +25,6 @@ def publish(run: OpenRun, iteration: int) -> StageResult:
     held = answer.pop("held", ())
     # until the next version is published, an engine may still be reading the one before this
     for spare in find_spare_weights(run.directory, version - 1, run.config, held):
-        log.info("%s is removed (train.keep_weights)", spare.name)
+        log.info("%s is removed, because train.keep_weights does not keep it", spare.name)
         spare.remove()
     return StageResult(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

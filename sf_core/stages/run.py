@@ -222,7 +222,7 @@ def _config_since_start(ref: RunRef) -> RunConfig:
     directory = RunDirectory(ref.uri)
     start = directory.read_manifest(None, "start")
     if start is None:
-        raise LookupError(f"{ref.run_id}: start is not committed")
+        raise LookupError(f"{ref.run_id}: the stage start is not committed")
     return read_with_derived(directory).with_time_to_move(_seconds_to_move(start))
 
 

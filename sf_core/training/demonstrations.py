@@ -113,22 +113,22 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
     def render_next(count: int) -> str:
         whole = renderer.render(messages[:count], tools)
         if not whole.startswith(rendered):
-            raise ValueError("changes earlier messages when later messages are added")
+            raise ValueError("the template changes earlier messages when later messages are added")
         renderer.check_shown(whole, messages[:count])
         return whole[len(rendered) :]
 
     try:
         if tools and not renderer.shows_tools:
-            raise ValueError("shows no tools")
+            raise ValueError("the template shows no tools")
         if tools and not renderer.tool_format:
-            raise ValueError("writes tool calls in no known format")
+            raise ValueError("the template writes tool calls in an unknown format")
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 extend(i, render_next(i), by_assistant=False)
                 extend(i, _turn(renderer, render_next(i + 1), message), by_assistant=True)
     except (ValueError, jinja2.TemplateError) as error:
         raise ValueError(
-            f"a demonstration cannot be used: the chat template of {renderer.model_dir} {error}"
+            f"a demonstration cannot be used with the chat template of {renderer.model_dir}: {error}"
         ) from None
     if not any(part.any() for part in said):
         raise ValueError("a demonstration cannot be used: the messages of the assistant are empty")
@@ -168,11 +168,11 @@ def _turn(renderer: Renderer, rest: str, message: dict[str, Any]) -> str:
     """The assistant's message with its end mark, at the beginning of a text."""
     ends = [at + len(stop) for stop in renderer.stop_texts.values() if (at := rest.find(stop)) >= 0]
     if not ends:
-        raise ValueError("does not end the assistant's turn with an end mark of the policy")
+        raise ValueError("the template does not end the assistant's turn with an end mark of the policy")
     turn = rest[: min(ends)]
     if not shows(turn, message):
         what = "calls" if message.get("tool_calls") else "words"
-        raise ValueError(f"does not render the assistant's {what}")
+        raise ValueError(f"the template does not render the assistant's {what}")
     return turn
 
 

@@ -208,6 +208,6 @@ def describe_policy(folder: str) -> str:
 def _describe_tools(renderer: Renderer) -> str:
     shown = f"its chat template shows {'' if renderer.shows_tools else 'no '}tools"
     if not renderer.tool_format:
-        return f"{shown} and writes tool calls in no known format, so requests with tools are refused"
+        return f"{shown} and writes tool calls in an unknown format, so requests with tools are refused"
     hidden = "" if renderer.shows_tools else ", so no prompt contains them"
     return f"{shown}{hidden}, and calls are read as {renderer.tool_format}"

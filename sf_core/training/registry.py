@@ -54,8 +54,8 @@ def trainer_kind(config: RunConfig) -> TrainerKind:
     kind = TRAINERS[name]
     if engine.runs_policy and not kind.computes_weights:
         raise ValueError(
-            f"train.backend {name} computes no weights, which engine.kind {config.engine.kind} needs; "
-            "leave train.backend out, or choose engine.kind emulated"
+            f"train.backend {name} computes no weights, but engine.kind {config.engine.kind} needs "
+            "weights; leave train.backend out, or choose engine.kind emulated"
         )
     return kind
 

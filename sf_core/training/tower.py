@@ -34,7 +34,7 @@ class Tower:
         policy of the Hugging Face folder does not see."""
         sight = read_sight(model_dir)
         if sight is None:
-            raise ValueError(f"{model_dir}: this model does not see pictures, but trajectories contain some")
+            raise ValueError(f"{model_dir}: this model does not see pictures, but a trajectory has pictures")
         self.placeholder, self._media = sight.token_id, media
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).vision_config
         self._network = _Vision.from_pretrained(

@@ -151,7 +151,7 @@ def _check_columns(
 ) -> list[str] | None:
     """The columns that are there."""
     if unknown := set(columns or ()) - set(found.names) - set(optional):
-        raise ValueError(f"{uri}: has no column {', '.join(sorted(unknown))}")
+        raise ValueError(f"{uri}: the file has no column {', '.join(sorted(unknown))}")
     for field in expected or ():
         if field.name in found.names and (kind := found.field(field.name).type) != field.type:
             raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
@@ -161,11 +161,11 @@ def _check_columns(
 def _check_version(uri: str, schema: pa.Schema) -> None:
     found = str((schema.metadata or {}).get(_VERSION_KEY, b"").decode())
     if not found.isdecimal():
-        raise ValueError(f"{uri}: not written by SeamlessFlow: its metadata has no schema version")
+        raise ValueError(f"{uri}: not a file of SeamlessFlow: the metadata has no schema version")
     if int(found) != SCHEMA_VERSION:
         raise ValueError(
-            f"{uri}: has schema version {found}, but this SeamlessFlow reads {SCHEMA_VERSION}; use the "
-            "version of SeamlessFlow that wrote the file"
+            f"{uri}: the file has schema version {found}, but this SeamlessFlow reads {SCHEMA_VERSION}; "
+            "use the version of SeamlessFlow that wrote the file"
         )
 
 

@@ -133,7 +133,7 @@ def _read_shard(shard: FileRef, wanted: Mapping[str, Slice], found: dict[str, _F
     try:
         with files.open_read(shard.uri) as opened:
             if (size := opened.seek(0, SEEK_END)) != shard.bytes:
-                raise ValueError(f"{shard.uri}: has {size} bytes, but {shard.bytes} were written")
+                raise ValueError(f"{shard.uri}: has {size} bytes, but {shard.bytes} bytes were written")
             opened.seek(0)
             file: Any = files.HashedFile(opened)
             header = read_header(shard.uri, file)
@@ -177,7 +177,7 @@ def _places(uri: str, header: Header) -> dict[str, Slice]:
 def _has_part(uri: str, name: str, place: Slice, target: Slice) -> bool:
     if place.shape != target.shape:
         raise ValueError(
-            f"{uri}: {name!r} is of a tensor of shape {[*place.shape]}; expected {[*target.shape]}"
+            f"{uri}: {name!r} belongs to a tensor of shape {[*place.shape]}; expected {[*target.shape]}"
         )
     return place.intersect(target) is not None
 

@@ -132,19 +132,19 @@ class Delta:
         about = self._about
         if (before, after) != (about.base_digest, about.digest):
             raise ValueError(
-                f"{self._uri}: leads from version {about.base} to {about.version}, but the weights here are "
-                f"not version {about.base}, or the result differs from what was stored"
+                f"{self._uri}: the delta leads from version {about.base} to {about.version}, but the "
+                f"weights here are not version {about.base}, or the result differs from the stored version"
             )
         for name in self._parts.header.entries:
             if name not in tensors.header.entries:
-                raise ValueError(f"{self._uri}: changes {name!r}, which the weights here lack")
+                raise ValueError(f"{self._uri}: the delta changes {name!r}, which these weights lack")
             try:
                 _scatter(self._parts.words(name), tensors.words(name))
             # OSError: pyarrow's word for data that it cannot decompress
             except (OSError, ValueError, IndexError) as error:
                 raise ValueError(f"{self._uri}: {name!r} cannot be applied: {error}") from None
         if tensors.digest() != after:
-            raise ValueError(f"{self._uri}: did not give the weights of version {about.version}")
+            raise ValueError(f"{self._uri}: the delta did not give the weights of version {about.version}")
 
 
 def _layout(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -169,10 +169,10 @@ def _scatter(packed: Words, target: Words) -> None:
     width = target.itemsize
     front = 8 * (width + 2)
     if packed.size < front:
-        raise ValueError("the file is too short")
+        raise ValueError("the part of the delta is too short")
     counted_size, *lengths = packed[:front].view("<u8").tolist()
     if front + sum(lengths) != packed.size or counted_size > target.size:
-        raise ValueError("the lengths do not match")
+        raise ValueError("the lengths in this part of the delta do not match its size")
     codec = pa.Codec("zstd", 1)
     ends = front + np.cumsum([0, *lengths])
     parts = [packed[begin:end].data for begin, end in pairwise(ends)]

@@ -220,7 +220,7 @@ def open_weights(folder: str) -> tuple[Header, Iterator[bytes]]:
             raise ValueError(f"{uri}: no such file") from None
         if both := header.entries.keys() & whole.entries.keys():
             raise ValueError(
-                f"{uri}: has the tensor {min(both)!r}, which another file of the folder also has"
+                f"{uri}: the file has the tensor {min(both)!r}, which another file of the folder also has"
             )
         before = whole.data_bytes
         for name, entry in header.entries.items():

@@ -24,4 +24,4 @@ def test_a_worker_that_goes_on_computing_is_ended_by_force(server: Server, clust
         wait_until(lambda: not before.is_running(), "the process of t0 to end", every_s=0.2)
         server.await_state(run, "Cancelled")
         assert not cluster.running_tasks()
-        assert "still busy after 5 s, now killed: t0" in server.logs(run)
+        assert "tasks still running after 5 s are killed: t0" in server.logs(run)

@@ -95,7 +95,8 @@ def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Clu
     line = re.search(r"held-out reward of version 0: .* over 3 sessions", done.stdout)
     assert (
         line
-        and "run measured: the stored configuration, except for evaluate.num_tasks 3 (was 4)" in done.stdout
+        and "run measured: uses its stored configuration, except for evaluate.num_tasks 3 (was 4)"
+        in done.stdout
     )
     assert read(*evaluate) == f"{line[0]}, measured before\n"
     assert RunDirectory(config.run_dir).read_config(RunConfig) == config

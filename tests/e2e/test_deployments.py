@@ -73,7 +73,7 @@ def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked
     refusal = "cache of engine.max_running 2000000000 requests of engine.context_length 64 tokens: lower "
     assert refusal in failed.state.message
     # the run sent it before it failed: its process ended with the Prefect worker
-    said = "as deployed by quickstart, except for "
+    said = "settings as in the deployment quickstart, except for "
     [told] = [line for line in server.logs(failed) if line.startswith(said)]
     assert sorted(told.removeprefix(said).split(", ")) == [
         "engine.context_length 64 (deployed: None)",

@@ -154,7 +154,7 @@ def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: 
     assert holders(config, "train") == {"t0", "t1"}
     # from the next iteration on it is lent as the first one was
     assert "t1" in holders(config, "rollout")
-    assert "trying again on t1" in cluster.log(config)
+    assert "retry on t1" in cluster.log(config)
 
 
 @pytest.mark.nightly
@@ -188,7 +188,7 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
         cluster.finish(config, process)
     check_result(config)
     assert "t0 gets a new lease" in cluster.log(config)
-    assert "did not yield" not in cluster.log(config)
+    assert "did not free its device" not in cluster.log(config)
     [trained] = [span for span in spans(config, "train", "held") if span.lease == "train-1.1"]
     loans = [span for span in spans(config, "rollout", "held") if span.worker == "t0"]
     assert any(back < loan.start < loan.end <= trained.start for loan in loans)

@@ -113,7 +113,7 @@ def test_with_a_killed_rank_the_step_is_tried_again_by_as_many_as_the_plan_needs
     assert {key: after[key] for key in before} == before
     check_result(config)
     assert ranks(config)[:2] == [2, min_workers]
-    assert "train of iteration 1: try 0 failed" in colocated.log(config)
+    assert "training of iteration 1: attempt 0 failed" in colocated.log(config)
 
 
 def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> None:
@@ -129,6 +129,6 @@ def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> No
     assert not (seats(config, 1) / "rank-1").exists()
     colocated.finish(config, process)
     assert not hanging.is_running()
-    assert "t1 did not yield within 3 s: its process is killed" in colocated.log(config)
+    assert "t1 did not free its device within 3 s: the worker process is killed" in colocated.log(config)
     check_result(config)
     assert ranks(config) == [2] * 2

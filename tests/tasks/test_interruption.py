@@ -47,5 +47,5 @@ def test_a_worker_that_goes_on_after_the_end_of_its_run_is_ended_by_force(
         assert ends == ([] if end is None else [end])
         assert blocked.cancelled()
         assert not before.is_running()
-        assert "still busy after 0.2 s, now killed: f0" in caplog.messages
+        assert "tasks still running after 0.2 s are killed: f0" in caplog.messages
     worker_bench.end(process)

@@ -123,7 +123,7 @@ class JudgeClient:
             try:
                 self.endpoint = replace(self.endpoint, model=str(listed["data"][0]["id"]))
             except (LookupError, TypeError):
-                raise _NotNowError("the server lists no model") from None
+                raise _NotNowError("the judge's server lists no model") from None
         body = orjson.dumps({"model": self.endpoint.model, **question})
         headers = {"Content-Type": "application/json"}
         answer = self._read(await self._http.post("chat/completions", content=body, headers=headers))
@@ -134,7 +134,7 @@ class JudgeClient:
             likely = {str(one["token"]): float(one["logprob"]) for one in first.get("top_logprobs") or ()}
             tokens = int((answer.get("usage") or {}).get("total_tokens") or 0)
         except (LookupError, TypeError, ValueError, AttributeError):
-            raise _NotNowError("the reply is not a chat completion") from None
+            raise _NotNowError("the judge's reply is not a chat completion") from None
         if not tokens and self._settings.max_tokens_per_iteration is not None:
             bound = f"environment.judges.{self.name}.max_tokens_per_iteration"
             raise RefusedError(
@@ -154,7 +154,7 @@ class JudgeClient:
         try:
             return orjson.loads(response.content)
         except orjson.JSONDecodeError:
-            raise _NotNowError("the reply is not JSON") from None
+            raise _NotNowError("the judge's reply is not JSON") from None
 
 
 class _NotNowError(Exception):

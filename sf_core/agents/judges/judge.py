@@ -92,7 +92,8 @@ class Judge:
         if not all(folded) or any(later.startswith(word) for word, later in pairwise(folded)):
             told = ", ".join(map(quote, words))
             raise ValueError(
-                f"choose: the first tokens do not distinguish {told}: one word is empty or begins another"
+                f"the method choose cannot distinguish {told}: one word is empty, or another word begins "
+                "with it"
             )
         return self._record.reach(self._choose(messages, words, item))
 
@@ -178,7 +179,8 @@ def weigh_words(likely: Mapping[str, float], words: Sequence[str]) -> dict[str, 
     total = sum(weights.values())
     if shared > total:
         raise ValueError(
-            f"the most likely tokens of the reply begin more than one of the words {', '.join(words)}"
+            "the most likely first tokens of the judge's reply are the beginning of more than one of the "
+            f"words {', '.join(words)}"
         )
     if not total:
         raise ValueError(

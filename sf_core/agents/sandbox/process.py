@@ -108,7 +108,7 @@ class SandboxProcess:
         self.tell(word, files)
         message, _ = await self._read_answer(timeout_s, max_files=0)
         if message.startswith("error "):
-            raise SandboxError(f"in the sandbox, {message.removeprefix('error ')}")
+            raise SandboxError(f"error in the sandbox: {message.removeprefix('error ')}")
         return message
 
     def tell(self, word: str, files: Sequence[int] = ()) -> None:

@@ -265,7 +265,7 @@ def _files(folder: int) -> dict[str, bytes]:
             if left < 0:
                 raise SandboxError(f"the files in the sandbox are over the limit of {MAX_FILES_BYTES} bytes")
     except TooManyFilesError as error:
-        raise SandboxError(f"the work folder of the sandbox is {error}") from None
+        raise SandboxError(f"the work folder of the sandbox has {error}") from None
     return found
 
 

@@ -32,7 +32,8 @@ def create_project(name: str) -> list[Path]:
         )
     if (taken := find_spec(module)) is not None:
         raise ValueError(
-            f"{name}: {module} is the name of {taken.origin or 'a package'}: choose another name"
+            f"{name}: the module name {module} is already used by {taken.origin or 'a package'}: choose "
+            "another name"
         )
     if folder.exists():
         raise ValueError(f"{name} already exists; choose another name or remove it")

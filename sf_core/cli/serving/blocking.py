@@ -43,6 +43,6 @@ async def not_blocking() -> AsyncIterator[None]:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if frame is not None and any(is_own(at.f_code.co_filename) for at, _ in walk_stack(frame)):
         raise BlockedError(
-            f"the agent blocked the event loop for {BLOCKED_S:g} s, and nothing else could continue; await "
-            "the slow call, or write a plain function, which runs in a thread"
+            f"the agent blocked the event loop for {BLOCKED_S:g} s: await the slow call, or remove `async` "
+            "from the agent, so that it runs in a thread"
         )

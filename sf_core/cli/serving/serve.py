@@ -27,7 +27,7 @@ LOOK_S = 0.5
 def find_policy(place: str, engine: str) -> Policy:
     """The policy that RUN or RUN@VERSION names. Raises ValueError, one sentence, if there is none."""
     if Path(place, "tokenizer.json").is_file():
-        asked = f"`sf try CONFIG --set policy.model={place}` asks the model"
+        asked = f"to ask the model, use `sf try CONFIG --set policy.model={place}`"
         raise ValueError(f"{place} is a model folder, not a run: {asked}")
     uri, _, version = place.rpartition("@")
     if uri and not version.isdecimal():
@@ -39,7 +39,7 @@ def find_policy(place: str, engine: str) -> Policy:
 def choose_key(host: str, key: str | None) -> str:
     """The key that clients send. Raises ValueError for an address that others can reach if none is given."""
     if key is None and not is_loopback(host):
-        raise ValueError(f"{host} can be reached by others: give a --key, or serve on 127.0.0.1")
+        raise ValueError(f"other machines can reach {host}: give a --key, or serve on 127.0.0.1")
     if key is not None and (len(key) < 8 or ":" in key):
         raise ValueError("--key must have 8 characters or more and no colon")
     return key or secrets.token_urlsafe(24)

@@ -210,7 +210,7 @@ class Process:
         deadline = time.monotonic() + timeout_s
         while (code := self.code()) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.name} still runs after {timeout_s:.0f} s; log: {self.log}")
+                raise TimeoutError(f"{self.name} did not end within {timeout_s:.0f} s; log: {self.log}")
             time.sleep(0.1)
         return code
 

@@ -32,7 +32,9 @@ def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str
     """`tools` are those that may be called. Raises ApiError if the schema cannot be followed."""
     text = msgspec.json.encode(schema)
     if len(text) > MAX_SCHEMA_BYTES:
-        raise ApiError(400, f"The schema of the answer has {len(text)} bytes; at most {MAX_SCHEMA_BYTES}.")
+        raise ApiError(
+            400, f"The schema of the answer has {len(text)} bytes; the limit is {MAX_SCHEMA_BYTES} bytes."
+        )
     if fault := _fault_of(text):
         raise ApiError(400, f"The schema of the answer cannot be used: {fault}")
     return "\n".join(_rules(schema, tools, renderer))

@@ -72,7 +72,7 @@ class ControlRoute(Route):
         if "wait_s" in self.takes:
             given["wait_s"] = _parse_wait_s(request.query_params.get("wait_s", "0"))
         if given.get("index", 0) > MAX_INDEX:
-            raise ApiError(404, f"Numbers of batches and versions go up to {MAX_INDEX}.")
+            raise ApiError(404, f"The number of a batch or version must be at most {MAX_INDEX}.")
         if "run_id" in given and ("run" in self.takes or self.recorded):
             given["run"] = plane.run(given["run_id"])
         if "session_id" in given:

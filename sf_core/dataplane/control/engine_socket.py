@@ -112,7 +112,7 @@ async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
     if not unexpected:
         await _close(socket, 1000)
     elif isinstance(unexpected[0], ValueError):
-        log.error("engine %s is dropped: it %s", engine.engine_id, unexpected[0])
+        log.error("engine %s is dropped: %s", engine.engine_id, unexpected[0])
         await _close(socket, wire.BAD_FRAME, str(unexpected[0]))
     else:
         await _close(socket, 1011)

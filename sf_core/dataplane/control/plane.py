@@ -120,7 +120,7 @@ class DataPlane:
 
     def run(self, run_id: str) -> ServedRun:
         if (run := self.runs.get(run_id)) is None:
-            raise ApiError(404, f"Run {run_id} is not registered here.", code="run_not_found")
+            raise ApiError(404, f"Run {run_id} is not registered at this data plane.", code="run_not_found")
         return run
 
     def find_session(self, session_id: str, caller: Caller) -> tuple[ServedRun, Session]:

@@ -278,7 +278,7 @@ class Journal:
                     yield piece
                     piece, end = [], intact
             if excess := os.fstat(file.fileno()).st_size - intact:
-                log.warning("%s: cut %d bytes of a torn or corrupt tail", self.path, excess)
+                log.warning("%s: removed %d bytes of an incomplete or corrupt end", self.path, excess)
                 file.truncate(intact)
                 self._close_file()
         if piece:
@@ -343,7 +343,7 @@ class Journal:
 def _log_error(work: asyncio.Future[Any]) -> None:
     """Log the error of abandoned work, whose caller has been told to retry."""
     if not work.cancelled() and (error := work.exception()) is not None:
-        log.warning("given up: %s", error)
+        log.warning("work that its caller no longer awaits failed: %s", error)
 
 
 def _settle(waiters: list[Waiter], error: ApiError | None = None) -> None:

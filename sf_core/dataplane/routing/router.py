@@ -129,7 +129,7 @@ class Router:
         self._wait_again(interrupted)
         if fault is not None:
             self.lose(engine)
-            raise EngineFaultError(fault)
+            raise EngineFaultError(f"the engine {fault}")
         self._settle(engine)
         return num_tokens
 
@@ -143,7 +143,9 @@ class Router:
                 for generation in list(engine.in_flight.values()):
                     self._refuse(generation, "its engine is paused")
         for engine in [e for e in self.engines if e.silent_for(now) > self.limits.engine_silence_s]:
-            log.warning("engine %s has work but sends nothing: it is dropped", engine.engine_id)
+            log.warning(
+                "engine %s has requests but sends nothing, so the data plane drops it", engine.engine_id
+            )
             self.lose(engine)
         self._rebalance()
 
@@ -209,7 +211,9 @@ class Router:
         engine was told to load, or older than the one it had."""
         held = engine.version or 0
         if not held <= version <= engine.wanted_version:
-            raise EngineFaultError(f"loaded version {version}; expected {held} to {engine.wanted_version}")
+            raise EngineFaultError(
+                f"the engine loaded version {version}; expected {held} to {engine.wanted_version}"
+            )
         engine.heard_at = time.monotonic()
         engine.is_made = True
         if engine.version is None and version < engine.wanted_version:

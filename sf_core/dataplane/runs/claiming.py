@@ -98,7 +98,7 @@ def is_scored_elsewhere(run: ServedRun) -> bool:
 def take_from_silent_runners(run: ServedRun, elapsed_s: float) -> None:
     """Give the sessions of runners to others that were not heard for too long."""
     for name in run.runners.take_silent(elapsed_s, RUNNER_SILENCE_S):
-        log.warning("runner %s is silent: its sessions are given out again", name)
+        log.warning("runner %s is silent, so its sessions are assigned again", name)
         for session in run.sessions_of(name):
             lose(run, session)
 

@@ -145,7 +145,7 @@ class Sealer:
             return
         counts = failures_text(count_failures(session.status for session in sessions))
         last = sessions[-1].error or run.state.recent.last_error
-        fault = f"every session of batch {index} failed ({counts}); the last: {last}"
+        fault = f"every session of batch {index} failed ({counts}); last error: {last}"
         groups = run.state.ledger.groups.values()
         run.end_by(fault, "all_failed", [g for g in groups if g.index in batch.groups or not g.is_outside])
         raise ValueError(fault)
@@ -208,7 +208,9 @@ class ExternalSessions:
         except (ApiError, OSError) as error:
             self._retry_at = time.monotonic() + RETRY_S
             num_waiting = len(self._run.state.results.opened)
-            log.warning("run %s: %d opened sessions wait: %s", self._run.spec.run_id, num_waiting, error)
+            log.warning(
+                "run %s: %d opened sessions wait to be written: %s", self._run.spec.run_id, num_waiting, error
+            )
 
     async def store(self) -> None:
         """Write all finished ones. Raises ApiError or OSError; those that are not written stay."""

@@ -25,7 +25,7 @@ from sf_core.dataplane.turns.live_turn import LiveTurn, LiveTurns, Subscriber
 from sf_core.dataplane.turns.request import TurnRequest
 
 NO_FORMAT = (
-    "The policy cannot call tools: its chat template writes tool calls in no known format. Set "
+    "The policy cannot call tools: its chat template writes tool calls in an unknown format. Set "
     f"`tool_format` in its tokenizer_config.json (one of {', '.join(FORMATS)}), or use a template that "
     "writes tool calls."
 )

@@ -154,7 +154,7 @@ class Driver(ABC):
         assert self._awaited is not None and self.version is not None
         if self.version < self._welcome_version:
             raise error
-        log.error("weights of version %d are refused: %s", self._awaited.version, error)
+        log.error("this engine refuses the weights of version %d: %s", self._awaited.version, error)
         self._tell(wire.Refused(self._awaited.version, str(error)))
         self._awaited = self._spans.loads_since = None
 

@@ -56,5 +56,5 @@ def read_params(
     file = safe_open(os.path.join(folder, FILE_NAME), "pt")
     found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     if fault := find_difference(found, shapes):
-        raise ValueError(f"the weights are of another model: {fault}")
+        raise ValueError(f"the weights belong to another model: {fault}")
     return CopiedParams(shapes, file.get_tensor, dtype, device, check)

@@ -223,7 +223,7 @@ def _name_loss(path: str) -> Iterator[None]:
         raise
     # a session that was closed meanwhile raises RuntimeError
     except (aiohttp.ClientError, OSError, RuntimeError) as error:
-        raise EngineLostError(f"vLLM: {path}: {str(error) or type(error).__name__}") from error
+        raise EngineLostError(f"request {path} to vLLM: {str(error) or type(error).__name__}") from error
 
 
 def _read_piece(message: dict[str, Any]) -> StreamPiece:

@@ -120,7 +120,7 @@ class JudgeServer:
             finally:
                 server.end()
             if not self._is_over.is_set():
-                log.warning("judge %s: its vLLM has ended:\n%s", self._name, self._last_lines)
+                log.warning("judge %s: the vLLM of this judge has ended:\n%s", self._name, self._last_lines)
             if not serves:
                 num_failed += 1
                 self._is_over.wait(_PAUSE_S)

@@ -110,8 +110,8 @@ def _compare(first: StreamPiece, ids: list[int], spans: Sequence[PictureSpan]) -
     wanted = [{"offset": span.start, "length": span.length} for span in spans]
     if (first.prompt_ids, first.pictures) != (ids, wanted):
         raise RequestRefusedError(
-            f"vLLM places pictures at {first.pictures} of {len(first.prompt_ids)} tokens, but the request "
-            f"has them at {wanted} of {len(ids)}"
+            f"vLLM places the pictures at {first.pictures} among {len(first.prompt_ids)} tokens, but the "
+            f"request has them at {wanted} among {len(ids)} tokens"
         )
 
 

@@ -78,7 +78,7 @@ class OwnServer(ServerOrigin):
 
     def check(self) -> None:
         if self._server is not None and self._server.has_ended:
-            raise EngineLostError("vLLM has ended, or could not be tied to this process")
+            raise EngineLostError("vLLM has ended, or cannot be tied to the life of this process")
 
     def leave(self) -> None:
         if self._server is not None:

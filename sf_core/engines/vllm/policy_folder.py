@@ -127,7 +127,7 @@ class PolicyFolder:
         if name is None:
             raise ValueError(
                 f"{path} has neither {_HEAD} nor an embedding (*{', *'.join(_EMBEDDINGS)}) to use instead: "
-                "the CPU build of vLLM would keep the first head through all updates"
+                "without it, the CPU build of vLLM would keep the output layer of the first version"
             )
         begin, end = entries[name].data_offsets
         file.seek(begin, SEEK_CUR)

@@ -301,7 +301,7 @@ class VllmEngine:
             pieces = seen.generate(client, body, turn.request.pictures) if seen else client.generate(body)
             async for piece in pieces:
                 if piece.labels - {label}:
-                    raise EngineLostError(f"weights that vLLM names {set(piece.labels)} sampled for {label}")
+                    raise EngineLostError(f"vLLM used weights {set(piece.labels)}; expected {label}")
                 finish, reason = turn.take(piece), piece.finish_reason
                 if turn.has_ended:
                     self._turns.pop(name, None)

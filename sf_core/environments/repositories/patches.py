@@ -93,7 +93,7 @@ def _unquote(name: str) -> str:
 @cache
 def _tell_missing(program: str) -> None:
     log.warning(
-        "`%s` is missing in the sandbox (Debian has a package of this name), so patches that need it earn "
-        "nothing",
+        "`%s` is missing in the sandbox (Debian has a package of this name), so patches that need it get "
+        "no reward",
         program,
     )

@@ -80,7 +80,7 @@ async def fault_of_row(
     )
     if ended.ended_by != "exit":
         raise SandboxError(
-            f"pytest was killed while it collected tests with the patch applied: too much {ended.ended_by}"
+            f"pytest used too much {ended.ended_by} while it collected tests with the patch applied"
         )
     found = {facts["test"] for facts in told}
     missing = [test for test in instance.tests if test not in found]

@@ -40,7 +40,7 @@ def files_at(place: str, repo: str, commit: str) -> dict[str, bytes]:
         return _from_git(folder, commit)
     archive = _archive(place, repo, commit)
     if archive is None:
-        raise ValueError(f"{place} no longer has {repo} at {commit}")
+        raise ValueError(f"{place} no longer has the commit {commit} of {repo}")
     return _unpack(read_bytes(archive), repo.partition("/")[2])
 
 
@@ -103,5 +103,5 @@ def _unpack(archive: bytes, name: str) -> dict[str, bytes]:
 def _git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
     ended = subprocess.run(["git", f"--git-dir={folder}", *words], input=stdin, capture_output=True)
     if ended.returncode:
-        raise ValueError(f"{folder} cannot be read by git: {ended.stderr.decode(errors='replace').strip()}")
+        raise ValueError(f"git cannot read {folder}: {ended.stderr.decode(errors='replace').strip()}")
     return ended.stdout

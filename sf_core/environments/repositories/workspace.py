@@ -67,5 +67,5 @@ async def _by_git(box: Sandbox, script: str, *words: str) -> str:
     written = CommandOutput()
     ended = await box.run(["sh", "-c", script, "sh", *words], timeout_s=GIT_S, written=written)
     if ended.status != 0:
-        raise SandboxError(f"git in the sandbox ended with {ended.status}: {written.last_lines()}")
+        raise SandboxError(f"git in the sandbox exited with status {ended.status}: {written.last_lines()}")
     return written.answer()

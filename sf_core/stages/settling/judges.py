@@ -23,7 +23,7 @@ def check_judges(config: RunConfig) -> None:
     asking = [function for function in found if function is not None and takes_judges(function)]
     if environment.judges and not asking:
         raise ValueError(
-            "environment.judges: no function uses them; give environment.reward or "
+            "environment.judges: no function uses judges; give environment.reward or "
             "environment.group_reward a parameter `judges`, or leave environment.judges out"
         )
     for function in asking if not environment.judges else ():

@@ -139,20 +139,20 @@ def shape_adapter(
 def _read(lora: LoraConfig, folder: str, linears: Mapping[str, tuple[int, ...]]) -> TrainedAdapter:
     for name in (ADAPTER_CONFIG, ADAPTER_NAME):
         if not exists(join(folder, name)):
-            raise ValueError(f"policy.adapter: {folder} does not hold an adapter: it has no {name}")
+            raise ValueError(f"policy.adapter: {folder} does not contain an adapter: {name} is missing")
     try:
         adapter = read_adapter(folder)
         header, _ = open_weights(folder)
     except (ValueError, OSError) as error:
         raise ValueError(f"policy.adapter: {error}") from None
     if not 1 <= adapter.rank <= LARGEST_RANK:
-        raise ValueError(f"policy.adapter: {folder} has rank {adapter.rank}, not 1 to {LARGEST_RANK}")
+        raise ValueError(f"policy.adapter: {folder} has rank {adapter.rank}; expected 1 to {LARGEST_RANK}")
     if not adapter.alpha:
         raise ValueError(f"policy.adapter: {folder} has alpha 0, so its factors change nothing")
     if codes := sorted({entry.dtype for entry in header.entries.values()} - FULL):
         raise ValueError(
             f"policy.adapter: {folder} has quantised factors ({', '.join(codes)}); training needs "
-            "unquantised ones"
+            "unquantised factors"
         )
     for name in ("rank", "alpha", "targets"):
         given, own = getattr(lora, name), getattr(adapter, name)

@@ -95,13 +95,13 @@ def _check_sight(config: RunConfig, kind: str, folder: str | None) -> None:
         )
     if kind in SEEING and not engine_kind(config).shows_pictures:
         raise ValueError(
-            f"engine.kind {engine} does not support pictures, but the policy, a {kind}, sees "
-            "pictures: use engine.kind vllm"
+            f"engine.kind {engine} does not support pictures, but the policy, a {kind}, sees pictures: use "
+            "engine.kind vllm"
         )
     if kind not in SEEING and most is not None:
         raise ValueError(
-            f"rollout.max_picture_tokens ({most}) is for policies that see pictures; this policy, a "
-            f"{kind}, does not: leave it out"
+            f"rollout.max_picture_tokens ({most}) applies only to policies that see pictures, but this "
+            f"policy, a {kind}, does not see pictures: leave rollout.max_picture_tokens out"
         )
     if folder is not None and (sight := read_sight(folder)) is not None:
         sight.limit(most)

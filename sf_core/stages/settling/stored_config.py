@@ -159,7 +159,7 @@ def _merge_with_stored(
         elif name in reduce(getattr, sections, config).model_fields_set:
             kept.append(f"{key} {_text(before)}")
     if changed:
-        tell(f"run {config.run_id}: the stored configuration, except for {', '.join(changed)}")
+        tell(f"run {config.run_id}: uses its stored configuration, except for {', '.join(changed)}")
     if kept:
         tell(
             f"run {config.run_id}: a default does not override a stored setting, so this stays: "
@@ -180,16 +180,16 @@ def _refuse_early_end(run: RunDirectory, key: str, before: Any, given: Any) -> N
     # the newest version would be measured and named as another one
     if key == "train.iterations" and given < (published := RunView(run).progress().published):
         raise ValueError(
-            f"run {run.run_id} has published version {published} and cannot end at {key} {_text(given)}; "
-            f"give at least {published}, or leave {key} out"
+            f"run {run.run_id} has already published version {published}, so {key} cannot be "
+            f"{_text(given)}; set {key} to at least {published}, or leave {key} out"
         )
 
 
 def _refuse_another_measure(run: RunDirectory, key: str, before: Any, given: Any) -> None:
     if key not in OF_AN_EVALUATION:
         raise ValueError(
-            f"run {run.run_id} was configured with {key} {_text(before)}, not {_text(given)}, and can only "
-            f"be measured so; leave {key} out"
+            f"run {run.run_id} was configured with {key} {_text(before)}, not {_text(given)}, and an "
+            f"evaluation must use the same {key}: leave {key} out"
         )
 
 

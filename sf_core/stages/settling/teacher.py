@@ -32,7 +32,7 @@ def check_teacher(config: RunConfig, by_a_worker: bool) -> None:
     if positions is not None and context is not None and context > positions:
         raise ValueError(
             f"engine.context_length is {context}, but the teacher of train.teacher supports at most "
-            f"{positions} tokens: lower it, or use a teacher with a longer context"
+            f"{positions} tokens: lower engine.context_length, or use a teacher with a longer context"
         )
 
 

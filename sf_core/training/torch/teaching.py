@@ -34,7 +34,7 @@ files, which versions of the run need not have. The trained model itself may sta
 
 
 def _load_none(name: Name, _: TrainedModel) -> NoReturn:
-    raise ValueError(f"a trainer that was given no frozen models needs {name}")
+    raise ValueError(f"this trainer has no frozen models, but training needs {name}")
 
 
 class FrozenModels:

@@ -349,7 +349,7 @@ class GoogleClient(Client):
             {"contents": [{"role": "bard", "parts": [{"text": "hi"}]}]},
             "contents[0].role must be one of user,",
         ),
-        ({"contents": [{"role": "user", "parts": []}]}, "contents[0].parts must hold at least one part"),
+        ({"contents": [{"role": "user", "parts": []}]}, "contents[0].parts must contain at least one part"),
         ({"contents": [{"parts": [{"inline_data": {}}]}]}, "inline_data parts are not supported for user"),
         (
             {"contents": [{"parts": [{"function_call": {}}]}]},

@@ -71,13 +71,15 @@ def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed(
     ("prepared", "reason"),
     [
         (["a"], "to texts or bytes, not list"),
-        ({"../a": "x"}, "to texts or bytes: '../a' is not a file name in that folder"),
-        ({"/a": "x"}, "to texts or bytes: '/a' is not a file name in that folder"),
+        ({"../a": "x"}, "to texts or bytes: '../a' is not the name of a file in this folder"),
+        ({"/a": "x"}, "to texts or bytes: '/a' is not the name of a file in this folder"),
     ],
 )
 def test_what_is_no_files_is_not_prepared_for_a_command(prepared: Any, reason: str) -> None:
     agent = CommandAgent(Command(command=("true",))).run
-    sentence = "environment.prepare must give a command a mapping of files in its folder " + reason
+    sentence = (
+        "environment.prepare must return a mapping from names of files in the command's folder " + reason
+    )
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         asyncio.run(agent(TASK, ENDPOINT, prepared))
 
@@ -141,7 +143,9 @@ def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program.chmod(0o755)
     agent = CommandAgent(Command(command=(str(program),))).run
     program.unlink()
-    with pytest.raises(CommandError, match=r"gave no answer: the program cannot be started: .* No such file"):
+    with pytest.raises(
+        CommandError, match=r"gave no answer: the agent's command cannot be started: .* No such file"
+    ):
         asyncio.run(asyncio.wait_for(agent(TASK, ENDPOINT), patience()))
 
 
@@ -172,8 +176,8 @@ def test_the_answer_is_what_is_new_in_the_folder() -> None:
         ("true", "the file a does not exist in the command's folder"),
         ("mkdir a", "the file a does not exist in the command's folder"),
         ("mkfifo a", "the file a does not exist in the command's folder"),
-        ("ln -s /etc/passwd a", "a leads outside its folder"),
-        ("ln -s ../home/x a", "a leads outside its folder"),
+        ("ln -s /etc/passwd a", "a leads to a place outside the command's folder"),
+        ("ln -s ../home/x a", "a leads to a place outside the command's folder"),
         ("ln -s a a", "the file a does not exist in the command's folder"),
         ("printf 'ab\\377' > a", "a is not valid UTF-8: invalid start byte at byte 2"),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", f"a is larger than the limit of {MAX_ANSWER} bytes"),
@@ -181,13 +185,13 @@ def test_the_answer_is_what_is_new_in_the_folder() -> None:
 )
 def test_a_file_that_is_no_answer_fails_the_session(script: str, reason: str) -> None:
     failed = failure(f"{script}; echo so it is >&2", answer="file:a")
-    told = f"the exit status is 0, but {reason}; its standard error ends with: so it is"
+    told = f"the command exited with status 0, but {reason}; the command's standard error ends with: so it is"
     assert str(failed) == f"the command gave no answer: {told}"
     assert (failed.cause, failed.output) == ("agent", "so it is\n")
 
 
 def test_an_answer_in_a_folder_that_leads_elsewhere_is_refused() -> None:
-    assert "d/passwd leads out" in str(failure("ln -s /etc d", answer="file:d/passwd"))
+    assert "d/passwd leads to a place outside" in str(failure("ln -s /etc d", answer="file:d/passwd"))
 
 
 @pytest.mark.parametrize(
@@ -209,8 +213,8 @@ def test_other_answers_are_text_of_bounded_size(script: str, answer: str, reason
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("exit 3", "the exit status is 3"),
-        ("kill -9 $$", "the program was killed by signal 9"),
+        ("exit 3", "the command exited with status 3"),
+        ("kill -9 $$", "the command was killed by signal 9"),
         ("for n in 1 2 3 4 5 6 7; do echo $n >&2; done; exit 1", "3\n4\n5\n6\n7"),
     ],
 )
@@ -339,7 +343,7 @@ def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, sc
         keeper, *others = await asyncio.to_thread(family_of, pid_file)
         keeper.kill()
         with pytest.raises(
-            CommandError, match=r"gave no answer: the process that supervises the command was killed$"
+            CommandError, match=r"gave no answer: the process that supervises the agent's command was killed$"
         ):
             await working
         check_gone([keeper, *others], scratch)

@@ -150,11 +150,11 @@ def scores_nothing(task: Task, answer: Any) -> None:
         ({"prepare": not_put_away}, "prepare_error", "OSError: it is stuck"),
         (
             {"prepare": slowly, "prepare_timeout_s": 0.1},
-            *("prepare_error", "LateError: preparing took longer than rollout.prepare_timeout_s of 0.1 s"),
+            *("prepare_error", "LateError: preparing took longer than rollout.prepare_timeout_s (0.1 s)"),
         ),
         (
             {"agent": ask, "reward": score_slowly, "score_timeout_s": 0.1},
-            *("reward_error", "LateError: scoring took longer than rollout.score_timeout_s of 0.1 s"),
+            *("reward_error", "LateError: scoring took longer than rollout.score_timeout_s (0.1 s)"),
         ),
         ({"agent": ask, "reward": time_out}, "reward_error", "TimeoutError: by itself"),
         (
@@ -167,7 +167,7 @@ def scores_nothing(task: Task, answer: Any) -> None:
             {"agent": never_awaited},
             "agent_error",
             f"TypeError: the agent {name_function(never_awaited)} returned a coroutine: "
-            "use an `async def` and `await` the coroutine there",
+            "define the function with `async def`, and `await` the coroutine in this function",
         ),
         (
             {"agent": ask, "reward": scores_nothing},

@@ -58,7 +58,10 @@ async def forgotten() -> float:
         ({"a": 1.0, "b": float("inf")}, "inf as 'b', which is not a finite number"),
         ({"a": 1.0, "b": None}, "None as 'b', which is not a finite number"),
         (Scored(1.0, {"a": float("nan")}), "nan for 'a', which is not a finite number"),
-        (forgotten(), "a coroutine: use an `async def` and `await` the coroutine there"),
+        (
+            forgotten(),
+            "a coroutine: define the function with `async def`, and `await` the coroutine in this function",
+        ),
     ],
 )
 def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told: str) -> None:
@@ -74,7 +77,10 @@ def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told
         (1.0, "1.0, expected a list with a reward for each of 2 answers"),
         ("ab", "'ab', expected a list with a reward for each of 2 answers"),
         ({"a": 1.0, "b": 1.0}, "{'a': 1.0, 'b': 1.0}, expected a list with a reward for each of 2 answers"),
-        (forgotten(), "a coroutine: use an `async def` and `await` the coroutine there"),
+        (
+            forgotten(),
+            "a coroutine: define the function with `async def`, and `await` the coroutine in this function",
+        ),
     ],
 )
 def test_rewards_of_a_group_are_one_for_each_answer(values: object, told: str) -> None:
@@ -97,7 +103,7 @@ def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
 
 def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
     runner = make_runner("http://127.0.0.1:9", patience_s=0.1)
-    sentence = r"^data plane at http://127.0.0.1:9: did not answer any claim of a0 on run run for 0.1 s: "
+    sentence = r"^the data plane at http://127.0.0.1:9 did not answer any claim of a0 on run run for 0.1 s: "
     with pytest.raises(ConnectionError, match=sentence):
         asyncio.run(asyncio.wait_for(runner.run(), patience()))
 

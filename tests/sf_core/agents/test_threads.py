@@ -73,7 +73,7 @@ def test_calls_that_go_on_unawaited_count_once_they_are_many_and_until_they_end(
         asyncio.run(asyncio.wait_for(count(), patience()))
     [told] = caplog.messages
     assert told.startswith(
-        "3 calls still run although their sessions have ended, the newest in leave.<locals>.hang"
+        "3 calls still run although their sessions have ended (newest call: leave.<locals>.hang"
     )
 
 

@@ -108,7 +108,7 @@ def test_a_function_that_takes_too_long_by_itself_fails_as_ever() -> None:
 
     error, _ = scored(reward, timeout_s=0.05)
     assert isinstance(error, LateError)
-    assert str(error) == "scoring took longer than rollout.score_timeout_s of 0.05 s"
+    assert str(error) == "scoring took longer than rollout.score_timeout_s (0.05 s)"
 
 
 async def wait_for_judge(task: Task, answer: Any, judges: Named) -> float:
@@ -127,7 +127,7 @@ def test_a_function_that_waits_for_a_judge_is_not_to_blame(
     error, _ = scored(reward, server=server, timeout_s=1.0)
     assert isinstance(error, NotJudged)
     assert str(error) == (
-        "scoring took longer than rollout.score_timeout_s of 1 s while it waited for a judge"
+        "scoring took longer than rollout.score_timeout_s (1 s) while it waited for a judge"
     )
 
 

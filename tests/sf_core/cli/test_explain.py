@@ -140,7 +140,7 @@ def test_what_decided_and_what_is_not_known_is_said(write: Any) -> None:
             ["--set", "pipeline=colocated"],
             "pipeline colocated needs every device worker to carry rollout and train; r0 carries {rollout}",
         ),
-        ({"r0": R0}, [], "no worker carries 'train'; workers: r0 {rollout}, a0 {agent}, c0 {cpu}"),
+        ({"r0": R0}, [], "no worker has the tag 'train'; workers: r0 {rollout}, a0 {agent}, c0 {cpu}"),
         (
             {"r0": R0, "t0": BOTH},
             ["--scheduler", "tcp://127.0.0.1:9"],

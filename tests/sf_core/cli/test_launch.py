@@ -94,7 +94,7 @@ def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped_run: RunDirec
         first.stdout.readline()
         code, output = sf("resume", stopped_run.uri)
         who = f"run r is in use by another command, process {first.pid} on {socket.gethostname()} since "
-        assert (code, who in output, "stop it with Ctrl-C" in output) == (1, True, True), output
+        assert (code, who in output, "stop that command with Ctrl-C" in output) == (1, True, True), output
         assert first.poll() is None
         first.kill()
     with hold(Path(stopped_run.uri)):
@@ -133,10 +133,10 @@ def test_a_finished_run_goes_on_with_more_iterations(finished_run: RunDirectory,
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": finished_run.uri.rsplit("/", 1)[0]}}))
     code, output = sf("train", str(file), "--set", "train.iterations=3")
-    assert "run r: the stored configuration, except for train.iterations 3 (was 2)" in output
-    assert (code, "no worker carries" in output) == (1, True), output
+    assert "run r: uses its stored configuration, except for train.iterations 3 (was 2)" in output
+    assert (code, "no worker has the tag" in output) == (1, True), output
     code, output = sf("train", str(file), "--set", "train.iterations=1")
-    assert (code, "run r has published version 2 and cannot end at" in output) == (1, True), output
+    assert (code, "run r has already published version 2, so train.iterations" in output) == (1, True), output
 
 
 def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resumed(
@@ -145,7 +145,7 @@ def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resu
     configure(finished_run, train={"iterations": 3}, cluster={"workers": {"r0": {"tags": ["rollout"]}}})
     commit(finished_run, 2, "publish")
     code, output = sf("resume", finished_run.uri)
-    assert (code, "no worker carries" in output) == (1, True), output
+    assert (code, "no worker has the tag" in output) == (1, True), output
 
 
 def test_a_flow_that_is_killed_is_not_explained_by_an_earlier_one(tmp_path: Path) -> None:

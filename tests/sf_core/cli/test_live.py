@@ -58,7 +58,7 @@ def test_failures_are_shown_by_reason_with_the_last_error() -> None:
         STATUS | {"counters": counters, "last_error": "my_agent.py:12: agent raised KeyError: x"}, 10
     )
     told = " ".join(text.split())
-    assert "failed 384 sessions: timeout 4, agent_error 380; the last: my_agent.py:12: agent raised" in told
+    assert "384 sessions failed: timeout 4, agent_error 380; last error: my_agent.py:12: agent raised" in told
     assert "failed" not in shown(STATUS, iterations=10)
 
 

@@ -44,9 +44,9 @@ def test_a_project_passes_its_own_tests_and_names_its_functions(tmp_path: Path) 
     ("name", "sentence"),
     [
         ("2nd", "2nd: '2nd' cannot be the name of a Python module"),
-        ("class", "'class' cannot be the name of a Python module"),
-        ("my agent", "'my agent' cannot be the name of a Python module"),
-        ("json", "json: json is the name of "),
+        ("class", "'class' cannot be the name of"),
+        ("my agent", "'my agent' cannot be the name of"),
+        ("json", "json: the module name json is already used by "),
         ("there", "there already exists; choose another name or remove it"),
     ],
 )

@@ -169,7 +169,9 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "give url and tokenizer together": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
     "give either url or model for the judge; given: neither": judge(),
     "give either url or model for the judge; given: both": judge(url="http://host:8000/v1", model="folder"),
-    "name selects a model at url; a judge given by model needs no name": judge(model="folder", name="it"),
+    "name selects a model of the server at url: leave name out for a judge with model": judge(
+        model="folder", name="it"
+    ),
     "max_tokens_per_iteration (99) is less than max_tokens of one reply (256)": judge(
         model="folder", max_tokens_per_iteration=99
     ),

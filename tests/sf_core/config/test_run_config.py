@@ -106,7 +106,7 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ),
         ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
         ("engine.vllm.url=localhost:8000", "engine.vllm.url: expected http://HOST:PORT without a user or"),
-        ("engine.vllm.url=http://me:word@host", "a key goes into the environment"),
+        ("engine.vllm.url=http://me:word@host", "set a key as an environment variable"),
         (
             "engine.vllm.sleep_level=3",
             "engine.vllm.sleep_level: input should be less than or equal to 2, got 3",

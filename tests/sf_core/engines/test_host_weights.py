@@ -384,7 +384,7 @@ def test_the_weights_are_in_shared_memory_if_it_has_room(
     host.fetch(ref(run_with_deltas, 1))
     assert holds(host, 1) and place(host) == places["temporary"]
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: os.write(-1, b""))
-    with pytest.raises(StorageError, match=r"v00004/model\.safetensors: neither .* has room for 0 MiB"):
+    with pytest.raises(StorageError, match=r"v00004/model\.safetensors: neither .* has 0 MiB of free space"):
         host.fetch(ref(run_with_deltas, 4))
     assert holds(host, 1) or host.version == 1
     host.close()
@@ -453,7 +453,7 @@ def test_one_that_is_closed_while_it_fetches_leaves_nothing(
     host.close()
     go_on.set()
     thread.join()
-    assert ended == ["the copy of the weights is closed"]
+    assert ended == ["the copy of the weights on this host is closed"]
     assert not any(list(place.iterdir()) for place in places.values())
 
 

@@ -272,7 +272,7 @@ def test_a_task_of_no_part_is_refused() -> None:
     ("parts", "sentence"),
     [
         ({}, "environment.settings.parts: dictionary should have at least 1 item after validation, not 0"),
-        ({"": {}}, "environment.settings.parts: a part needs a name"),
+        ({"": {}}, "environment.settings.parts: a part of a mixture needs a name"),
         (
             {"words": "quickstart"},
             "environment.settings.parts.words: expected a mapping of its settings, got 'quickst",
@@ -300,11 +300,11 @@ def test_a_task_of_no_part_is_refused() -> None:
         ),
         (
             {"all": {"name": "mixture", "settings": {"parts": {"words": WORDS}}}},
-            "environment.settings.parts.all: a mixture cannot contain another mixture: list the inner parts",
+            "environment.settings.parts.all: a mixture cannot contain another mixture: list all parts",
         ),
         (
             {"words": WORDS | {"group_reward": "sf_core.recipes.rewards:any"}},
-            "environment.settings.parts.words: group_reward: a part cannot have its own; set environment",
+            "environment.settings.parts.words: group_reward: a part cannot have group_reward; set ",
         ),
     ],
 )

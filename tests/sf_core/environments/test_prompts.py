@@ -55,7 +55,7 @@ def test_a_file_that_changed_and_one_without_prompts_are_refused(tmp_path: Path)
     named = Prompts(file=str(file), sha256=Prompts(file=str(file)).digest)
     assert len(named) == 1
     file.write_text('{"prompt": "b"}\n')
-    with pytest.raises(ValueError, match="the file has another SHA-256 than the setting sha256"):
+    with pytest.raises(ValueError, match="the SHA-256 of the file differs from the setting sha256"):
         len(Prompts(file=str(file), sha256=named.sha256))
     file.write_text("\n")
     with pytest.raises(ValueError, match="has no prompts"):

@@ -53,7 +53,7 @@ def test_rows_are_held_out_where_an_environment_has_none_to_evaluate_on() -> Non
     environment = Verifiers(name=PAD, arguments={"evaluated": False}, held_out=5)
     assert environment.tasks("holdout", 4).prompt == "How long is trainxxxx?"
     assert environment.tasks("train", 0).prompt == "How long is trainxxxxx?"
-    with pytest.raises(ValueError, match=f"{PAD} has 41 rows, but 128 are to be held out"):
+    with pytest.raises(ValueError, match=f"{PAD} has 41 rows, too few for held_out 128"):
         pad(evaluated=False).tasks("train", 0)
 
 
@@ -132,4 +132,4 @@ def test_where_the_library_is_missing_it_is_said_how_to_install_it() -> None:
         "except ValueError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "verifiers is not installed here: it comes with the extra [verifiers] of seamlessflow" in said
+    assert "the package verifiers is not installed here: install the extra seamlessflow[verifiers]" in said

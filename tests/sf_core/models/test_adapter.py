@@ -178,12 +178,11 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
 @pytest.mark.parametrize(
     "change,sentence",
     [
-        ({"use_dora": True}, "describes DoRA (use_dora), which training here does not support"),
+        ({"use_dora": True}, "describes DoRA (use_dora), which SeamlessFlow cannot train"),
         (
             {"use_rslora": True},
-            "describes rank-stabilised scaling (rsLoRA) (use_rslora), which training here does not "
-            "support; the same "
-            "adapter has use_rslora false and lora_alpha 16",
+            "describes rank-stabilised scaling (rsLoRA) (use_rslora), which SeamlessFlow cannot train; set "
+            "use_rslora to false and lora_alpha to 16 for the same result",
         ),
         (
             {"modules_to_save": ["lm_head"]},
@@ -191,7 +190,7 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
         ),
         (
             {"lora_dropout": 0.05},
-            "describes dropout (lora_dropout), which training here does not support; set it to 0",
+            "describes dropout (lora_dropout), which SeamlessFlow cannot train; set lora_dropout to 0",
         ),
         ({"alpha_pattern": {"q_proj": 8}}, "describes an alpha for each layer (alpha_pattern)"),
         ({"rank_pattern": {"q_proj": 8}}, "describes a rank for each layer (rank_pattern)"),
@@ -234,7 +233,7 @@ def test_a_target_that_no_layer_has_is_named_with_those_there_are(model_folders:
     with pytest.raises(ValueError) as refused:
         shape_factors(Adapter(4, 8.0, ("lm_head", "q_proj")), linears)
     assert str(refused.value) == (
-        "target lm_head is not a linear layer of the model's blocks, which have " + ", ".join(ALL)
+        "the target lm_head is not a linear layer of the model's blocks; these layers are " + ", ".join(ALL)
     )
 
 

@@ -319,5 +319,7 @@ def test_a_function_of_the_users_gives_advantages_and_what_it_must_not_give_is_r
     assert advantages(custom("twice_the_reward"), [1.0, 3.0], [0, 0]).tolist() == [2.0, 6.0]
     with pytest.raises(ValueError, match="expected one number per token for each of 2 rows"):
         advantages(custom("too_few"), [1.0, 3.0], [0, 0])
-    with pytest.raises(ValueError, match=r"not_a_number: a trained token of row 0 has no finite number"):
+    with pytest.raises(
+        ValueError, match=r"not_a_number: the number for a trained token of row 0 is not finite"
+    ):
         advantages(custom("not_a_number"), [1.0, 3.0], [0, 0])

@@ -250,7 +250,7 @@ def test_a_run_that_is_only_linked_is_listed_and_cleaned_where_it_is_named(root:
     (root / "a").symlink_to(run.uri)
     assert "a stopped 3/4" in sf("ls", str(root))[1]
     code, output = sf("gc", str(root), "--yes")
-    assert code == 0 and f"skipped: {root / 'a'}: is a link to a run in another folder" in output
+    assert code == 0 and f"skipped: {root / 'a'} is a link to a run in another folder" in output
     assert "removed 4 items" in output and len(names(run)) == 4
     assert "removed 4 items" in sf("gc", str(root / "a"), "--yes")[1]
     assert names(run) == []
@@ -461,7 +461,7 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(root: Path) -> No
 def test_a_summary_that_makes_no_sense_hides_no_other_run(root: Path) -> None:
     make(root, "a", 4).write_summary({"iterations": None})
     make(root, "b", 3)
-    fault = f"{root / 'a'}/summary.json: iterations: expected an integer, got None"
+    fault = f"{root / 'a'}/summary.json: the field iterations must be an integer, got None"
     code, output = sf("ls", str(root))
     assert code == 0
     assert "a unreadable 0/? - - 0.0 MB b stopped 3/4" in output

@@ -29,8 +29,8 @@ def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_pat
     first = "iteration 0, 1 of 40: reward 0.000, 1,000 tokens/s, 5.0 s"
     assert describe_iteration(RunView(run), 0, 40) == first
     second = (
-        "iteration 1, 2 of 40: reward 0.250, 1,000 tokens/s, 5.0 s; failed 2 of 8: timeout 2; "
-        "discarded 5 failed: agent_error 5; the last: my_agent.py:12: agent raised KeyError: x"
+        "iteration 1, 2 of 40: reward 0.250, 1,000 tokens/s, 5.0 s; 2 of 8 sessions failed: timeout 2; "
+        "5 failed sessions discarded: agent_error 5; last error: my_agent.py:12: agent raised KeyError: x"
     )
     assert describe_iteration(RunView(run), 1, 40) == second
     third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before the iteration, 2,000 tokens/s, 5.0 s"

@@ -127,7 +127,7 @@ def test_a_tracker_that_is_away_costs_a_line_of_the_log_and_gets_it_later(
     with caplog.at_level(logging.WARNING), Trackers(empty_run, config_of(mlflow="agents")):
         pass
     assert [r.message.partition(" its metrics")[0] for r in caplog.records if "run-1" in r.message] == [
-        "run run-1: mlflow did not take"
+        "run run-1: mlflow did not accept"
     ]
 
 

@@ -254,7 +254,7 @@ def test_leases_follow_who_trains(caplog: pytest.LogCaptureFixture) -> None:
     assert bench.leases.plan.trainers == ("t0",)
     bench.now += 0.1
     assert bench.replan() == [Revoke("t0-3.1"), Revoke("t0-4.1")]
-    assert "the trainers change: t1" in caplog.messages
+    assert "the trainers change to: t1" in caplog.messages
     assert given(bench.lend(1)) == [("t1", 1)]
     # the lease that it had as no trainer ends like a loan
     assert ("t1", "t1-2.1") in bench.leases.to_revoke(1)

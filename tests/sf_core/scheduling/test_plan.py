@@ -28,7 +28,7 @@ def test_a_pure_trainer_is_preferred_and_never_lent() -> None:
 
 def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
     with pytest.raises(
-        ValueError, match=r"no worker carries 'train'; workers: r0 \{rollout\}, x \{agent\}, c0 \{cpu\}"
+        ValueError, match=r"no worker has the tag 'train'; workers: r0 \{rollout\}, x \{agent\}, c0 \{cpu\}"
     ):
         make_plan(workers(r0="rollout", x="agent", c0="cpu"), RunConfig())
 
@@ -49,7 +49,7 @@ def test_a_run_whose_agents_are_all_outside_needs_no_worker_for_them() -> None:
     without = workers(r0="rollout", t0="rollout train", c0="cpu")
     config = RunConfig.model_validate({"rollout": {"groups_per_batch": 4, "outside_groups": 4}})
     assert make_plan(without, config).agent == ()
-    with pytest.raises(ValueError, match="no worker carries 'agent'"):
+    with pytest.raises(ValueError, match="no worker has the tag 'agent'"):
         make_plan(
             without, RunConfig.model_validate({"rollout": {"groups_per_batch": 4, "outside_groups": 3}})
         )

@@ -63,7 +63,7 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
     refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", worker_bench.scheduler])
     assert refused.exit_code == 2
-    assert "no worker carries 'agent' or 'cpu'; workers: " in refused.output
+    assert "no worker has the tag 'agent' or 'cpu'; workers: " in refused.output
     worker_bench.end(*started)
 
 
@@ -74,12 +74,12 @@ def test_workers_are_awaited_while_their_scheduler_is_young(
     started: list[Process] = []
 
     def hear(sentence: str) -> None:
-        assert sentence.startswith("no worker carries 'agent'")
+        assert sentence.startswith("no worker has the tag 'agent'")
         started.append(worker_bench.sf_worker("a0", "--tags", "agent"))
         started.append(worker_bench.sf_worker("t0", "--tags", "rollout,train,cpu"))
 
     monkeypatch.setattr(cluster, "JOIN_S", 0.0)
-    with pytest.raises(ValueError, match="no worker carries 'agent'"):
+    with pytest.raises(ValueError, match="no worker has the tag 'agent'"):
         cluster.await_plan(worker_bench.scheduler, RunConfig(), hear)
     assert started == []
     monkeypatch.setattr(cluster, "JOIN_S", 3600.0)

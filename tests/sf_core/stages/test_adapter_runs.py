@@ -296,7 +296,7 @@ def test_the_trained_policy_is_a_model_like_any_other(
 
 def test_an_adapter_that_is_not_there_is_not_tried(tmp_path: Path) -> None:
     config = {"policy": {"adapter": str(tmp_path / "nowhere")}, "train": {"lora": {}}}
-    with pytest.raises(ValueError, match=r"policy\.adapter: .*nowhere does not hold an adapter"):
+    with pytest.raises(ValueError, match=r"policy\.adapter: .*nowhere does not contain an adapter"):
         policy_to_try(RunConfig.model_validate(config), tmp_path)
 
 

@@ -141,7 +141,7 @@ def started(run: RunDirectory) -> dict[str, Any]:
         ),
         (
             {"train": {"backend": "emulated"}},
-            "train.backend emulated computes no weights, which engine.kind torch",
+            "train.backend emulated computes no weights, but engine.kind torch",
         ),
     ],
 )

@@ -56,7 +56,7 @@ def test_the_backend_is_the_setting_and_without_it_that_of_the_engine(
 
 def test_an_engine_that_needs_weights_gets_no_trainer_without() -> None:
     with pytest.raises(
-        ValueError, match=r"^train\.backend emulated computes no weights, which engine\.kind torch"
+        ValueError, match=r"^train\.backend emulated computes no weights, but engine\.kind torch"
     ):
         trainer_kind(config("torch", "emulated"))
 

@@ -214,7 +214,7 @@ def test_missing_files_and_other_folders_are_named(run_anywhere: RunDirectory) -
         ({"seamlessflow.schema": str(SCHEMA_VERSION - 1)}, f" this SeamlessFlow reads {SCHEMA_VERSION}; use"),
         ({"seamlessflow.schema": str(SCHEMA_VERSION + 1)}, f" this SeamlessFlow reads {SCHEMA_VERSION}; use"),
         ({"seamlessflow.schema": "x"}, "has no schema version"),
-        ({}, "not written by SeamlessFlow: its metadata has no schema version"),
+        ({}, "not a file of SeamlessFlow: the metadata has no schema version"),
     ],
 )
 def test_a_file_of_another_or_of_no_schema_version_is_refused(
@@ -230,7 +230,7 @@ def test_a_file_of_another_or_of_no_schema_version_is_refused(
 
 def test_a_column_that_is_not_there_is_named(run_anywhere: RunDirectory) -> None:
     uri = run_anywhere.path(write_trajectories(run_anywhere, 0, [example()], "part").uri)
-    with pytest.raises(ValueError, match=r"part\.parquet: has no column prize"):
+    with pytest.raises(ValueError, match=r"part\.parquet: the file has no column prize"):
         read_trajectories(uri, ["reward", "prize"])
 
 

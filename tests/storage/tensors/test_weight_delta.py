@@ -124,7 +124,7 @@ def test_a_base_that_is_not_what_its_digest_says_is_noticed() -> None:
         with pytest.raises(ValueError, match="did not give the weights of version 4"):
             Delta("delta", content(delta)).apply(copy, digest(base), digest(new))
     lacking = writable(pack_weights({"same": torch.ones(4, 5).bfloat16()}, 3))
-    with pytest.raises(ValueError, match="changes 'w', which the weights here lack"):
+    with pytest.raises(ValueError, match="the delta changes 'w', which these weights lack"):
         Delta("delta", content(delta)).apply(lacking, digest(base), digest(new))
 
 

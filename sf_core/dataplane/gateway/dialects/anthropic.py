@@ -75,14 +75,14 @@ class Anthropic:
         messages = _system_message(body.get("system"), "system")
         given = get(body, "messages", (list,), [])
         if not given:
-            raise WrongField("messages", "messages must hold at least one message")
+            raise WrongField("messages", "messages must contain at least one message")
         for i, message in enumerate(given):
             messages += _parse_message(message, f"messages[{i}]", left_out)
         if given[-1]["role"] == "assistant":
             raise ApiError(
                 400,
-                "The last message must be the user's: the model cannot continue an answer that the request "
-                "begins",
+                "The last message must have the role user: the model cannot continue an answer that the "
+                "request begins",
             )
         return [
             TurnRequest(

@@ -51,7 +51,7 @@ def parse_object(data: bytes) -> tuple[Body, bool]:
 def check_conversation(messages: list[Message], where: str) -> list[Message]:
     """Checks that there are messages and that each tool result answers a call of the answer before it."""
     if not messages:
-        raise WrongField(where, f"{where} must hold at least one message")
+        raise WrongField(where, f"{where} must contain at least one message")
     open_calls: set[str] = set()
     for message in messages:
         if message["role"] == "tool":
@@ -59,8 +59,8 @@ def check_conversation(messages: list[Message], where: str) -> list[Message]:
             if not isinstance(call_id, str) or call_id not in open_calls:
                 raise WrongField(
                     where,
-                    f"{where}: the tool result for {call_id!r} does not answer a tool call of the assistant "
-                    "message before it",
+                    f"{where}: the tool result for {call_id!r} does not answer a tool call of the "
+                    "preceding assistant message",
                 )
         elif message["role"] not in ("system", "developer"):  # which may come between a call and its result
             open_calls = {call["id"] for call in message.get("tool_calls", [])}
@@ -210,7 +210,7 @@ def _inner_schema(given: Body, name: str) -> Schema:
     inner = given.get("json_schema", given)
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict | bool):
-        raise WrongField(name, f"{name} must hold a JSON Schema, got {kind_of(schema)}")
+        raise WrongField(name, f"{name} must contain a JSON Schema, got {kind_of(schema)}")
     return schema
 
 
@@ -231,9 +231,7 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
     if effort is None:
         return options
     if effort not in EFFORTS:
-        raise ApiError(
-            400, f"The effort of reasoning must be one of {', '.join(EFFORTS)}, got {quote(effort)}"
-        )
+        raise ApiError(400, f"The reasoning effort must be one of {', '.join(EFFORTS)}, got {quote(effort)}")
     return {"enable_thinking": effort != "none"} | options | {"reasoning_effort": effort}
 
 

@@ -41,7 +41,7 @@ class Completions(OpenAI):
             )
         prompts = _parse_prompts(body.get("prompt"))
         if len(prompts) * num_samples > MAX_TURNS:
-            raise WrongField("prompt", f"prompts times n must be at most {MAX_TURNS}")
+            raise WrongField("prompt", f"the number of prompts times n must be at most {MAX_TURNS}")
         get(body, "stream_options", (dict,), {})
         refuse(body, "chat_template_kwargs", "chat_template_kwargs has no effect without messages", {})
         return [

@@ -209,8 +209,8 @@ def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
     if messages and messages[-1]["role"] == "assistant":
         raise ApiError(
             400,
-            "The last content must be the user's: the model cannot continue an answer that the request "
-            "begins",
+            "The last content must have the role user: the model cannot continue an answer that the "
+            "request begins",
         )
     return check_conversation(messages, "contents")
 
@@ -225,7 +225,7 @@ def _parse_contents(contents: list[Any], sees: bool) -> list[tuple[str, list[Pla
             raise WrongField(where, f"{where}.role must be one of {', '.join(ROLES)}, got {given!r}")
         parts = _parts(content, role, where, sees)
         if role == "user" and not parts:
-            raise WrongField(where, f"{where}.parts must hold at least one part")
+            raise WrongField(where, f"{where}.parts must contain at least one part")
         if role == "model" and turns and turns[-1][0] == role:
             turns[-1][1].extend(parts)
         else:

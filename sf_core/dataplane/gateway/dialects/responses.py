@@ -98,7 +98,8 @@ def _previous_messages(body: Body, session: Session) -> list[Message]:
     if turn is None:
         raise ApiError(
             404,
-            f"Response {response_id} is unknown in this session; name one by URL, header or key.",
+            f"Response {response_id} is unknown in this session; if another session returned it, name that "
+            "session in the URL, a header or the key.",
             code="previous_response_not_found",
             param="previous_response_id",
         )

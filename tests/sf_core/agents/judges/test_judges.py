@@ -116,7 +116,7 @@ def test_words_are_compared_without_case_and_space_around_them() -> None:
 def test_words_of_which_most_begin_alike_cannot_be_told_apart() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^the most likely tokens of the reply begin more than one of the words polite, police$",
+        match=r"^the most likely first tokens of the judge's reply are .* the words polite, police$",
     ):
         weigh_words({"pol": -0.1, "polite": -5.0}, ["polite", "police"])
 
@@ -128,7 +128,7 @@ def test_words_that_one_token_never_tells_apart_are_refused(server: JudgeServer,
 
     [error], rows = ask(server, choose)
     assert isinstance(error, ValueError) and not rows
-    assert str(error).startswith(f"choose: the first tokens do not distinguish {words[0]!r}, {words[1]!r}: ")
+    assert str(error).startswith(f"the method choose cannot distinguish {words[0]!r}, {words[1]!r}: ")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ AWAY = "judge taste at {url} does not answer: "
 @pytest.mark.parametrize(
     ("server", "why"),
     [([503], "told to fail"), ([408], "told to fail"), ([429], "told to fail")]
-    + [(["broken"], "the reply is not JSON"), (["slow"], "no reply within 0.2 s")],
+    + [(["broken"], "the judge's reply is not JSON"), (["slow"], "no reply within 0.2 s")],
     indirect=["server"],
 )
 def test_a_judge_that_does_not_answer_does_not_judge(server: JudgeServer, why: str) -> None:

@@ -65,22 +65,34 @@ def test_its_answer_is_a_file_or_the_folder() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("exit 3", "the exit status is 3"),
-        ("kill -9 $$", "the program was killed by signal 9"),
-        ("true", "the exit status is 0, but the file a does not exist in the command's folder"),
-        ("mkfifo a", "the exit status is 0, but the file a does not exist in the command's folder"),
-        ("ln -s /etc/passwd a", "the exit status is 0, but a leads outside its folder"),
-        ("ln -s ../proc/1/environ a", "the exit status is 0, but a leads outside its folder"),
+        ("exit 3", "the command exited with status 3"),
+        ("kill -9 $$", "the command was killed by signal 9"),
+        ("true", "the command exited with status 0, but the file a does not exist in the command's folder"),
+        (
+            "mkfifo a",
+            "the command exited with status 0, but the file a does not exist in the command's folder",
+        ),
+        (
+            "ln -s /etc/passwd a",
+            "the command exited with status 0, but a leads to a place outside the command's folder",
+        ),
+        (
+            "ln -s ../proc/1/environ a",
+            "the command exited with status 0, but a leads to a place outside the command's folder",
+        ),
         (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is larger than the limit of 1048576 bytes"),
-        ("yes", "the output exceeds output_mb (1)"),
-        ("head -c 90000000 /dev/zero > a; sleep 1000", "the memory use exceeds memory_mb (64)"),
+        ("yes", "the output of the command exceeds output_mb (1)"),
+        (
+            "head -c 90000000 /dev/zero > a; sleep 1000",
+            "the memory use of the command exceeds memory_mb (64)",
+        ),
     ],
 )
 def test_a_failure_is_told_as_outside(script: str, reason: str) -> None:
     limits = {"memory_mb": 64, "output_mb": 1}
     failed = failure(f"echo so it is >&2; {script}", answer="file:a", sandbox=limits)
     assert str(failed).startswith("the command gave no answer: ") and reason in str(failed)
-    assert str(failed).endswith("; its standard error ends with: so it is")
+    assert str(failed).endswith("; the command's standard error ends with: so it is")
     assert failed.cause == "agent" and failed.output.startswith("so it is\n")
 
 
@@ -107,7 +119,7 @@ def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program.write_text("#!/no/such/interpreter\n")
     program.chmod(0o755)
     with pytest.raises(
-        CommandError, match=r"gave no answer: in the sandbox, .* cannot be started: No such file"
+        CommandError, match=r"gave no answer: error in the sandbox: .* cannot be started: No such file"
     ):
         asyncio.run(agent(str(program))(TASK, ENDPOINT))
 

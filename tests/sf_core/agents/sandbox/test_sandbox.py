@@ -81,7 +81,7 @@ def test_standard_output_and_errors_are_heard_apart_where_that_is_wanted() -> No
 def test_a_command_that_cannot_be_started_is_an_error_and_the_next_one_runs() -> None:
     async def work(box: Sandbox) -> str:
         with pytest.raises(
-            SandboxError, match=r"^in the sandbox, no-such-program cannot be started: No such file"
+            SandboxError, match=r"^error in the sandbox: no-such-program cannot be started: No such file"
         ):
             await box.run(["no-such-program"], timeout_s=patience())
         return (await box.run(["echo", "42"], timeout_s=patience())).output

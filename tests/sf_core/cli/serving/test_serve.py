@@ -105,7 +105,7 @@ def test_a_model_folder_is_told_from_a_run(published_run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--host", "0.0.0.0"], "0.0.0.0 can be reached by others: give a --key, or serve on 127.0.0.1"),
+        (["--host", "0.0.0.0"], "other machines can reach 0.0.0.0: give a --key, or serve on 127.0.0.1"),
         (["--key", "short"], "--key must have 8 characters or more and no colon"),
         (["--key", "long-but:colon"], "--key must have 8 characters or more and no colon"),
     ],

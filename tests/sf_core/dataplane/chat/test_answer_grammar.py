@@ -161,5 +161,5 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
 
 
 def test_a_schema_has_a_size(made: Any) -> None:
-    with pytest.raises(ApiError, match=f"has 65550 bytes; at most {MAX_SCHEMA_BYTES}"):
+    with pytest.raises(ApiError, match=f"has 65550 bytes; the limit is {MAX_SCHEMA_BYTES} bytes"):
         answer_grammar({"const": "x" * (MAX_SCHEMA_BYTES + 2)}, [], made())

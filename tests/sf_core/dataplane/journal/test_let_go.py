@@ -39,7 +39,10 @@ def test_a_released_run_that_nobody_works_on_is_let_go_and_registered_again_goes
     hasty_plane.post("/runs/run/release")
     wait_until(lambda: not is_served(hasty_plane))
     answer = hasty_plane.http.post("/runs/run/claim", json={"runner": "a0", "max": 1})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Run run is not registered here.")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        404,
+        "Run run is not registered at this data plane.",
+    )
 
     hasty_plane.register(attempt=2)
     hasty_plane.connect(lambda prompt, seed: say(renderer, "again"), attempt=2)

@@ -339,7 +339,7 @@ def test_a_batch_of_failures_ends_the_attempt_and_a_later_one_begins_new_groups(
         assert ask(served_plane, claim, HI) == 200
         end(served_plane, claim, **cause)
     refused = served_plane.http.post("/runs/run/batches/0/seal", json={"attempt": 1})
-    sentence = f"every session of batch 0 failed ({status} 2); the last: KeyError: x"
+    sentence = f"every session of batch 0 failed ({status} 2); last error: KeyError: x"
     assert refused.status_code == 409 and refused.json()["error"]["message"] == sentence
     awaited = served_plane.get("/runs/run/batches/0", wait_s=0.0)
     assert (awaited["ready"], awaited["fault"]) == (False, sentence)

@@ -512,9 +512,9 @@ def test_an_agent_outside_leaves_nothing_unjudged(play: Play) -> None:
         opened = await claiming.open_session(driver.run, SessionBody(run_id="run"))
         [declared, *_] = await claiming.declare_group(driver.run, GroupBody(size=2))
         for session in (opened, declared):
-            with pytest.raises(WrongField, match="Sessions from outside cannot ask judges"):
+            with pytest.raises(WrongField, match="A session from outside cannot ask judges"):
                 await endings.finish(driver.run, session, FinishBody(status="unjudged"))
-            with pytest.raises(WrongField, match="Sessions from outside cannot ask judges"):
+            with pytest.raises(WrongField, match="A session from outside cannot ask judges"):
                 await driver.report(session, status="finished", reward=1.0)
 
     play(scenario)

@@ -61,7 +61,7 @@ def test_a_judge_answers_who_has_the_key_and_is_back_after_a_kill(
         with caplog.at_level(logging.WARNING):
             for process in [process for process, words in commands.items() if port in words]:
                 process.kill()
-            wait_until(lambda: "judge a: its vLLM has ended" in caplog.text)
+            wait_until(lambda: "judge a: the vLLM of this judge has ended" in caplog.text)
             wait_until(lambda: is_back(one))
         assert ask(one) == said and one.api_key not in caplog.text
     assert servers() <= before

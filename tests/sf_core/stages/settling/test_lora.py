@@ -80,16 +80,16 @@ def refused(config: dict[str, Any], *names: str) -> None:
         ),
         (
             {"train": {"lora": {"targets": ["q_proj", "lm_head"]}}},
-            "train.lora: target lm_head is not a linear layer of the model's blocks, which have down_proj, "
-            "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+            "train.lora: the target lm_head is not a linear layer of the model's blocks; these layers are "
+            "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
         (
             {"train": {"lora": {"targets": ["embed_tokens"]}}},
-            "train.lora: target embed_tokens is not a linear",
+            "train.lora: the target embed_tokens is not a linear",
         ),
         (
             {"train": {"lora": {"targets": ["query"]}}},
-            "train.lora: target query is not a linear layer of the mo",
+            "train.lora: the target query is not a linear layer of the mo",
         ),
     ],
 )
@@ -147,18 +147,18 @@ FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no configuration": (
         without("adapter_config.json"),
-        "does not hold an adapter: it has no adapter_config",
+        "does not contain an adapter: adapter_config",
     ),
     "no factors": (
         without("adapter_model.safetensors"),
-        "does not hold an adapter: it has no adapter_model.s",
+        "does not contain an adapter: adapter_model.s",
     ),
     "no JSON": (spoiled("adapter_config.json"), "cannot be read: "),
     "cut off": (
         spoiled("adapter_model.safetensors"),
         "adapter_model.safetensors: not a complete safetensors file",
     ),
-    "DoRA": (say(use_dora=True), "describes DoRA (use_dora), which training here does not support"),
+    "DoRA": (say(use_dora=True), "describes DoRA (use_dora), which SeamlessFlow cannot train"),
     "rsLoRA": (say(use_rslora=True), "(use_rslora)"),
     "modules": (say(modules_to_save=["lm_head"]), "(modules_to_save)"),
     "bias": (say(bias="lora_only"), "says that biases are trained (bias: lora_only)"),
@@ -166,8 +166,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "an alpha for each": (say(alpha_pattern={"q_proj": 3}), "(alpha_pattern)"),
     "another kind": (say(peft_type="IA3"), "describes an adapter of kind IA3; only LoRA is supported"),
     "head": (say(target_modules=["lm_head", "q_proj"]), "target lm_head is not a linear layer"),
-    "rank 0": (say(r=0), "has rank 0, not 1 to 512"),
-    "rank 513": (say(r=513), "has rank 513, not 1 to 512"),
+    "rank 0": (say(r=0), "has rank 0; expected 1 to 512"),
+    "rank 513": (say(r=513), "has rank 513; expected 1 to 512"),
     "alpha 0": (say(lora_alpha=0), "has alpha 0, so its factors change nothing"),
     "another rank": (
         say(r=3),
@@ -175,7 +175,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "codes": (
         with_factors(lambda factors: {name: t.to(torch.int8) for name, t in factors.items()}),
-        "has quantised factors (I8); training needs unquantised ones",
+        "has quantised factors (I8); training needs unquantised factors",
     ),
     "fewer layers": (
         with_factors(lambda factors: {name: t for name, t in factors.items() if name != FACTOR}),
@@ -231,7 +231,7 @@ def test_settings_must_be_those_of_the_adapter(
 def test_an_adapter_that_only_a_worker_has_is_left_to_it(tmp_path: Path, small_policy: str) -> None:
     policy = {"model": small_policy, "adapter": str(tmp_path / "nowhere")}
     check_start(RunConfig.model_validate(LORA | {"policy": policy}), by_a_worker=True)
-    refused(LORA | {"policy": policy}, f"policy.adapter: {tmp_path / 'nowhere'} does not hold an adapter")
+    refused(LORA | {"policy": policy}, f"policy.adapter: {tmp_path / 'nowhere'} does not contain an adapter")
 
 
 @pytest.mark.parametrize("rank", [0, 513])
@@ -247,7 +247,9 @@ def test_impossible_ranks_are_refused_before_anything_starts(tmp_path: Path, com
 def test_the_commands_refuse_before_anything_starts(tmp_path: Path, command: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{targets: [lm_head]}}}}\n")
-    check_refused(tmp_path, [command, str(file)], f"{file}: train.lora: target lm_head is not a linear layer")
+    check_refused(
+        tmp_path, [command, str(file)], f"{file}: train.lora: the target lm_head is not a linear layer"
+    )
 
 
 def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def configured(**sections: Any) -> RunConfig:
         *(
             (
                 {"policy": SEES, "engine": {"kind": kind}},
-                f"engine.kind {kind} does not support pictures, but the policy, a qwen2_5_vl, sees "
-                "pictures: use engine.kind vllm",
+                f"engine.kind {kind} does not support pictures, but the policy, a qwen2_5_vl, sees pictures: "
+                "use engine.kind vllm",
             )
             for kind in ("torch", "emulated")
         ),
@@ -52,7 +52,8 @@ def configured(**sections: Any) -> RunConfig:
         ),
         (
             {"rollout": {"max_picture_tokens": 64}},
-            "rollout.max_picture_tokens (64) is for policies that see pictures; this policy, a qwen3,",
+            "rollout.max_picture_tokens (64) applies only to policies that see pictures, but this "
+            "policy, a qwen3,",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_what_the_caller_does_not_set_stays_and_its_addresses_count(
     settled, lines = said(configured(tmp_path))
     assert settled == stored.model_copy(update={"dataplane": RunConfig().dataplane})
     assert lines == [
-        "run r: the stored configuration, except for dataplane.url none (was 'http://127.0.0.1:8700')"
+        "run r: uses its stored configuration, except for dataplane.url none (was 'http://127.0.0.1:8700')"
     ]
 
 
@@ -119,7 +119,7 @@ def test_what_the_caller_sets_counts_and_is_said(tmp_path: Path, stored: RunConf
     assert settled.cluster == stored.cluster
     [line] = lines
     assert line.startswith(
-        "run r: the stored configuration, except for train.iterations 120 (was 100), train.betas"
+        "run r: uses its stored configuration, except for train.iterations 120 (was 100), train.betas"
     )
     assert said(settled)[0] == settled
 
@@ -211,8 +211,8 @@ def test_a_run_may_end_earlier_but_not_before_what_is_published(tmp_path: Path, 
     with pytest.raises(ValueError) as refused:
         settle_config(configured(tmp_path, train={"iterations": 2}), lines.append)
     assert str(refused.value) == (
-        "run r has published version 3 and cannot end at train.iterations 2; give at least 3, or leave "
-        "train.iterations out"
+        "run r has already published version 3, so train.iterations cannot be 2; set "
+        "train.iterations to at least 3, or leave train.iterations out"
     )
     assert lines == []
 
@@ -231,7 +231,9 @@ def test_a_run_is_measured_as_it_was_configured_over_the_tasks_that_are_asked_fo
     asked = configured(tmp_path, evaluate={"num_tasks": 1000}, dataplane=STORED["dataplane"])
     measured = settle_to_measure(asked)
     assert measured == stored.model_copy(update={"evaluate": asked.evaluate})
-    with pytest.raises(ValueError, match=r"run r was configured with train.iterations 100, not 3, and can"):
+    with pytest.raises(
+        ValueError, match=r"run r was configured with train.iterations 100, not 3, and an evaluation must"
+    ):
         settle_to_measure(configured(tmp_path, train={"iterations": 3}))
     assert read_stored_config(stored.run_dir) == stored
 

@@ -163,7 +163,7 @@ def test_tools_are_refused_where_calls_have_no_known_form(served_plane: ServedPl
         refused = httpx.post(f"{url}/chat/completions", json=request | {"tool_choice": choice})
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith(
-            "The policy cannot call tools: its chat template writes tool calls in no known format."
+            "The policy cannot call tools: its chat template writes tool calls in an unknown format."
         )
     counted = httpx.post(
         f"{url}/messages/count_tokens",

@@ -191,7 +191,7 @@ def test_only_fields_of_the_list_can_be_ignored() -> None:
         config = RunConfig.model_validate({"rollout": {"ignored_fields": [known]}})
         assert json.loads(config.model_dump_json())["rollout"]["ignored_fields"] == [known]
     for name, near in (("messages", "presence_penalty"), ("minp", "min_p")):
-        with pytest.raises(ValueError, match=f"'{name}' cannot be ignored; fields that can: .*{near}"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot be ignored; use a field such as .*{near}"):
             RunConfig.model_validate({"rollout": {"ignored_fields": [name]}})
 
 
