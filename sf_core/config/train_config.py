@@ -142,12 +142,11 @@ class TrainConfig(Settings):
     and is retried. After the same time, another worker replaces a lost trainer. The time to read or write a
     checkpoint, measured at the start of the run, is added to the timeout."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate of AdamW, constant after the first `warmup_steps` optimiser steps. Empty, with
-    `policy.model`: 2e-5 x sqrt(135 million / N) for N parameters, at least 1e-6 and at most 3e-4. Empty, for
-    the built-in policy: 3e-4, and less for more than 1.5 million parameters. Empty, with `lora`: ten times
-    the value without `lora`."""
+    """Learning rate of AdamW, constant after `warmup_steps`. Empty, with `policy.model`: 2e-5 x sqrt(135
+    million / N) for N parameters, between 1e-6 and 3e-4. Empty, for the built-in policy: 3e-4, and less above
+    1.5 million parameters. Empty, with `lora`: ten times these values."""
     warmup_steps: int = Field(0, ge=0)
-    """Number of optimiser steps during which the learning rate rises from 0 to `learning_rate`."""
+    """Number of optimiser steps during which the learning rate rises from 0."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay rates of the first and the second moment of AdamW."""
     weight_decay: float = Field(0.0, ge=0)
