@@ -160,8 +160,8 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         )
     if not held["agent"] and not config.rollout.is_outside:
         raise ValueError(
-            f"no worker is left for agents: {', '.join(sorted(names))} trains, and agents would keep it "
-            f"busy; workers: {_list_offers(workers)}"
+            f"no worker is left for agents: {', '.join(sorted(names))} trains, and agents would delay "
+            f"training; workers: {_list_offers(workers)}"
         )
     if not held["reward"] and (name := next(iter(config.environment.served_judges), None)):
         raise ValueError(

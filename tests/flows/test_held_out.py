@@ -121,9 +121,7 @@ def test_a_stage_of_a_source_that_the_environment_lacks_is_refused(
     given["rollout"]["curriculum"] = {"stages": stages}
     with pytest.raises(ValueError) as refused:
         train.fn(validate_config(given))
-    assert str(refused.value) == (
-        f"rollout.curriculum.stages: {environment} has no code, mathematics; {told}"
-    )
+    assert str(refused.value) == (f"rollout.curriculum.stages: {environment} lacks code, mathematics; {told}")
     assert not (tmp_path / "r").exists()
 
 

@@ -51,7 +51,7 @@ class Record:
         """The result of a call; where it is made on an event loop, what gives it when it is awaited."""
         if self._is_over:
             asking.close()
-            raise NotJudged("the time limit for scoring the answer is over")
+            raise NotJudged("the time limit for scoring the answer (rollout.score_timeout_s) is over")
         try:
             here = asyncio.get_running_loop()
         except RuntimeError:

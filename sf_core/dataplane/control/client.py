@@ -159,7 +159,7 @@ class DataplaneClient:
                         f"{what}: the data plane has released the run, so no worker works on it"
                     )
                 if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
-                    raise RuntimeError(f"{what}: every session fails; the run waits for {wait.reason}")
+                    raise RuntimeError(f"{what}: every session fails; {wait.reason}")
                 if answer["engines"] and answer["runners"] != 0:
                     attended = now
                 elif now - attended > absence_timeout_s:

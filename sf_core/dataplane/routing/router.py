@@ -141,7 +141,7 @@ class Router:
         for engine in self.engines:
             if engine.is_still and now - engine.heard_at > self.limits.patience_s:
                 for generation in list(engine.in_flight.values()):
-                    self._refuse(generation, "its engine is paused")
+                    self._refuse(generation, "the engine of this request is paused")
         for engine in [e for e in self.engines if e.silent_for(now) > self.limits.engine_silence_s]:
             log.warning(
                 "engine %s has requests but sends nothing, so the data plane drops it", engine.engine_id

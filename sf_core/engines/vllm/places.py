@@ -99,7 +99,7 @@ class OwnServer(ServerOrigin):
                 with suppress(EngineLostError):
                     return await client.check_health()
             await asyncio.sleep(_LOOK_EVERY_S)
-        raise EngineLostError("vLLM ended, or was not ready in time")
+        raise EngineLostError(f"vLLM ended, or was not ready after {_START_S:g} s")
 
 
 class AdoptedServer(ServerOrigin):

@@ -57,7 +57,7 @@ def _check_sources(config: RunConfig) -> None:
     if missing := [source for source in named if source not in parts]:
         there_are = f"its parts are {', '.join(parts)}" if parts else "it has no parts"
         raise ValueError(
-            f"rollout.curriculum.stages: {config.environment.name} has no {', '.join(missing)}; {there_are}"
+            f"rollout.curriculum.stages: {config.environment.name} lacks {', '.join(missing)}; {there_are}"
         )
 
 

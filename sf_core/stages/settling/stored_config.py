@@ -162,7 +162,7 @@ def _merge_with_stored(
         tell(f"run {config.run_id}: uses its stored configuration, except for {', '.join(changed)}")
     if kept:
         tell(
-            f"run {config.run_id}: a default does not override a stored setting, so this stays: "
+            f"run {config.run_id}: a default does not override a stored setting, so the run keeps "
             f"{', '.join(kept)}"
         )
     return validate_config(data, f"run {config.run_id}")

@@ -324,5 +324,5 @@ def test_stages_share_out_the_parts_and_no_others() -> None:
     with pytest.raises(ValueError) as refused:
         check_held_out(config(calculator=1))
     assert str(refused.value) == (
-        "rollout.curriculum.stages: mixture has no calculator; its parts are words, own"
+        "rollout.curriculum.stages: mixture lacks calculator; its parts are words, own"
     )

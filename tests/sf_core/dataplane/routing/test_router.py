@@ -293,7 +293,7 @@ async def test_a_request_frozen_for_too_long_is_refused() -> None:
     assert not generation.is_over
     engine.connection.heard_at -= 61
     cluster.router.sweep()
-    with pytest.raises(ApiError, match="its engine is paused"):
+    with pytest.raises(ApiError, match="the engine of this request is paused"):
         await generation.progress(0)
     engine.act()
     assert engine.engine is not None and engine.engine.num_requests == 0

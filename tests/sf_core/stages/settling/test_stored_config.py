@@ -132,7 +132,8 @@ def test_a_form_that_sends_every_default_goes_on_with_what_is_stored(
     assert settled.model_copy(update={"dataplane": stored.dataplane}) == stored
     assert "dataplane.url none" in changed
     assert kept.startswith(
-        "run r: a default does not override a stored setting, so this stays: seed 7, policy.hidden_size 64, "
+        "run r: a default does not override a stored setting, so the run keeps seed 7, "
+        "policy.hidden_size 64, "
     )
     assert "train.iterations 100" in kept
 
