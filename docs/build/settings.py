@@ -28,8 +28,8 @@ needs only the settings that differ from their defaults. On the command line,
 
 **Empty** means that a setting has the value `null`. The description of the setting says what happens in this
 case. In the name of a setting, `NAME` stands for a name that you choose, and `[]` for an entry of a list.
-Some sections have several kinds. The setting `kind` selects one kind, and the section then has the settings of
-this kind.
+Some sections have several kinds. The setting `kind` selects one kind, and the section then has the
+settings of this kind.
 """
 _CODE = re.compile(r"(`[^`]+`)")
 
