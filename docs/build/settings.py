@@ -18,18 +18,16 @@ from sf_core.settings import Reference
 
 _TOP = """# Settings
 
-This page lists every setting of a run, with its type, default and range. A configuration is a YAML file. It
-needs only the settings that differ from their defaults. On the command line,
-`--set train.learning_rate=1e-4` overrides one setting.
+Every setting of a run, with its type, default and range. A configuration is a YAML file with the settings
+that differ from the default. `--set train.learning_rate=1e-4` overrides one setting on the command line.
 
-- `sf settings` prints all settings as YAML that you can copy.
-- `sf settings train.loss` prints one section.
-- `sf settings --schema` prints a JSON Schema, with which an editor can complete and check your file.
+- `sf settings` prints all of them as YAML that you can copy.
+- `sf settings train.loss` prints one part.
+- `sf settings --schema` prints the JSON Schema. An editor completes and checks your file with it.
 
-**Empty** means that a setting has the value `null`. The description of the setting says what happens in this
-case. In the name of a setting, `NAME` stands for a name that you choose, and `[]` for an entry of a list.
-Some sections have several kinds. The setting `kind` selects one kind, and the section then has the
-settings of this kind.
+**Empty** is YAML's `null`: the setting is left out, and its description says what happens then. `NAME`
+stands for a name that you choose, and `[]` for an entry of a list. Some sections have several kinds: `kind`
+names one of them, and the section then has the settings of this kind.
 """
 _CODE = re.compile(r"(`[^`]+`)")
 

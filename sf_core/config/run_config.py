@@ -41,9 +41,8 @@ class WarmstartConfig(Settings):
     batch_size: int = Field(64, ge=1)
     """Number of demonstrations per optimiser step."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate of the supervised training. For the built-in policy the rate decays on a cosine schedule
-    to a tenth of this value. Empty: 3e-3 for the built-in policy, five times `train.learning_rate` for
-    `model`."""
+    """Learning rate. For the built-in policy the rate decays on a cosine schedule to a tenth of this value.
+    Empty: 3e-3 for the built-in policy, five times `train.learning_rate` for `model`."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
     """Label smoothing, for the built-in policy. After the warm start, at temperature 1, about this fraction
     of sampled tokens differs from the demonstrations, so that reinforcement learning has something to

@@ -142,9 +142,9 @@ class TrainConfig(Settings):
     and is retried. After the same time, another worker replaces a lost trainer. The time to read or write a
     checkpoint, measured at the start of the run, is added to the timeout."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate of AdamW, constant after `warmup_steps`. Empty, with `policy.model`: 2e-5 x sqrt(135
-    million / N) for N parameters, between 1e-6 and 3e-4. Empty, for the built-in policy: 3e-4, and less above
-    1.5 million parameters. Empty, with `lora`: ten times these values."""
+    """Learning rate of AdamW in train steps. The learning rate is constant after `warmup_steps`. Empty: 2e-5
+    x sqrt(135 million / N) for N parameters, between 1e-6 and 3e-4, with `policy.model`; 3e-4 for the
+    built-in policy, and less above 1.5 million parameters. With `lora`: ten times these learning rates."""
     warmup_steps: int = Field(0, ge=0)
     """Number of optimiser steps during which the learning rate rises from 0."""
     betas: tuple[Share, Share] = (0.9, 0.95)
