@@ -283,7 +283,7 @@ def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(answering
         answering_plane.post("/runs/run/release")
         for wait in waits:
             with pytest.raises(
-                RuntimeError, match="the data plane has released the run, so nothing works on it"
+                RuntimeError, match="the data plane has released the run, so no worker works on it"
             ):
                 wait.result(timeout=patience())
 
