@@ -99,7 +99,7 @@ def test_what_is_no_task_is_told_as_that() -> None:
     with pytest.raises(ValueError) as refused:
         check_held_out(drawing("facts", 1))
     assert str(refused.value) == (
-        f'environment.tasks: {__name__}:facts ({place_of(facts)}) returned for ("holdout", 0) '
+        f'environment.tasks: {__name__}:facts ({place_of(facts)}) called with ("holdout", 0) returned '
         "{'task_id': 'a'}, which is not a task: it must return "
         "sf_core.types.Task(task_id, environment, prompt)"
     )

@@ -115,7 +115,7 @@ async def later(split: str, index: int) -> Task:
 def test_what_is_no_task_is_refused_with_the_function_and_its_arguments(
     function: Callable[..., Any], told: str
 ) -> None:
-    asked = f'my:tasks ({place_of(function)}) returned for ("train", 3) '
+    asked = f'my:tasks ({place_of(function)}) called with ("train", 3) returned '
     with pytest.raises(NoTaskError, match="^" + re.escape(asked + told)):
         require_tasks(function, "my:tasks")("train", 3)
 

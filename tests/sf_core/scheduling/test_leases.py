@@ -137,7 +137,7 @@ def test_a_worker_whose_lease_was_lost_is_held_again_but_not_all_the_time(
     assert bench.adapt() == []
     bench.now += 0.1
     assert given(bench.adapt()) == [("r0", None)]
-    lost = "lease r0-1.1 was lost (ConnectionError: no claim was answered); r0 gets a new lease"
+    lost = "lease r0-1.1 was lost (ConnectionError: no claim was answered); worker r0 gets a new lease"
     assert lost in caplog.messages
     bench.end("r0", LOST)
     assert bench.adapt() == []

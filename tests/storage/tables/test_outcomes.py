@@ -88,7 +88,7 @@ def test_a_run_made_anew_has_no_outcomes(run_anywhere: RunDirectory) -> None:
         (lambda uri: files.write_atomic(uri, b"nothing"), "not a complete Parquet file: .*"),
         (
             lambda uri: parquet.write_table(uri, pa.table({"run_id": ["run-1"]})),
-            f"has no column {', '.join(sorted(set(SCHEMA.names) - {'run_id'}))}",
+            f"the file has no column {', '.join(sorted(set(SCHEMA.names) - {'run_id'}))}",
         ),
     ],
 )
