@@ -123,7 +123,7 @@ def test_what_is_no_task_is_refused_with_the_function_and_its_arguments(
 def test_what_is_no_task_of_a_part_is_refused_with_the_name_of_the_part() -> None:
     given = require_tasks(lambda split, index, source: source, "my:tasks")
     with pytest.raises(
-        NoTaskError, match=r' returned for \("holdout", 2, "code"\) \'code\', which is not a task'
+        NoTaskError, match=r' called with \("holdout", 2, "code"\) returned \'code\', which is not a task'
     ):
         given("holdout", 2, "code")
 
