@@ -164,8 +164,8 @@ class RolloutConfig(Settings):
     """Number of most likely tokens from which the engine samples. This value replaces `top_k` in the agent's
     request. 0: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of sampled tokens per turn. Empty: 64 for the built-in policy. With `policy.model`: half
-    of `engine.context_length` if that is set and smaller than 512, 256 if not."""
+    """Maximum number of sampled tokens per turn. Empty: 64 for the built-in policy. With `policy.model`: 256,
+    or half of `engine.context_length` if that setting is smaller than 512."""
     ignored_fields: tuple[UndoneField, ...] = ()
     """Names of unsupported request fields to ignore, for example `presence_penalty`. Use this setting for
     clients that always send such a field. A request with any other unsupported field is refused."""

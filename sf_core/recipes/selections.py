@@ -16,14 +16,14 @@ from sf_core.settings import Settings, or_kind
 
 
 class Extremes(Settings):
-    """Only the sessions with the highest and the lowest rewards of each group train: half of `keep` from each
-    end (down-sampling of rollouts; PODS, Xu et al. 2025; Sol-RL, arXiv 2604.06916). Among sessions with equal
-    rewards, an earlier session counts as lower. If a group has at most `keep` sessions, all sessions of the
-    group train."""
+    """Trains on the sessions with the highest and the lowest rewards of each group: half of `keep` from each end
+    (down-sampling of rollouts; PODS, Xu et al. 2025; Sol-RL, arXiv 2604.06916). Among sessions with equal
+    rewards, an earlier session counts as lower. A group with at most `keep` sessions is used whole."""
 
     kind: Literal["extremes"] = "extremes"
     keep: int = Field(ge=2, multiple_of=2)
-    """Number of sessions per group that train. The number must be even and less than `rollout.group_size`."""
+    """Number of sessions of each group that are used for training. The number must be even and less than
+    `rollout.group_size`."""
 
     reason: ClassVar[str] = "not_extreme"
     """Reason why the other sessions do not train. The reason is stored with the batch."""

@@ -43,8 +43,8 @@ def check_tokens(config: RunConfig, policy: str | None, by_a_worker: bool) -> No
     sees = config.policy.sees if policy is None else read_sight(policy) is not None
     if sees and teacher is not None and teacher.url is not None:
         raise ValueError(
-            "train.teacher.url: a server receives token ids only, but the policy sees pictures: name a "
-            f"folder as {SETTING}"
+            "train.teacher.url: a server receives token ids only, but the policy sees pictures: remove "
+            f"the URL, and set {SETTING} to the folder of the teacher"
         )
     if sees and found is not None and read_sight(found.source) is None:
         raise ValueError(
