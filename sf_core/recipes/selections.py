@@ -16,8 +16,8 @@ from sf_core.settings import Settings, or_kind
 
 
 class Extremes(Settings):
-    """Trains on the sessions with the highest and the lowest rewards of each group: half of `keep` from each end
-    (down-sampling of rollouts; PODS, Xu et al. 2025; Sol-RL, arXiv 2604.06916). Among sessions with equal
+    """Trains on the sessions with the highest and the lowest rewards of each group: half of `keep` from each
+    end (down-sampling of rollouts; PODS, Xu et al. 2025; Sol-RL, arXiv 2604.06916). Among sessions with equal
     rewards, an earlier session counts as lower. A group with at most `keep` sessions is used whole."""
 
     kind: Literal["extremes"] = "extremes"
