@@ -80,7 +80,8 @@ class Sight:
         if not self.min_pixels <= tall * wide <= self.max_pixels:
             raise ValueError(
                 f"the picture has {width} by {height} pixels and cannot be scaled to between "
-                f"{self.min_pixels} and {self.max_pixels} pixels in all without a large change of its aspect ratio"
+                f"{self.min_pixels} and {self.max_pixels} pixels in all without a large change "
+                "of its aspect ratio"
             )
         return tall, wide
 
