@@ -13,12 +13,9 @@ def test_a_setting_is_found_and_opened(browser: Browser, site: Path) -> None:
     page.on("request", lambda request: asked.append(request.url))
     page.goto((site / "index.html").as_uri())
     page.locator(".md-search__input").click()
-    page.keyboard.type("train.learning_rate")
-    found = page.locator(
-        '.md-search-result__link[href$="settings.html?h=train+learning+rate#train.learning_rate"]'
-    )
-    found.first.click()
-    expect(page.locator("h4[id='train.learning_rate']")).to_be_in_viewport()
+    page.keyboard.type("cluster.yield_timeout_s")
+    page.locator('.md-search-result__link[href$="#cluster.yield_timeout_s"]').first.click()
+    expect(page.locator("h4[id='cluster.yield_timeout_s']")).to_be_in_viewport()
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
     page.close()
 
