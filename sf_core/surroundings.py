@@ -208,8 +208,8 @@ def check_names(path: Iterable[str]) -> None:
         if not found.is_relative_to(ROOT / name):
             raise ImportError(
                 f"{found} has the name of a package of SeamlessFlow, {name} ({ROOT / name}), and would be "
-                "imported instead: rename it, or run the command in another folder and keep this folder "
-                "out of PYTHONPATH"
+                "imported instead: rename it, or run the command in another folder and keep the folder of "
+                f"{found.name} out of PYTHONPATH"
             )
 
 

@@ -60,8 +60,8 @@ class PolicyConfig(Settings):
     """Folder of a Hugging Face causal LM from which training starts, or the name of a model that `sf model`
     has downloaded. Empty: the run creates the built-in policy, a small Qwen3 model."""
     adapter: FilePath | None = None
-    """Folder of a PEFT adapter of `model` from which training starts, with `train.lora`. Empty: the run
-    creates an adapter that initially does not change the output of the model."""
+    """Folder of a PEFT adapter of `model`. Training starts from this adapter, and needs `train.lora`. Empty,
+    with `train.lora`: the run creates an adapter that initially does not change the output of the model."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
     """Hidden size of the built-in policy."""
     num_layers: int = Field(4, ge=1, le=64)

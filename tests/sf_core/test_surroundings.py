@@ -59,7 +59,7 @@ def test_a_file_first_on_the_path_is_named_wherever_the_command_is_called(tmp_pa
     file = tmp_path / "code" / "storage.py"
     file.write_text("")
     refused = call(tmp_path, SF, "settings", PYTHONPATH=str(file.parent))
-    check_refused(refused, str(file), "keep this folder out of PYTHONPATH")
+    check_refused(refused, str(file), "keep the folder of storage.py out of PYTHONPATH")
 
 
 def test_a_folder_that_is_gone_is_no_place_for_a_command(tmp_path: Path) -> None:
