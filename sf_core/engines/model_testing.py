@@ -64,9 +64,9 @@ class ModelEngineTests(EngineTests):
         request, length = self.request("r"), self.context_length
         with self.serve() as engine:
             wrong = {
-                f"prompt has 0 tokens; allowed are 1 to {length - 1}": replace(request, prompt_ids=[]),
+                f"prompt has 0 tokens; expected 1 to {length - 1}": replace(request, prompt_ids=[]),
                 f"prompt has {length} tokens": replace(request, prompt_ids=[5] * length),
-                f"an id outside the vocabulary of {self.vocab_size}": replace(
+                f"a token id outside the vocabulary of {self.vocab_size}": replace(
                     request, prompt_ids=[5, self.vocab_size]
                 ),
                 "outside the vocabulary": replace(request, prompt_ids=[-1]),

@@ -117,7 +117,7 @@ def test_a_run_or_an_iteration_that_is_not_there_is_named(
 ) -> None:
     code, output = sf("replay", run_to_replay.uri, "--iteration", "4")
     assert code == 2
-    assert "trained: train of iteration 4 is not committed; `sf inspect " in output
+    assert "trained: the stage train of iteration 4 is not committed; `sf inspect " in output
     assert sf("replay", run_to_replay.uri, "--iteration", "-1")[0] == 2
     code, output = sf("replay", str(tmp_path / "none"), "--iteration", "0")
     assert (code, "no run here" in output) == (2, True)

@@ -54,7 +54,7 @@ WELCOME, UPDATED = wire.Welcome(WeightsRef(0, "w"), False), wire.Updated(0)
 
 @pytest.mark.parametrize("frame", [b"", b"\x01", b"\x80", b"\xff\xff", wire.pack(WELCOME)])
 def test_a_frame_that_no_engine_may_send_is_refused(frame: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^sent an invalid message: "):
+    with pytest.raises(ValueError, match=r"^the engine sent an invalid message: "):
         wire.read_from_engine(frame)
 
 

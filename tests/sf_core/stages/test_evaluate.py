@@ -102,7 +102,7 @@ def test_a_run_without_a_policy_cannot_be_measured(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
     configure(run)
     with pytest.raises(
-        ValueError, match="r: has no policy to evaluate yet; continue the run with `sf resume "
+        ValueError, match="r: the run has no policy to evaluate yet; continue the run with `sf resume "
     ):
         evaluation(run)
     commit(run, None, "start")
