@@ -57,7 +57,7 @@ async def serve_connection(socket: WebSocket, find_run: Callable[[str], ServedRu
     except (WebSocketDisconnect, ValueError):
         hello = None
     if not isinstance(hello, wire.Hello):
-        return await socket.close(wire.BAD_FRAME, "sent no hello frame")
+        return await socket.close(wire.BAD_FRAME, "the engine sent no hello frame")
     run = find_run(hello.run_id)
     if run is None:
         return await socket.close(wire.UNKNOWN_RUN, f"run {hello.run_id} is not registered")

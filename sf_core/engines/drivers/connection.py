@@ -41,5 +41,5 @@ class Line:
         """What the end of a connection means: a ConnectionError, after which it is made again, or a
         ValueError, because of what the engine sent."""
         if error.rcvd is not None and error.rcvd.code == wire.BAD_FRAME:
-            return ValueError(f"the data plane dropped this engine: it {error.rcvd.reason}")
+            return ValueError(f"the data plane dropped this engine: {error.rcvd.reason}")
         return ConnectionError(f"data plane at {self.url}: {error}")
