@@ -392,7 +392,9 @@ def test_what_a_teacher_at_a_url_says_is_stored_beside_the_batch(
     assert said == [pytest.approx(values) for values in ([0, 0, -0.05], [0, 0, 0], [0, -0.22, 0])]
     assert filter(RunRef(run.run_id, run.uri, "", attempt=2), ITERATION) == data and len(asked) == 2
     Path(run.path(manifest.files("scores")[0].uri)).write_bytes(b"changed")
-    with pytest.raises(ValueError, match=r"scores/iteration=1/scores-1.parquet: the file has 7 bytes, but filter"):
+    with pytest.raises(
+        ValueError, match=r"scores/iteration=1/scores-1.parquet: the file has 7 bytes, but filter"
+    ):
         read_stored_batch(OpenRun(RunRef(run.run_id, run.uri, "", attempt=1)), ITERATION)
 
 

@@ -174,6 +174,7 @@ def test_a_tensor_that_is_in_two_files_is_named(run_anywhere: RunDirectory) -> N
     index = b'{"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}'
     files.write_atomic(run_anywhere.path("start", "model.safetensors.index.json"), index)
     with pytest.raises(
-        ValueError, match=r"b\.safetensors: the file has the tensor 'w', which another file of the folder also has"
+        ValueError,
+        match=r"b\.safetensors: the file has the tensor 'w', which another file of the folder also has",
     ):
         open_weights(run_anywhere.start_dir)

@@ -241,7 +241,9 @@ def test_the_lease_of_an_engine_that_is_dropped_ends_with_the_reason(
         lease = pool.submit(serve_engine, served_plane.url, None, HELLO, engine)
         wait_until(lambda: bool(served_plane.live_engines()))
         with asking(served_plane, opened) as asked:
-            reason = "^the data plane dropped this engine: the engine sent a log-prob that is not the logarithm"
+            reason = (
+                "^the data plane dropped this engine: the engine sent a log-prob that is not the logarithm"
+            )
             with pytest.raises(ValueError, match=reason):
                 lease.result(timeout=patience())
             served_plane.post("/runs/run/release")
