@@ -28,7 +28,7 @@ class Device:
     bandwidth: float
     """Memory bandwidth, in bytes/s."""
     bytes_per_weight: int = 2
-    """Bytes per weight in the number format of training: 2 for bfloat16, 4 for float32."""
+    """Size of one weight during training, in bytes: 2 in bfloat16, 4 in float32."""
 
 
 DEVICES = {

@@ -125,7 +125,7 @@ class _Files:
         self._place = None if self.is_of_run else scratch_folder()
         self.folder = self._place.name if self._place else absolute(media_dir)
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        """Bytes of each copy by the picture's hash. The copy that was asked for last is at the end."""
+        """Size of each copy in bytes, by the hash of the picture. The most recently used copy is last."""
         self._turn = threading.Lock()
 
     def find(self, sha256: str) -> str:

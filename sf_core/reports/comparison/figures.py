@@ -67,7 +67,8 @@ def _measured(series: RunSeries, version: int | None) -> dict[str, float | None]
 
 
 def _standard_error(series: RunSeries, version: int) -> float | None:
-    """Of the mean over tasks, each with the mean of its sessions. Raises ValueError if a file is missing."""
+    """Standard error of the mean held-out reward over tasks. The reward of a task is the mean reward of its
+    sessions. Raises ValueError if a file is missing."""
     view = series.view
     found, manifest = view.find_session_set(version, "evaluate"), view.manifest(version, "evaluate")
     assert found is not None and manifest is not None
