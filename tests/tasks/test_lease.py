@@ -189,4 +189,4 @@ def test_leases_that_cannot_be_released_do_not_hide_how_the_run_ended(
     with leases:
         pass
     [message] = [record.message for record in caplog.records if record.name == "tasks.lease"]
-    assert message.startswith("the leases cannot be released now and will end later:  GET /")
+    assert message.startswith("the leases cannot be released now and will end later: GET /")
