@@ -80,7 +80,7 @@ def test_every_field_of_a_turn_is_documented() -> None:
 
 
 def test_the_schema_version_is_documented() -> None:
-    assert f"key `seamlessflow.schema`; it is {SCHEMA_VERSION}." in (PAGES / "trajectories.md").read_text()
+    assert f"The current schema version is {SCHEMA_VERSION}." in (PAGES / "trajectories.md").read_text()
 
 
 def test_make_run_trains_the_run_that_the_pages_open() -> None:
