@@ -5,6 +5,7 @@ Owns every path and the order of stages. Knows nothing of what the stages comput
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -37,6 +38,20 @@ class RunDirectory:
     def path(self, *parts: str) -> str:
         """URI of a path in the run directory, such as the `uri` of a manifest's FileRef."""
         return files.join(self.uri, *parts)
+
+    @property
+    def is_local(self) -> bool:
+        return files.is_local(self.uri)
+
+    @property
+    def local_dir(self) -> str:
+        """Folder on this machine for logs, the lock and other files of a command that works on the run: the
+        run directory itself, or a folder in ./runs that belongs to this URL alone."""
+        if self.is_local:
+            return self.uri
+        # no run id contains @, so that no local run has this name
+        digest = hashlib.sha256(self.uri.encode()).hexdigest()[:8]
+        return files.absolute(f"runs/{self.run_id}@{digest}")
 
     @property
     def start_dir(self) -> str:

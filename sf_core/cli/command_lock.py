@@ -1,4 +1,4 @@
-"""Lock on the folder of a run: one command at a time works there, and a second one is told which it is."""
+"""Lock on the local folder of a run: one command at a time works there; a second one is told which it is."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from storage.run_directory import RunDirectory
+
 
 class HeldError(ValueError):
     """Another command works in the folder; the message says which, and what to do."""
 
 
-def hold(folder: Path) -> TextIO:
-    """Lock the folder against other commands until the returned file is closed or this process ends. Raises
-    HeldError. On a filesystem without locks it has no effect."""
-    file = open(folder / "command.lock", "a+")  # noqa: SIM115 the caller closes it
+def hold(run: RunDirectory) -> TextIO:
+    """Lock the run's local folder, which exists, against other commands until the returned file is closed or
+    this process ends. Raises HeldError. On a filesystem without locks it has no effect."""
+    file = open(Path(run.local_dir, "command.lock"), "a+")  # noqa: SIM115 the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -27,7 +29,7 @@ def hold(folder: Path) -> TextIO:
         holder = _holder(file.read())
         file.close()
         raise HeldError(
-            f"run {folder.name} is in use by {holder}: wait until that command ends, or stop that command "
+            f"run {run.run_id} is in use by {holder}: wait until that command ends, or stop that command "
             "with Ctrl-C, and run this command again; to start a new run instead, add --set run_id=NAME"
         ) from None
     except OSError:

@@ -52,7 +52,7 @@ from sf_core.surroundings import (
 )
 from sf_core.training.registry import check_installed, trainer_kind
 from storage.errors import StorageError
-from storage.files import absolute, check_writable, is_local
+from storage.files import absolute, check_writable
 from storage.run_directory import RunDirectory
 
 FLOW_STARTS = 3
@@ -102,14 +102,15 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         explained = explain_sizes(config, sizes) if flow == "train" else {}
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
+    local = Path(directory.local_dir)
     _check_surroundings(config)
     local.mkdir(parents=True, exist_ok=True)
     try:
-        lock = hold(local)
+        lock = hold(directory)
     except HeldError as error:
         raise LaunchError(str(error)) from None
-    console.print(Text.assemble("run ", (name, "bold"), f" in {directory.uri}"), soft_wrap=True)
+    where = directory.uri if directory.is_local else f"{directory.uri}, logs in {local / 'logs'}"
+    console.print(Text.assemble("run ", (name, "bold"), f" in {where}"), soft_wrap=True)
     for subject in ("memory", "disk"):
         if subject in explained:
             tell(f"{subject}: {explained[subject]}")
@@ -295,8 +296,6 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     api = prefect_api_url()
     server = api.removesuffix("/api") if api else "prefect server start   (then http://127.0.0.1:4200)"
     uses = f"  use it         sf serve {directory.uri}\n" if has_policy else ""
-    if has_policy and is_local(directory.uri) and Path(directory.policy_dir).is_dir():
-        uses += f"  or             vllm serve {directory.policy_dir}\n"
     rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"
     result = Text.assemble(
         "\nheld-out reward  ",

@@ -268,10 +268,8 @@ def open_run(uri: str) -> RunView:
         return RunView(run)
     parent = run.uri.removesuffix("/" + run.run_id)
     names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(parent)]
-    if files.exists(run.path("logs")):
-        raise ValueError(
-            f"{uri}: the run has not begun (config.json is missing); logs of its start: {run.path('logs')}"
-        )
+    if files.exists(logs := files.join(run.local_dir, "logs")):
+        raise ValueError(f"{uri}: the run has not begun (config.json is missing); logs of its start: {logs}")
     names = [name for name in names if name != run.run_id]
     raise ValueError(f"{uri}: no run here (config.json is missing){did_you_mean(run.run_id, names)}")
 

@@ -79,7 +79,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 8
     with pytest.raises(HeldError, match=f"process {process.pid} on "):
-        hold(Path(config.run_dir))
+        hold(RunDirectory(config.run_dir))
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=patience())
     assert process.returncode == 130, output.decode()

@@ -1,8 +1,10 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from sf_core.config import RunConfig
 from storage import files
 from storage.attempts import Attempt
 from storage.files import FileRef
@@ -20,6 +22,22 @@ def output(run: RunDirectory, data: bytes, part: str = "part-1") -> FileRef:
 
 def test_the_run_id_is_the_name_of_the_folder(run_anywhere: RunDirectory) -> None:
     assert run_anywhere.run_id == "run-1"
+
+
+def test_what_stays_on_this_machine_is_in_a_folder_that_no_other_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    local = RunDirectory("runs/run-1")
+    assert local.local_dir == local.uri == str(tmp_path / "runs" / "run-1")
+    first, second = RunDirectory("s3://bucket/a/run-1"), RunDirectory("s3://bucket/b/run-1")
+    assert Path(first.local_dir).parent == tmp_path / "runs"
+    assert len({local.local_dir, first.local_dir, second.local_dir}) == 3
+    # a resumed run finds its own again
+    assert RunDirectory("s3://bucket/a/run-1/").local_dir == first.local_dir
+    name = Path(first.local_dir).name
+    with pytest.raises(ValueError, match="run_id"):
+        RunConfig(run_id=name)
 
 
 def test_a_manifest_is_read_back_as_committed(run_anywhere: RunDirectory) -> None:

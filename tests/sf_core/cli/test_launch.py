@@ -6,6 +6,7 @@ import resource
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,6 @@ def test_a_finished_run_is_shown_and_not_run_again(finished_run: RunDirectory) -
     )
     assert "tokens 1,000 sampled, 20 per second" in output, "of an earlier version"
     assert f"policy {finished_run.policy_dir} use it sf serve {finished_run.uri} trajectories" in output
-    Path(finished_run.policy_dir).mkdir()
-    assert (
-        f"use it sf serve {finished_run.uri} or vllm serve {finished_run.policy_dir} "
-        in sf("resume", finished_run.uri)[1]
-    )
     assert "idle devices r0 50% (loading 42%, start 8%), t0 25% (start 25%) picture" in output
 
 
@@ -86,8 +82,9 @@ def stopped_run(finished_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped_run: RunDirectory) -> None:
-    program = "import sys, time; from sf_core.cli.command_lock import hold\nfrom pathlib import Path\n"
-    program += "lock = hold(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+    program = "import sys, time; from sf_core.cli.command_lock import hold\n"
+    program += "from storage.run_directory import RunDirectory\n"
+    program += "lock = hold(RunDirectory(sys.argv[1])); print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", program, stopped_run.uri]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
         assert first.stdout
@@ -97,8 +94,22 @@ def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped_run: RunDirec
         assert (code, who in output, "stop that command with Ctrl-C" in output) == (1, True, True), output
         assert first.poll() is None
         first.kill()
-    with hold(Path(stopped_run.uri)):
+    with hold(stopped_run):
         pass
+
+
+def test_runs_of_one_name_at_several_places_are_used_at_the_same_time(
+    stopped_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as held:
+        for root in ("runs", "memory://a", "memory://b"):
+            run = RunDirectory(f"{root}/r")
+            configure(run, train={"iterations": 3}, storage={"root": root})
+            Path(run.local_dir).mkdir(parents=True, exist_ok=True)
+            held.enter_context(hold(run))
+            code, output = sf("resume", run.uri)
+            assert (code, "run r is in use by another command" in output) == (1, True), output
 
 
 @pytest.mark.parametrize("variable", ["PREFECT_HOME", "SF_CACHE_DIR"])

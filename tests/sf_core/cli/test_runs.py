@@ -39,6 +39,9 @@ def test_a_run_that_has_not_begun_is_told_from_none(here: Path) -> None:
     code, output = sf("inspect", "runs/new")
     assert code == 2
     assert "runs/new: the run has not begun (config.json is missing); logs of its start: " in output
+    elsewhere = RunDirectory("memory://elsewhere/new")
+    Path(elsewhere.local_dir, "logs").mkdir(parents=True)
+    assert f"logs of its start: {elsewhere.local_dir}/logs" in sf("inspect", elsewhere.uri)[1]
     (here / "runs" / "empty").mkdir()
     assert "did you mean empty" not in sf("inspect", "runs/empty")[1]
 
