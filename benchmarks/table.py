@@ -37,7 +37,7 @@ FIGURES = {
     ),
     "Generation and training together": Row(
         "real_model",
-        "tokens/s through both, a pretrained model of 135M parameters in bfloat16",
+        "tokens/s sampled and trained, a pretrained model of 135M parameters in bfloat16",
         "{ours[tokens_per_second]:,.0f}",
         "{trl[tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
     ),
@@ -51,7 +51,7 @@ FIGURES = {
         "capture",
         "seconds to record and export a session of {linear[turns]} turns",
         "{linear[seconds]:.2f}",
-        "{naive[record_seconds]:.1f}, encoding each request anew",
+        "{naive[record_seconds]:.1f}, encoding each request again",
     ),
     "Storage": Row(
         "storage",
@@ -86,12 +86,13 @@ SECTIONS = {
 
 ABOUT = """# Benchmarks
 
-Made by `python -m benchmarks.table`. Each row has the figures that its script printed last, with the date and
-the commit of that run. The baseline was measured in the same run, on the same machine.
-`python -m benchmarks.results NAME` runs a script again and keeps its figures. No figure is from a GPU yet.
-`python -m benchmarks.curricula --lines FILE` takes hours, writes a line after each run, and goes on with
-those of the file. Its conditions are in benchmarks/curricula.py, the predictions that it tests in
-benchmarks/curriculum_claims.py, both from before the first run.
+`python -m benchmarks.table` writes this page. Each row shows the figures that its script printed last, the date,
+and the commit. We measured the baseline in the same run, on the same machine. No figure is from a GPU.
+`python -m benchmarks.results NAME` runs a script again and keeps the new figures.
+
+`python -m benchmarks.curricula --lines FILE` takes hours. The script writes a line to FILE after each run. If you
+start the script again, it skips runs that FILE contains. `benchmarks/curricula.py` describes the conditions.
+`benchmarks/curriculum_claims.py` lists the predictions, which were written before the first run.
 """
 
 
@@ -286,7 +287,7 @@ ROWS = (
         "capture",
         "record and export a session of {linear[turns]} turns and {linear[tokens]:,} tokens, s",
         "{linear[seconds]:.2f}",
-        "{naive[record_seconds]:.1f}, encoding each request anew",
+        "{naive[record_seconds]:.1f}, encoding each request again",
     ),
     Row(
         "storage",
