@@ -77,7 +77,7 @@ class Claim(NamedTuple):
         return low <= 1 <= high if self.holds_one else self.least <= low and high < self.most
 
     @property
-    def told(self) -> str:
+    def expected(self) -> str:
         if self.holds_one:
             within = "the interval holds 1"
         elif math.isinf(self.most):
@@ -85,7 +85,11 @@ class Claim(NamedTuple):
         else:
             least = f"{self.least:g} to " if self.least else "below "
             within = f"interval {least}{self.most:g}"
-        return f"{self.dose}, {self.recipe}, {self.figure}: {self.predicted:g}, {within}"
+        return f"{self.predicted:g}, {within}"
+
+    @property
+    def told(self) -> str:
+        return f"{self.dose}, {self.recipe}, {self.figure}: {self.expected}"
 
 
 CLAIMS = (

@@ -57,7 +57,7 @@ FIGURES = {
         "storage",
         "bytes per token",
         "{bytes_per_token[parquet]:.1f}",
-        "{bytes_per_token[jsonl_zstd]:.1f}, JSONL through zstd",
+        "{bytes_per_token[jsonl_zstd]:.1f}, JSONL compressed with zstd",
     ),
     "Orchestration": Row(
         "orchestration",
@@ -83,6 +83,17 @@ SECTIONS = {
     "Pipelines": ("pipelines", "pipelines_deltas"),
 }
 """Sections of docs/benchmarks.md, and the results in each."""
+
+NOTES = {
+    "What is sampled": """\
+Rows with "until the goal" compare a recipe with the recipe `uniform`, at the same seeds. The goal is a held-out
+reward of 0.8 on the tasks that can be learned. For example, "tasks .5/.1/0" means that half of the tasks are easy,
+a tenth is impossible, and none has a random reward. "Flips .1" inverts a tenth of the training rewards. "Told of
+others" gives the curriculum the results of wrong tasks. Our figure is the ratio to `uniform`, with the 95 %
+interval of this ratio. Below 1 is better. The prediction names the range that should contain the interval.
+"""
+}
+"""Text before the table of a section."""
 
 ABOUT = """# Benchmarks
 
@@ -113,28 +124,25 @@ def _pipelines(result: str, weights: str) -> Row:
     }
     return Row(
         result,
-        "{devices} simulated H100, half of them dual, cap {in_flight_cap_per_engine}, {sessions_per_batch} "
-        f"sessions of several turns with tools, lag bound {{max_lag_allowed}}, {weights}: tokens/s, idle",
+        "{devices} simulated H100, half of them with the tags `rollout` and `train`, up to "
+        "{in_flight_cap_per_engine} requests per engine, batches of {sessions_per_batch} sessions of several "
+        f"turns with tools, maximum lag {{max_lag_allowed}}, {weights}: tokens/s, idle share",
         f"{of('multiplexed')}: multiplexed",
         "; ".join(f"{of(name)}: {shown}" for name, shown in others.items()),
     )
 
 
-FIGURE_NAMES = {"tokens": "all sampled tokens", "iterations": "iterations"}
+FIGURE_NAMES = {"tokens": "sampled tokens", "iterations": "iterations"}
 
 
 def _claims() -> list[Row]:
     """A row for each prediction of benchmarks/curriculum_claims.py."""
-    setting = (
-        "to a held-out reward of {goal} on live tasks, over `uniform` at the same seed and dose of "
-        "easy/impossible/random tasks, with the 95 % interval"
-    )
     return [
         Row(
             "curricula",
-            f"{FIGURE_NAMES[claim.figure]} {setting}: {claim.dose}, {claim.recipe}",
+            f"{FIGURE_NAMES[claim.figure]} until the goal, tasks {claim.dose}: {claim.recipe}",
             f"{{claims[{place}][shown]}}",
-            f"predicted {claim.told}",
+            f"predicted {claim.expected}",
         )
         for place, claim in enumerate(CLAIMS)
     ]
@@ -144,18 +152,18 @@ def _spare(sigma: str, size: str) -> Row:
     at = f"spare_sessions[sigma {sigma}][{size}]"
     return Row(
         "group_sessions",
-        f"spare sessions, {size.replace('_', ' ')} count, lognormal lengths of sigma {sigma}: time and "
-        "sampled tokens of a group, counted length, share of the longest tenth that counts",
+        f"groups that end after {size.replace('_', ' ')} sessions, lognormal lengths with sigma {sigma}: time and "
+        "sampled tokens per group, length of a session that counts, share of the longest tenth that counts",
         ", ".join(f"{{{at}[{name}]:.2f}}" for name in ("time", "tokens", "counted_length"))
         + f", {{{at}[share_of_longest_tenth]:.0%}}",
-        "1, 1, 1, 100%: groups of 8",
+        "1, 1, 1, 100%, groups of 8",
     )
 
 
 def _april(key: str) -> Row:
     return Row(
         "group_sessions",
-        f"partial rollout, 8 simulated H100, colocated, {key}: tokens/s",
+        f"partial rollout, 8 simulated H100 with both tags, lognormal lengths with {key}: tokens/s",
         f"{{april[{key}][partial_tokens_per_second]:,.0f}}; {{april[{key}][ratio]:.2f}} times the baseline",
         f"{{april[{key}][baseline_drained_tokens_per_second]:,.0f}}, drained",
     )
@@ -166,16 +174,16 @@ ROWS = (
     *map(_april, ("sigma 0", "sigma 1.2", "sigma 1.2, turns with tools")),
     Row(
         "group_sessions",
-        "groups of 8 lost where {least_sessions[failing]:.0%} of the sessions fail for good: "
+        "share of the groups of 8 that is lost if {least_sessions[failing]:.0%} of the sessions fail: "
         "`least_sessions: 6`",
         "{least_sessions[6_of_8_lost]:.2%}",
-        "{least_sessions[baseline_lost]:.1%}, all 8 needed",
+        "{least_sessions[baseline_lost]:.1%}, all 8 sessions needed",
     ),
     *(_spare(sigma, size) for sigma in ("0.6", "1.2") for size in ("8_of_9", "8_of_10")),
     Row(
         "real_model",
-        "a pretrained model of 135M parameters (`sf model smollm2`), {cores} cores: tokens/s through "
-        "generation and training, CPU-seconds per 1,000 tokens, peak memory of all processes in GB",
+        "a pretrained model of 135M parameters (`sf model smollm2`) on {cores} cores: tokens/s sampled and "
+        "trained, CPU-seconds per 1,000 tokens, peak memory of all processes in GB",
         "{ours[tokens_per_second]:,.0f}, {ours[cpu_s_per_1000_tokens]:,.0f}, {ours[peak_gb]:.1f}",
         "{trl[tokens_per_second]:,.0f}, {trl[cpu_s_per_1000_tokens]:,.0f}, {trl[peak_gb]:.1f}, "
         "TRL's `GRPOTrainer`",
@@ -188,22 +196,23 @@ ROWS = (
     ),
     Row(
         "quickstart",
-        "the real quickstart: seconds of an iteration, those without a stage at work; idle share of devices",
-        "{seconds_per_iteration:.2f}, {seconds_without_a_stage:.2f}; {idle[r0]:.0%}, {idle[t0]:.0%}",
+        "quickstart: seconds per iteration, seconds per iteration without a running stage, idle share of the "
+        "worker that samples, idle share of the worker that also trains",
+        "{seconds_per_iteration:.2f}, {seconds_without_a_stage:.2f}, {idle[r0]:.0%}, {idle[t0]:.0%}",
     ),
     Row(
         "quickstart",
-        "its trainer's hand-over, up to the first work done: to training, back to sampling, s",
+        "quickstart: seconds from a switch to the first completed work: to training, back to sampling",
         "{to_train_seconds:.2f}, {to_rollout_seconds:.2f}",
     ),
     *(
         Row(
             name,
-            f"engine, {size} parameters, samples of {lengths}, tokens/s, {{threads}} threads",
+            f"{size} parameters, {{threads}} threads, answers of {lengths}: tokens/s",
             f"{{{key}[{load}][ours_tokens_per_second]:,}}",
             f"{{{key}[{load}][transformers_tokens_per_second]:,}}, `transformers.generate`; "
-            f"{{{key}[{load}][vllm_tokens_per_second]:,}}, vLLM behind our engine; "
-            f"{{{key}[{load}][vllm_bare_tokens_per_second]:,}}, its bare endpoint",
+            f"{{{key}[{load}][vllm_tokens_per_second]:,}}, vLLM through our engine; "
+            f"{{{key}[{load}][vllm_bare_tokens_per_second]:,}}, vLLM alone",
         )
         for name, key, size in (
             ("engines", "1m", "1M"),
@@ -214,78 +223,79 @@ ROWS = (
     ),
     Row(
         "schemas",
-        "{at_once} answers at once that follow a JSON Schema, 10M parameters: the built-in engine; vLLM",
-        "{torch[schema_tokens_per_second]:,}; {vllm[schema_tokens_per_second]:,} tokens/s",
+        "{at_once} concurrent answers that follow a JSON Schema, 10M parameters: tokens/s of the built-in "
+        "engine; of vLLM",
+        "{torch[schema_tokens_per_second]:,}; {vllm[schema_tokens_per_second]:,}",
         "{torch[free_tokens_per_second]:,}; {vllm[free_tokens_per_second]:,}, without a schema",
     ),
     Row(
         "images",
-        "a turn with a new screen of 1280 by 720 pixels and all earlier ones, up to 20: CPU of the data "
-        "plane, ms; bytes stored for each, kB",
+        "a turn with a new screenshot of 1280 by 720 pixels and all earlier screenshots, up to 20: CPU time of "
+        "the data plane in ms; stored kB per screenshot",
         "{gateway[pictures][cpu_ms_per_turn]}; {gateway[stored_kb]}",
-        "{gateway[text][cpu_ms_per_turn]}, a line of text for each; {gateway[png_kb]} kB as PNG",
+        "{gateway[text][cpu_ms_per_turn]}, a line of text instead; {gateway[png_kb]}, as PNG",
     ),
     Row(
         "images",
-        "prompt tokens of a session of 20 screens that vLLM had in its prefix cache",
+        "session of 20 screenshots: share of the prompt tokens that vLLM found in its prefix cache",
         "{engine[cached_share]:.0%}",
-        "{engine[cached_share_at_most]:.0%}, all that an earlier turn had",
+        "{engine[cached_share_at_most]:.0%}, all tokens of earlier turns",
     ),
     Row(
         "images",
-        "16 prompts at once with a picture each, vLLM, a policy of 0.8M parameters: tokens/s",
+        "16 concurrent prompts with one picture each, vLLM, 0.8M parameters: tokens/s",
         "{engine[tokens_per_second_pictures]:,}",
-        "{engine[tokens_per_second_text]:,}, text of as many tokens",
+        "{engine[tokens_per_second_text]:,}, the same number of text tokens",
     ),
     Row(
         "images",
-        "share of the tower in the first training step on pictures, 0.8M parameters",
+        "share of the vision tower in the time of the first training step on pictures, 0.8M parameters",
         "{trainer[tower_share]:.0%}",
-        "0 % in later steps on the same pictures",
+        "0%, later steps on the same pictures",
     ),
     Row(
         "quickstart_vs_trl",
-        "generation and training together, 1M parameters, tokens/s",
+        "1M parameters: tokens/s sampled and trained",
         "{1m[ours][tokens_per_second]:,.0f}; {1m[ratio]:.2f} times the baseline, {1m[ratio_min]:.2f} to "
         "{1m[ratio_max]:.2f} in {1m[pairs]} pairs",
         "{1m[trl][tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
     ),
     Row(
         "quickstart_vs_trl",
-        "generation and training together, 10M parameters, tokens/s",
+        "10M parameters: tokens/s sampled and trained",
         "{10m[ours][tokens_per_second]:,.0f}; {10m[ratio]:.2f} times the baseline, {10m[ratio_min]:.2f} to "
         "{10m[ratio_max]:.2f} in {10m[pairs]} pairs",
         "{10m[trl][tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
     ),
     Row(
         "trainer",
-        "an optimiser step, 20M parameters, 64 completions of 16 to 512 tokens, vocabulary 32,000: tokens/s; "
-        "peak memory above the weights, MB",
+        "one optimiser step, 20M parameters, 64 completions of 16 to 512 tokens, vocabulary of 32,000: "
+        "tokens/s; peak memory beside the weights in MB",
         "{32k[ours][tokens_per_second]:,.0f}; {32k[ours][peak_mb]:,.0f}",
         "{32k[trl][tokens_per_second]:,.0f}; {32k[trl][peak_mb]:,.0f}, TRL's `GRPOTrainer`",
     ),
     Row(
         "trainer",
-        "the same step at a vocabulary of 151,936",
+        "the same step with a vocabulary of 151,936",
         "{151k[ours][tokens_per_second]:,.0f}; {151k[ours][peak_mb]:,.0f}",
         "{151k[trl][tokens_per_second]:,.0f}; {151k[trl][peak_mb]:,.0f}, TRL's `GRPOTrainer`",
     ),
     Row(
         "recipes",
-        "trained tokens to a held-out reward of 0.8 on the quickstart, of three seeds: the recipe `ppo`",
+        "quickstart: trained tokens until a held-out reward of 0.8, three seeds: recipe `ppo`",
         _tokens("ppo"),
-        f"{_tokens('grpo')}, `grpo`",
+        f"{_tokens('grpo')}, recipe `grpo`",
     ),
     Row(
         "teachers",
-        "trained tokens to a held-out reward of 0.75 on the quickstart, of three seeds: a teacher by "
-        "`reverse`, 256 tasks in a batch; groups of 8",
+        "quickstart: trained tokens until a held-out reward of 0.75, three seeds: a teacher "
+        "(`distill: reverse`) with 256 tasks per batch; with groups of 8",
         f"{_tokens('reverse-single')}; {_tokens('reverse')}",
-        f"{_tokens('rewards')}, rewards",
+        f"{_tokens('rewards')}, rewards instead of a teacher",
     ),
     Row(
         "capture",
-        "record and export a session of {linear[turns]} turns and {linear[tokens]:,} tokens, s",
+        "seconds to record and export a session of {linear[turns]} turns and {linear[tokens]:,} tokens",
         "{linear[seconds]:.2f}",
         "{naive[record_seconds]:.1f}, encoding each request again",
     ),
@@ -293,75 +303,74 @@ ROWS = (
         "storage",
         "stored trajectories, bytes per token",
         "{bytes_per_token[parquet]:.1f}",
-        "{bytes_per_token[jsonl]:.1f}, JSONL; {bytes_per_token[jsonl_zstd]:.1f}, JSONL through zstd",
+        "{bytes_per_token[jsonl]:.1f}, JSONL; {bytes_per_token[jsonl_zstd]:.1f}, JSONL with zstd",
     ),
     Row(
         "storage",
-        "rewards of an iteration of {rows:,} sessions, ms",
+        "ms to read the rewards of an iteration of {rows:,} sessions",
         "{rewards_ms[parquet]:.1f}",
         "{rewards_ms[jsonl]:.0f}, JSONL",
     ),
     Row(
         "gateway_turns",
-        "CPU of a turn of 200 tokens in the gateway, turn 200 over turn 10",
+        "CPU time of the gateway for turn 200 of a session, divided by that for turn 10; 200 tokens per turn",
         "{turn_cost_ratio}",
     ),
     Row(
         "gateway",
-        "requests/s of the gateway at saturation, answers of 20 tokens, each turn in the journal",
+        "requests/s at saturation, answers of 20 tokens, each turn written to the journal",
         "{requests_per_second:,.0f}",
         "{litellm_requests_per_second:,.0f}, LiteLLM's proxy; "
         "{agentlightning_requests_per_second:,.0f}, agent-lightning's",
     ),
     Row(
         "gateway",
-        "requests/s with prompts of 4,000 tokens and answers of 300, with log-probs",
+        "requests/s at saturation, prompts of 4,000 tokens, answers of 300 tokens with log-probs",
         "{long_requests_per_second:,.0f}",
         "{litellm_long_requests_per_second:,.0f}, LiteLLM's proxy; "
         "{agentlightning_long_requests_per_second:,.0f}, agent-lightning's",
     ),
     Row(
         "streaming",
-        "{stream_sessions} agents stream at once, a token each {stream_step_ms:.0f} ms: tokens/s; "
-        "per core of the data plane; ms between events",
+        "{stream_sessions} concurrent streams, each of one token per {stream_step_ms:.0f} ms: tokens/s; tokens per "
+        "CPU-second of the data plane; median of ms between two events",
         "{stream_tokens_per_second:,}; {stream_tokens_per_core_second:,}; {stream_gap_ms_p50:.0f}",
     ),
     Row(
         "weight_path",
-        "weights of 100M parameters through the code on local storage, one thread, bytes/s: write, verify, "
-        "load",
+        "weights of 100M parameters on a local disk, one thread: bytes/s to write, to verify, to load",
         "{100m[write][bytes_per_second]:.2e}, {100m[verify][bytes_per_second]:.2e}, "
         "{100m[load][bytes_per_second]:.2e}",
     ),
     Row(
         "weights",
-        "a version of 100M parameters in bfloat16 at learning rate 1e-6: what changed, share of its bytes",
+        "share of the bytes of a version that changed, 100M parameters in bfloat16, learning rate 1e-6",
         "{100m[delta_ratio]:.1%}; {100m[delta_ratio_of_first_step]:.1%} after the first step",
-        "100%, all of it",
+        "100%, all weights",
     ),
     Row(
         "weights",
-        "the torch engine's standstill while it takes that, s",
+        "seconds in which the built-in engine pauses to load these changes",
         "{100m[standstill_s][torch][pulled_delta]:.3f}",
-        "{100m[standstill_s][torch][paused_full]:.3f}, all loaded while paused",
+        "{100m[standstill_s][torch][paused_full]:.3f}, to load all weights",
     ),
     Row(
         "harness",
-        "sandboxed command agents: sessions/s per core; overhead per session, ms (below 0: none measurable)",
+        "agents as commands in sandboxes: sessions/s per core; overhead per session in ms (below 0: not measurable)",
         "{sessions[sandbox]:.1f}; {added_ms:.1f}",
         "{sessions[keeper]:.1f}, without a sandbox",
     ),
     Row(
         "harness",
-        "sandboxes at once, MB for each; processes, folders and mounts left after kill -9 of the worker",
-        "{at_once[sandboxes]}, {at_once[mb_each]:.1f}; {left[processes]}, {left[folders]}, {left[mounts]}",
+        "concurrent sandboxes; MB per sandbox; processes, folders and mounts left after `kill -9` of the worker",
+        "{at_once[sandboxes]}; {at_once[mb_each]:.1f}; {left[processes]}, {left[folders]}, {left[mounts]}",
     ),
     _pipelines(
         "pipelines",
-        "bfloat16 written whole at {emulation[write_bandwidth]:.2g} B/s before the next version, 1.5 % of it "
-        "read by engines",
+        "all weights written in bfloat16 at {emulation[write_bandwidth]:.2g} B/s, and 1.5 % of the bytes read by "
+        "engines",
     ),
-    _pipelines("pipelines_deltas", "only deltas of 1.5 % on the way, which is not built"),
+    _pipelines("pipelines_deltas", "only 1.5 % of the bytes written and read (not implemented)"),
 )
 
 
@@ -372,7 +381,7 @@ def page(folder: Path = RESULTS) -> str:
     for section, results in SECTIONS.items():
         rows = [row for row in ROWS if row.result in results and row.result in stored]
         if rows:
-            parts.append(f"## {section}\n")
+            parts += [f"## {section}\n", *([NOTES[section]] if section in NOTES else [])]
             parts.append("| measured | ours | baseline, same run | script | at |\n|---|---|---|---|---|")
             parts.append("\n".join(_line(row, stored[row.result]) for row in rows) + "\n")
     machines = dict.fromkeys(_machine(result["machine"]) for result in stored.values())
