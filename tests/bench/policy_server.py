@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import openai
 
 from sf_core.models.builtin import make_policy
 from storage.run_directory import RunDirectory
@@ -55,3 +59,27 @@ class Served:
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(patience())
+
+
+def check_answers(url: str, model: str = "policy") -> None:
+    """Check that the server at this URL answers a chat completion."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        reply = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=4
+        )
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens in range(1, 5)
+
+
+def check_printed_use(output: str, log: Path) -> None:
+    """Check that the command with which `sf train` says how to use the policy serves it. It is run as it is
+    printed, with a port and a key."""
+    [printed] = re.findall("^  use it +(.+)$", output, re.MULTILINE)
+    program, verb, *arguments = shlex.split(printed)
+    assert (program, verb) == ("sf", "serve")
+    served = Served(*arguments, log=log)
+    try:
+        check_answers(served.url)
+    finally:
+        code = served.end()
+    assert (code, served.output.splitlines()[-1]) == (0, "stopped")

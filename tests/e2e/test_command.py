@@ -24,6 +24,7 @@ from sf_core.config.yaml_file import load_config
 from sf_core.reports.series import read_devices
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
+from tests.bench.policy_server import check_printed_use
 from tests.bench.proxies import SilentProxy, silent_proxy
 from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, small_run
 from tests.e2e.invariants import manifests
@@ -116,6 +117,9 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience())
     assert again.returncode == 0
     assert "run interrupted is already finished" in again.stdout
+    for told in (resumed, again.stdout):
+        assert f"use it         sf serve {config.run_dir}\n" in told
+    check_printed_use(again.stdout, tmp_path / "served")
 
     (tmp_path / "output").write_text(output.decode() + resumed + again.stdout)
     assert list(tmp_path.glob("prefect/*.db")) and list(tmp_path.glob("runs/*/logs/*.log"))

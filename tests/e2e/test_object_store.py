@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from sf_core.cli.command_lock import hold
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
+from tests.bench.policy_server import check_printed_use
 from tests.e2e.conftest import Cluster
 from tests.e2e.quickstart import CONFIG, options, read, sf
 
@@ -14,7 +16,7 @@ from tests.e2e.quickstart import CONFIG, options, read, sf
 def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     cluster: Cluster, tmp_path: Path, s3_bucket: str
 ) -> None:
-    """A small policy, an iteration of few sessions."""
+    """A small policy, an iteration of few sessions. Another command uses a local run of the same name."""
     settings = options(
         run_id="small",
         storage__root=f"{s3_bucket}/runs",
@@ -26,10 +28,18 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
         train__iterations=1,
         evaluate__num_tasks=4,
     )
-    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
+    of_same_name = tmp_path / "runs" / "small"
+    of_same_name.mkdir(parents=True)
+    with hold(RunDirectory(str(of_same_name))):
+        done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert [file.name for file in of_same_name.iterdir()] == ["command.lock"]
 
     run = RunDirectory(f"{s3_bucket}/runs/small")
+    logs = Path(done.stdout.partition(f"run small in {run.uri}, logs in ")[2].partition("\n")[0])
+    assert logs.parent.parent == tmp_path / "runs"
+    assert "version 0 is ready" in (logs / "flow-train.log").read_text()
+    check_printed_use(done.stdout, tmp_path / "served")
     for stage in STAGES:
         manifest = run.read_manifest(0, stage)
         assert manifest is not None

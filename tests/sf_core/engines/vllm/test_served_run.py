@@ -1,12 +1,20 @@
-"""`sf serve --engine vllm`."""
+"""`sf serve --engine vllm`, and vLLM's own server on the folder of a policy."""
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
-import openai
+import httpx
 
-from tests.bench.policy_server import KEY, Served, publish_run
+from sf_core.cli.stack.local import free_port
+from sf_core.surroundings import vllm_python
+from tests.bench.policy_server import Served, check_answers, publish_run
+from tests.patience import patience, wait_until
+
+PAGE = Path(__file__).parents[4] / "docs" / "guides" / "training" / "exports.md"
 
 
 def test_a_stored_policy_is_served_by_vllm(vllm: None, tmp_path: Path) -> None:
@@ -14,12 +22,32 @@ def test_a_stored_policy_is_served_by_vllm(vllm: None, tmp_path: Path) -> None:
     run = publish_run(tmp_path, hidden_size=64)
     served = Served(run.uri, "--engine", "vllm", log=tmp_path / "log")
     try:
-        with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as client:
-            reply = client.chat.completions.create(
-                model="policy", messages=[{"role": "user", "content": "hi"}], max_tokens=4
-            )
-        assert reply.usage is not None
-        assert reply.usage.completion_tokens in range(1, 5)
+        check_answers(served.url)
     finally:
         code = served.end()
     assert (code, served.output.splitlines()[-1]) == (0, "stopped")
+
+
+def test_a_policy_is_served_by_vllm_itself_with_the_documented_command(vllm: None, tmp_path: Path) -> None:
+    """With the command for machines without a GPU, and a port."""
+    folder, port = publish_run(tmp_path, hidden_size=64).start_dir, free_port()
+    lines = PAGE.read_text().replace("\\\n", "").splitlines()
+    [line] = [line for line in lines if line.startswith(".venvs/vllm/bin/python ")]
+    command = [vllm_python(), *shlex.split(line.replace("runs/quickstart/policy", folder))[1:]]
+    command += ["--port", str(port)]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        return False
+
+    try:
+        wait_until(is_ready, "vLLM's server", quiet_s=240, every_s=0.5)
+        check_answers(url, folder)
+    finally:
+        process.terminate()
+        process.wait(patience())
