@@ -89,9 +89,9 @@ NOTES = {
 Rows with "until the goal" compare a recipe with the recipe `uniform`, at the same seeds. The goal is a
 held-out reward of 0.8 on the tasks that can be learned. For example, "tasks .5/.1/0" means that half of the
 tasks are easy, a tenth is impossible, and none has a random reward. "Flips .1" inverts a tenth of the
-training rewards. "Told of others" gives the curriculum the results of wrong tasks. Our figure is the ratio to `uniform`,
-with the 95 % interval of this ratio. Below 1 is better. The prediction names the range that should contain the
-interval.
+training rewards. "Told of others" gives the curriculum the results of wrong tasks. Our figure is the ratio
+to `uniform`, with the 95 % interval of this ratio. Below 1 is better. The prediction names the range that
+should contain the interval.
 """
 }
 """Text before the table of a section."""
