@@ -98,13 +98,14 @@ should contain the interval.
 
 ABOUT = """# Benchmarks
 
-`python -m benchmarks.table` writes this page. Each row shows the figures that its script printed last, the date,
-and the commit. We measured the baseline in the same run, on the same machine. No figure is from a GPU.
-`python -m benchmarks.results NAME` runs a script again and keeps the new figures.
+`python -m benchmarks.table` writes this page. Each row shows the figures that its script printed last, the
+date, and the commit. We measured the baseline in the same run, on the same machine. No figure is from a
+GPU. `python -m benchmarks.results NAME` runs a script again and keeps the new figures.
 
-`python -m benchmarks.curricula --lines FILE` takes hours. The script writes a line to FILE after each run. If you
-start the script again, it skips runs that FILE contains. `benchmarks/curricula.py` describes the conditions.
-`benchmarks/curriculum_claims.py` lists the predictions, which were written before the first run.
+`python -m benchmarks.curricula --lines FILE` takes hours. The script writes a line to FILE after each run.
+If you start the script again, it skips runs that FILE contains. `benchmarks/curricula.py` describes the
+conditions. `benchmarks/curriculum_claims.py` lists the predictions, which were written before the first
+run.
 """
 
 
