@@ -154,8 +154,9 @@ def _spare(sigma: str, size: str) -> Row:
     at = f"spare_sessions[sigma {sigma}][{size}]"
     return Row(
         "group_sessions",
-        f"groups that end after {size.replace('_', ' ')} sessions, lognormal lengths with sigma {sigma}: time and "
-        "sampled tokens per group, length of a session that counts, share of the longest tenth that counts",
+        f"groups that end after {size.replace('_', ' ')} sessions, lognormal lengths with sigma {sigma}: "
+        "time and sampled tokens per group, length of a session that counts, share of the longest tenth that "
+        "counts",
         ", ".join(f"{{{at}[{name}]:.2f}}" for name in ("time", "tokens", "counted_length"))
         + f", {{{at}[share_of_longest_tenth]:.0%}}",
         "1, 1, 1, 100%, groups of 8",
