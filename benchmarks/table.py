@@ -233,8 +233,8 @@ ROWS = (
     ),
     Row(
         "images",
-        "a turn with a new screenshot of 1280 by 720 pixels and all earlier screenshots, up to 20: CPU time of "
-        "the data plane in ms; stored kB per screenshot",
+        "a turn with a new screenshot of 1280 by 720 pixels and all earlier screenshots, up to 20: CPU time "
+        "of the data plane in ms; stored kB per screenshot",
         "{gateway[pictures][cpu_ms_per_turn]}; {gateway[stored_kb]}",
         "{gateway[text][cpu_ms_per_turn]}, a line of text instead; {gateway[png_kb]}, as PNG",
     ),
@@ -335,8 +335,8 @@ ROWS = (
     ),
     Row(
         "streaming",
-        "{stream_sessions} concurrent streams, each of one token per {stream_step_ms:.0f} ms: tokens/s; tokens per "
-        "CPU-second of the data plane; median of ms between two events",
+        "{stream_sessions} concurrent streams, each of one token per {stream_step_ms:.0f} ms: tokens/s; "
+        "tokens per CPU-second of the data plane; median of ms between two events",
         "{stream_tokens_per_second:,}; {stream_tokens_per_core_second:,}; {stream_gap_ms_p50:.0f}",
     ),
     Row(
@@ -359,19 +359,21 @@ ROWS = (
     ),
     Row(
         "harness",
-        "agents as commands in sandboxes: sessions/s per core; overhead per session in ms (below 0: not measurable)",
+        "agents as commands in sandboxes: sessions/s per core; overhead per session in ms (below "
+        "0: not measurable)",
         "{sessions[sandbox]:.1f}; {added_ms:.1f}",
         "{sessions[keeper]:.1f}, without a sandbox",
     ),
     Row(
         "harness",
-        "concurrent sandboxes; MB per sandbox; processes, folders and mounts left after `kill -9` of the worker",
+        "concurrent sandboxes; MB per sandbox; processes, folders and mounts left after `kill -9` of the "
+        "worker",
         "{at_once[sandboxes]}; {at_once[mb_each]:.1f}; {left[processes]}, {left[folders]}, {left[mounts]}",
     ),
     _pipelines(
         "pipelines",
-        "all weights written in bfloat16 at {emulation[write_bandwidth]:.2g} B/s, and 1.5 % of the bytes read by "
-        "engines",
+        "all weights written in bfloat16 at {emulation[write_bandwidth]:.2g} B/s, and 1.5 % of the bytes "
+        "read by engines",
     ),
     _pipelines("pipelines_deltas", "only 1.5 % of the bytes written and read (not implemented)"),
 )
