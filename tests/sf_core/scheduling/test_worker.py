@@ -246,7 +246,10 @@ def test_a_name_that_is_connected_is_refused(worker_bench: WorkerBench) -> None:
         (["--tags", "train", "--name", "a=b"], "'a=b' is not a valid tag or name: use letters"),
         (["--tags", "train", "--device", "gpu"], "--device: expected cpu or cuda:N, got 'gpu'"),
         (["--tags", "train", "--device", "cuda:64"], "device cuda:64 does not exist: torch "),
-        (["--tags", "train", "--device-kind", "k80"], "--device-kind: unknown device kind 'k80'; use one of "),
+        (
+            ["--tags", "train", "--device-kind", "k80"],
+            "--device-kind: unknown device kind 'k80'; use one of ",
+        ),
         (
             ["--tags", "train", "--device-kind", "h20", "--probe"],
             "--probe measures the device that --device-kind names: use only one of the two",
