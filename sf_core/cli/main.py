@@ -169,8 +169,8 @@ def evaluate(
 ) -> None:
     """Measure a policy version of a run on the held-out tasks of the run, without training.
 
-    Results with --version, --against, --prompts or --json are stored in RUN/evaluations/_measured. Results
-    with --set of any setting except evaluate.num_tasks, cluster and dataplane are stored in the same folder.
+    Results with --version, --against, --prompts or --json are stored in RUN/evaluations/_measured.
+    --set of a setting other than evaluate.num_tasks, cluster and dataplane has the same effect.
     All other results are stored as evaluations of the run itself.
     """
     from sf_core.cli.evaluate import evaluate_apart, is_plain

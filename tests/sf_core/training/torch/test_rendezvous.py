@@ -197,9 +197,7 @@ def test_a_rank_that_dask_runs_again_touches_nothing(make_members: MakeMembers, 
     before = written(tmp_path)
     gang[1].sit(one, add_ranks)
     assert (
-        gang[1]
-        .report()
-        .startswith("SupersededError: rank 1 (t1): attempt 0 already started on this worker")
+        gang[1].report().startswith("SupersededError: rank 1 (t1): attempt 0 already started on this worker")
     )
     assert written(tmp_path) == before
 
