@@ -204,12 +204,13 @@ def check_names(path: Iterable[str]) -> None:
             continue
         # a folder without __init__.py, such as one with data, has no origin
         found = Path(spec.origin or next(iter(spec.submodule_search_locations or [name]))).resolve()
+        found = found.parent if found.name == "__init__.py" else found
         # not ROOT alone: from the folder above a clone named seamlessflow, its name is found and no package
         if not found.is_relative_to(ROOT / name):
             raise ImportError(
-                f"{found} has the name of a package of SeamlessFlow, {name} ({ROOT / name}), and would be "
-                "imported instead: rename it, or run the command in another folder and keep the folder of "
-                f"{found.name} out of PYTHONPATH"
+                f"{found} has the same name as SeamlessFlow's package {name} ({ROOT / name}), so Python "
+                f"would import {found} instead: rename {found}, or run the command in another folder and "
+                f"remove {found.parent} from PYTHONPATH"
             )
 
 
@@ -252,7 +253,7 @@ def check_open_files() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEWEST_OPEN_FILES:
         raise OSError(
-            f"this process may open {soft} files, but a stack needs {FEWEST_OPEN_FILES}: `ulimit -n "
+            f"this process may open {soft} files, but a stack needs {FEWEST_OPEN_FILES}: enter `ulimit -n "
             f"{OPEN_FILES}`, or raise the hard limit (`nofile` in /etc/security/limits.conf, LimitNOFILE of "
             "systemd)"
         )

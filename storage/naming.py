@@ -42,6 +42,7 @@ def _rename_new(temporary: str, path: str) -> None:
         # not a lock file: that of a killed process stays, and most such mounts lock on one host only
         raise OSError(
             "this file system has neither hard links nor a rename that keeps an existing file, so two "
-            "attempts on a run could both commit; use a local disk, NFS or the store's own URL"
+            "attempts on a run could both commit: set storage.root to a local disk, to NFS, or, if this is a "
+            "mounted object store, to the URL of the object store"
         )
     raise OSError(code, os.strerror(code), temporary, None, path)

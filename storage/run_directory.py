@@ -281,7 +281,7 @@ class RunDirectory:
         """Raises ValueError that names the refused deed if a later attempt has begun."""
         if self.is_superseded(attempt):
             raise ValueError(
-                f"{self.run_id}: attempt {attempt} was superseded by a later one and must not {deed}"
+                f"{self.run_id}: attempt {attempt} was superseded by a later attempt and must not {deed}"
             )
 
     def newest_attempt(self) -> Attempt:

@@ -350,5 +350,6 @@ def as_json(answer: Any) -> str:
     except TypeError as error:
         raise ValueError(
             f"the agent returned {type(answer).__name__}, which cannot be written as JSON ({error}); "
-            "answers must be JSON if `reward` workers score them, or if they are scored again"
+            "an answer must be JSON if a worker tagged reward scores the answer, or if the answer is scored "
+            "again"
         ) from None

@@ -50,7 +50,8 @@ def worker(
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu or cuda:N. By default a GPU for a worker tagged rollout or train, cpu if not."
+            help="Device of the worker: cpu or cuda:N. By default the GPU if the worker is tagged rollout or "
+            "train and the host has a GPU, cpu if not."
         ),
     ] = None,
     device_kind: Annotated[str | None, typer.Option(help="Kind of the device, for example h100.")] = None,
@@ -93,7 +94,8 @@ def dataplane(
         Fsync,
         typer.Option(
             help="Time at which the journal is flushed to disk. turn: before a turn is forwarded. chunk: "
-            "before a turn or a chunk of a stream is forwarded. group: once for turns that end within 5 ms."
+            "before a turn or a chunk of a stream is forwarded. group: once for all turns that end within "
+            "5 ms."
         ),
     ] = DataplaneOptions.fsync,
     grace_s: Annotated[

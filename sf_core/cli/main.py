@@ -170,8 +170,8 @@ def evaluate(
     """Measure a policy version of a run on the held-out tasks of the run, without training.
 
     Results with --version, --against, --prompts or --json are stored in RUN/evaluations/_measured.
-    Results with --set are stored in the same folder, but not if --set changes only evaluate.num_tasks,
-    cluster or dataplane.
+    --set of a setting other than evaluate.num_tasks, cluster and dataplane has the same effect.
+    All other results are stored as evaluations of the run itself.
     """
     from sf_core.cli.evaluate import evaluate_apart, is_plain
 

@@ -113,12 +113,12 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     (
         lambda c: c.rollout.group_size == 1 and _compares(c),
         "train.advantage {c.train.advantage.kind} compares the sessions of a group, but rollout.group_size "
-        "is 1: raise it, or use train.advantage whitened",
+        "is 1: raise rollout.group_size, or use train.advantage whitened",
     ),
     (
         lambda c: c.rollout.group_size == 1 and c.rollout.gate.kind == "varied",
-        "rollout.gate varied drops groups in which all rewards are equal; with rollout.group_size 1 these "
-        "are all groups",
+        "rollout.gate varied drops groups in which all rewards are equal, so with rollout.group_size 1 the "
+        "gate would drop every group",
     ),
     (
         lambda c: isinstance(c.rollout.gate, Mixed) and c.rollout.group_size < _least_to_pass(c),
@@ -159,7 +159,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     (
         _draws_nothing,
         "rollout.curriculum.explore and utility have no effect with order epochs: use order draw, or leave "
-        "them out",
+        "explore and utility out",
     ),
     (
         lambda c: c.rollout.curriculum is not None and c.rollout.is_outside,
@@ -174,7 +174,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     (
         lambda c: (sizes := _rules(c).sizes) is not None and sizes.fewer == 1 and _compares(c),
         "train.advantage {c.train.advantage.kind} compares the sessions of a group, but "
-        "rollout.curriculum.sizes.fewer is 1: raise it, or use train.advantage whitened",
+        "rollout.curriculum.sizes.fewer is 1: raise rollout.curriculum.sizes.fewer, or use "
+        "train.advantage whitened",
     ),
     (
         lambda c: (
@@ -231,8 +232,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
             and c.train.loss.ratio_to == "behaviour"
             and not isinstance(c.train.loss.policy, Plain)
         ),
-        "train.loss.correction repeats the correction of the ratio to behaviour: set train.loss.ratio_to "
-        "step_start, or leave train.loss.correction out",
+        "train.loss.ratio_to behaviour already corrects for lag, so train.loss.correction would correct "
+        "for lag twice: set train.loss.ratio_to step_start, or leave train.loss.correction out",
     ),
     (
         lambda c: (dual := _dual(c)) is not None and dual.cap is None,
@@ -272,8 +273,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     (_repeats_a_weight, "train.weights lists the same kind twice"),
     (
         lambda c: (kl := c.train.loss.kl) is not None and (kl.renew_every or 0) >= c.train.iterations,
-        "train.loss.kl.renew_every has no effect within train.iterations ({c.train.iterations}): leave it "
-        "out to use the policy at the start",
+        "train.loss.kl.renew_every must be less than train.iterations ({c.train.iterations}): leave "
+        "renew_every out to keep the policy at the start as the reference",
     ),
     (
         lambda c: (keep := _num_kept(c)) is not None and keep >= c.rollout.group_size,
@@ -285,13 +286,13 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
             c.train.advantage.kind == "none"
             and (c.train.teacher is None or c.train.teacher.weights is not None)
         ),
-        "train.advantage none ignores rewards, so it needs a teacher other than the policy at its start: "
-        "name a teacher as train.teacher, or use train.advantage group",
+        "train.advantage none ignores rewards, so the run needs a teacher other than version 0 of the "
+        "policy: name a teacher as train.teacher, or use train.advantage group",
     ),
     (
         _goes_by_idle_rewards,
         "rollout.gate, rollout.curriculum, train.select and train.loss.kl with place reward use rewards, "
-        "which have no effect with train.advantage none: leave them out",
+        "which have no effect with train.advantage none: leave these settings out",
     ),
     (
         lambda c: (

@@ -124,7 +124,7 @@ class EmulationConfig(Settings):
     """Number of bytes that a trainer writes per parameter and version: 2 in bfloat16, 4 in float32."""
     delta_bytes_per_parameter: float = Field(0.03, gt=0)
     """Number of bytes that the host of an engine reads per parameter and version. In bfloat16: about 0.03,
-    because hosts read deltas. In float32: 4, because deltas do not exist."""
+    because hosts read deltas. In float32: 4, because hosts read all weights."""
     write_bandwidth: float = Field(0.45e9, gt=0)
     """Speed at which a trainer copies, hashes and writes weights and checkpoints, in bytes/s."""
     verify_bandwidth: float = Field(2e9, gt=0)

@@ -52,18 +52,20 @@ class FailureRules(Settings):
     retry_then_exclude."""
 
     context_overflow: Rule = "zero"
-    """The agent raised an error after a request that did not fit into `engine.context_length`."""
+    """Rule for a session whose agent raised an error after a request that did not fit into
+    `engine.context_length`."""
     timeout: Rule = "zero"
-    """The session ran longer than `session_timeout_s`."""
+    """Rule for a session that ran longer than `session_timeout_s`."""
     agent_error: Rule = "retry_then_exclude"
-    """The agent raised an error to which no other reason applies. Errors in the agent's code (NameError,
-    TypeError, AttributeError, ImportError, SyntaxError) always have this reason."""
+    """Rule for a session whose agent raised an error to which no other rule applies. This rule always applies
+    to errors in the agent's code (NameError, TypeError, AttributeError, ImportError, SyntaxError)."""
     unparsed_call: Rule = "zero"
-    """The agent raised an error after the policy wrote a tool call that could not be parsed. If the agent
-    raises no error after such a call, the session has not failed."""
+    """Rule for a session whose agent raised an error after the policy wrote a tool call that could not be
+    parsed. If the agent raises no error after such a call, the session has not failed."""
     reward_error: Rule = "retry_then_exclude"
-    """The reward function raised an error, exceeded `score_timeout_s`, or returned a number that is not
-    finite. For an agent outside the cluster: no reward arrived within `reward_patience_s`."""
+    """Rule for a session whose reward function raised an error, exceeded `score_timeout_s`, or returned a
+    number that is not finite. This rule also applies if an agent outside the cluster sent no reward within
+    `reward_patience_s`."""
 
     def rule_for(self, reason: Reason) -> Rule:
         return getattr(self, reason, "retry_then_exclude")

@@ -68,7 +68,7 @@ class JudgeConfig(Settings):
             raise ValueError(f"give either url or model for the judge; given: {given}")
         if self.name is not None and self.url is None:
             raise ValueError(
-                "name selects a model of the server at url: leave name out for a judge with model"
+                "name selects a model on the server at url, but this judge has no url: leave name out"
             )
         if self.max_tokens_per_iteration is not None and self.max_tokens_per_iteration < self.max_tokens:
             raise ValueError(
@@ -109,8 +109,8 @@ class EnvironmentConfig(Settings):
     prepare: Reference | None = None
     """Function task -> async context manager. The worker enters the context manager before the session starts
     (see `rollout.prepare_ahead`), and leaves it after the agent has ended. The agent receives the value of
-    the context manager as its third argument. Empty: the function of the environment `name`, if the setting
-    `agent` is empty."""
+    the context manager as its third argument. Empty: the function of the environment `name`, or no
+    preparation if the setting `agent` is given."""
 
     @property
     def served_judges(self) -> dict[str, str]:
@@ -143,8 +143,9 @@ class RolloutConfig(Settings):
     have finished; the remaining sessions are then stopped. Short sessions finish first, so long answers are
     underrepresented in the batch. 0: no additional sessions."""
     least_sessions: int | None = Field(None, ge=1, le=MAX_TOGETHER)
-    """Minimum number of successful sessions for a group in which all attempts of other sessions have failed.
-    A group with fewer successful sessions is discarded. Empty: every session of the group must succeed."""
+    """Minimum number of successful sessions in a group. If all attempts of the other sessions have failed, a
+    group with this number of successful sessions is complete. A group with fewer successful sessions is
+    discarded. Empty: every session of the group must succeed."""
     overlap: bool | None = None
     """true: the engines sample the next batch while the trainer works on the current batch. false: the run is
     strictly on-policy. Empty: the default of `pipeline`, or true if `pipeline` is empty."""

@@ -41,8 +41,8 @@ class WarmstartConfig(Settings):
     batch_size: int = Field(64, ge=1)
     """Number of demonstrations per optimiser step."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate. For the built-in policy the rate decays on a cosine schedule to a tenth of this value.
-    Empty: 3e-3 for the built-in policy, five times `train.learning_rate` for `model`."""
+    """Learning rate of the warm start. For the built-in policy, the rate decays on a cosine schedule to a
+    tenth of this value. Empty: 3e-3 for the built-in policy, five times `train.learning_rate` for `model`."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
     """Label smoothing, for the built-in policy. After the warm start, at temperature 1, about this fraction
     of sampled tokens differs from the demonstrations, so that reinforcement learning has something to
@@ -195,9 +195,10 @@ class RunnersConfig(Settings):
     of workers follows the demand."""
 
     min: int = Field(1, ge=1)
-    """Minimum number of workers with the tag. The run keeps these workers even while they have no work."""
+    """Minimum number of agent workers, or of reward workers, that the run uses at a time. The run keeps this
+    number of workers even if they have no work."""
     max: int = Field(ge=1)
-    """Maximum number of workers with the tag."""
+    """Maximum number of agent workers, or of reward workers, that the run uses at a time."""
     idle_s: float = Field(30.0, gt=0)
     """Time without work, in seconds, after which the run releases a worker."""
 
@@ -222,12 +223,13 @@ class ClusterConfig(Settings):
             "c0": WorkerConfig(tags=("cpu",)),
         }
     )
-    """Local workers by name. Not used if `scheduler` is set. On a machine with one GPU the default does not
-    include r0, unless `pipeline` needs r0. Without r0, worker t0 alternates between sampling and training."""
+    """Local workers by name. Not used if `scheduler` is set. The default has the worker r0 for rollout, and
+    the worker t0 for rollout and training. On a machine with one GPU, the default leaves out r0, unless
+    `pipeline` needs r0. Without r0, worker t0 alternates between rollout and training."""
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
-    """Order in which workers are chosen if more workers could train, or roll out, than are needed. With
-    {"train": ["h800"], "rollout": ["h20"]}, workers tagged h800 are chosen first for training, and workers
-    tagged h20 last."""
+    """Tags of the workers that should train, and of the workers that should roll out, if more workers could
+    train than are needed. With {"train": ["h800"], "rollout": ["h20"]}, workers tagged h800 are chosen first
+    for training. Workers tagged h20 are chosen last for training, which leaves them for rollout."""
     elastic: dict[Literal["agent", "reward"], RunnersConfig] = Field({})
     """Bounds on the number of agent or reward workers, for example {"agent": {"min": 1, "max": 4}}. Within
     the bounds, the number of workers follows the number of sessions to run or to score. For a tag without

@@ -88,8 +88,8 @@ class TeacherConfig(Teacher):
     """Address of a vLLM server, for `divergence: sampled`. The filter stage asks the server for the log-probs
     of the trained tokens. The environment variable SF_TEACHER_KEY contains the key of the server."""
     weights: Literal["start"] | None = None
-    """start: the teacher is version 0 of the policy, which keeps later versions close to version 0. With
-    `train.lora`, this teacher needs no additional memory."""
+    """Version of the policy that is the teacher. start: version 0, which keeps later versions close to
+    version 0. With `train.lora`, this teacher needs no additional memory."""
     tokenizer: FilePath | None = None
     """Folder with the tokenizer of the teacher, for a teacher at `url`."""
     timeout_s: float = Field(600.0, gt=0)
@@ -142,9 +142,10 @@ class TrainConfig(Settings):
     and is retried. After the same time, another worker replaces a lost trainer. The time to read or write a
     checkpoint, measured at the start of the run, is added to the timeout."""
     learning_rate: float | None = Field(None, gt=0)
-    """Learning rate of AdamW in train steps. The learning rate is constant after `warmup_steps`. Empty: 2e-5
-    x sqrt(135 million / N) for N parameters, between 1e-6 and 3e-4, with `policy.model`; 3e-4 for the
-    built-in policy, and less above 1.5 million parameters. With `lora`: ten times these learning rates."""
+    """Learning rate of AdamW in train steps. The learning rate is constant after `warmup_steps`. Empty, with
+    `policy.model`: 2e-5 x sqrt(135 million / N) for N parameters, between 1e-6 and 3e-4. Empty, for the
+    built-in policy: 3e-4 up to 1.5 million parameters, and 2e-5 x (135 million / N)^0.6 above. With `lora`:
+    ten times these learning rates."""
     warmup_steps: int = Field(0, ge=0)
     """Number of optimiser steps during which the learning rate rises from 0."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -155,8 +156,8 @@ class TrainConfig(Settings):
     """Maximum norm of the gradient. A gradient with a larger norm is scaled down to this norm. 1e9: gradients
     are not scaled."""
     select: AnySelection | None = None
-    """Rule that selects which sessions of a batch train. Advantages are computed from the selected sessions
-    alone. Empty: all sessions train."""
+    """Rule that selects the sessions of a batch that are used for training. Advantages are computed from the
+    selected sessions alone. Empty: all sessions are used."""
     advantage: AnyAdvantage = Grpo()
     """Formula that computes the advantage of every token from the rewards."""
     weights: tuple[AnyWeight, ...] = ()

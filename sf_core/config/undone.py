@@ -92,7 +92,7 @@ DONE_SINCE = {"chat_template_kwargs"}
 def _is_undone(name: str) -> str:
     if name not in UNDONE and name not in DONE_SINCE:
         near = " or ".join(get_close_matches(name, UNDONE)) or "presence_penalty"
-        raise ValueError(f"the field {quote(name)} cannot be ignored; use a field such as {near}")
+        raise ValueError(f"{quote(name)} is not a field that can be ignored; use for example {near}")
     return name
 
 

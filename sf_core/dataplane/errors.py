@@ -35,7 +35,7 @@ class ApiError(Exception):
 
     @classmethod
     def superseded(cls, run_id: str, attempt: int) -> ApiError:
-        return cls(409, f"Attempt {attempt} of run {run_id} was superseded by a later one.")
+        return cls(409, f"Attempt {attempt} of run {run_id} was superseded by a later attempt.")
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"

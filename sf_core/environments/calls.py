@@ -56,12 +56,12 @@ def _fault_of(given: Any) -> str:
     """What was returned in place of a task, and what must be; empty if it is a task."""
     if inspect.iscoroutine(given):
         given.close()
-        return f"a coroutine: it must not be async, and return {A_TASK}"
+        return f"a coroutine: the function must not be async, and must return {A_TASK}"
     if not isinstance(given, Task):
-        return f"{quote(given)}, which is not a task: it must return {A_TASK}"
+        return f"{quote(given)}, which is not a task: the function must return {A_TASK}"
     for name, value in (("task_id", given.task_id), ("environment", given.environment)):
         if not isinstance(value, str):
-            return f"a task whose {name} is {quote(value)}: it must be a text"
+            return f"a task whose {name} is {quote(value)}, which is not a text"
     return ""
 
 

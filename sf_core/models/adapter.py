@@ -111,8 +111,8 @@ def read_adapter(folder: str) -> Adapter:
     if (init := said.get("init_lora_weights")) not in _HARMLESS:
         raise ValueError(
             f"{file} describes factors for weights that changed when the adapter was made "
-            f"(init_lora_weights: {init}): convert them, with path_initial_model_for_weight_conversion of "
-            "PEFT's save_pretrained"
+            f"(init_lora_weights: {init}): convert the factors, with the argument "
+            "path_initial_model_for_weight_conversion of PEFT's save_pretrained"
         )
     try:
         rank, alpha, targets = int(said["r"]), float(said["lora_alpha"]), said["target_modules"]

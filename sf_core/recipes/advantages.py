@@ -114,9 +114,10 @@ class TwoLevel(Advantage):
 
     kind: Literal["two_level"] = "two_level"
     gamma: float = Field(0.5, ge=0, le=1)
-    """Discount per turn of the rewards of later turns."""
+    """Discount of the rewards of later turns, per turn."""
     omega: float = Field(1.0, ge=0)
-    """Weight of the standard score of the turn."""
+    """Weight of the standard score of the turn's return. The standard score of the session's reward has the
+    weight 1."""
 
     def __call__(self, samples: Samples) -> Values:
         turns, masks = samples.turns, samples.masks
@@ -174,11 +175,11 @@ class Pair(Advantage):
 
     kind: Literal["pair"] = "pair"
     eta: float = Field(0.1, gt=0)
-    """Inverse strength of the preference. The smaller this value, the further training separates the
-    log-probs of the two sessions."""
+    """Inverse strength of the preference for the best session of a group. The smaller this value, the further
+    training separates the log-probs of the best and the worst session."""
     ratio: float = Field(1 / 3, ge=0, le=1)
-    """Share of the reference policy in the comparison. The rest of the comparison, 1 - ratio, is with the
-    policy that sampled."""
+    """Weight of the reference policy in the comparison with earlier policies. The policy that sampled has the
+    weight 1 - ratio."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -208,14 +209,14 @@ class Gae(Advantage):
 
     kind: Literal["gae"] = "gae"
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token of later rewards."""
+    """Discount of later rewards, per token."""
     lam: float = Field(0.95, ge=0, le=1)
     """The parameter lambda of the estimation: the weight of later tokens. 1: the advantage is the reward
     minus the value that the critic predicts at the token. 0: the advantage is the value at the next token
     minus the value at this token."""
     whiten: bool = True
-    """true: the advantages are standardised over the trained tokens of the batch. Their mean is subtracted,
-    and the difference is divided by their standard deviation."""
+    """true: the advantages are standardised over the trained tokens of the batch. The mean of these
+    advantages is subtracted, and the difference is divided by their standard deviation."""
 
     @property
     def needs(self) -> frozenset[Score]:

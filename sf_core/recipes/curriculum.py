@@ -50,8 +50,8 @@ class Sizes(Settings):
     fewer: int = Field(ge=1)
     """Number of sessions per group for easy tasks. Groups of all other tasks have `group_size` sessions."""
     above: Chance = 0.6
-    """Share of right sessions above which a task is easy. The share is computed over the remembered sessions
-    of the task."""
+    """Share of right sessions above which a task is easy. The share is computed over the sessions in the last
+    8 groups of the task."""
 
 
 class Curriculum(Settings):
@@ -63,8 +63,8 @@ class Curriculum(Settings):
     environment. Must exceed the number of groups in flight: `groups_per_batch` times (1 + `max_lag`). Empty:
     each task is sampled once, in order."""
     order: Literal["epochs", "draw"] = "epochs"
-    """Order of the tasks. epochs: the tasks of the pool are shuffled, and each task is sampled once; this
-    repeats with another order. draw: 64 tasks are drawn at random from the pool, and the task with the
+    """Order of the tasks. epochs: in each epoch, every task of the pool is sampled once, in random order. The
+    order changes with each epoch. draw: 64 tasks are drawn at random from the pool, and the task with the
     highest `utility` is sampled next."""
     solved: Chance = 1.0
     """Probability of sampling a task again after a solved group, each time the order reaches the task. After
@@ -82,16 +82,17 @@ class Curriculum(Settings):
     """Lower bound of the probabilities that `solved` and `unsolved` give. 0: no lower bound."""
     utility: Literal["progress", "variance", "hard"] = "progress"
     """Measure of a task's usefulness, for `order: draw`. The success rate p of the task is drawn from Beta(1
-    + right, 1 + wrong), where right and wrong are the numbers of right and wrong remembered sessions of the
-    task (Thompson sampling). progress: the absolute difference between p of the newer half of the task's
-    groups and p of the older half, so that tasks with a changing success rate come first (Matiisen et al.
-    2017). A task with fewer than two remembered groups uses `variance`. variance: p (1 - p), which is highest
-    at p = 1/2 (BOTS, MoPPS). hard: p (1 - p)^2, which is highest at p = 1/3."""
+    + right, 1 + wrong), where right and wrong are the numbers of right and wrong sessions in the last 8
+    groups of the task (Thompson sampling). progress: the absolute difference between p of the newer half of
+    these groups and p of the older half, so that tasks with a changing success rate come first (Matiisen et
+    al. 2017). A task with fewer than two groups uses `variance`. variance: p (1 - p), which is highest at p =
+    1/2 (BOTS, MoPPS). hard: p (1 - p)^2, which is highest at p = 1/3."""
     explore: Chance = 0.1
     """Share of groups that take the next task in the order of `epochs` instead of the most useful task, for
     `order: draw`."""
     stages: tuple[Stage, ...] = ()
-    """Stages of the run, each with the shares of the environment's parts. Empty: the parts take turns."""
+    """Stages of the run. Each stage says which share of the groups every part of the environment gets. Empty:
+    the parts take turns."""
     sizes: Sizes | None = None
     """Rule that gives groups of easy tasks fewer sessions. Empty: every group has `group_size` sessions."""
 

@@ -200,7 +200,7 @@ class Correction(Settings):
     between engine and trainer."""
 
     cap: float = Field(2.0, ge=1)
-    """Upper bound of the factor."""
+    """Upper bound of the factor by which the loss of a token is multiplied."""
     beyond: Literal["truncate", "mask"] = "truncate"
     """Factor of tokens whose ratio is above `cap`. truncate: the factor is equal to `cap`. mask: the factor
     is 0."""

@@ -52,11 +52,11 @@ class Unparsed(Weight):
 
 class Fresh(Weight):
     """Excludes tokens whose lag exceeds `max_lag`, for example tokens sampled before a long interruption. The
-    other tokens of the session train."""
+    other tokens of the session are used for training."""
 
     kind: Literal["fresh"] = "fresh"
     max_lag: int = Field(1, ge=0)
-    """Maximum lag of tokens that train, in policy versions."""
+    """Maximum lag of the tokens that are used for training, in policy versions."""
 
     def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
         fresh = [samples.iteration - versions <= self.max_lag for versions in samples.versions]
@@ -64,11 +64,12 @@ class Fresh(Weight):
 
 
 class Surprising(Weight):
-    """Only the tokens with the highest entropy train (Wang et al. 2025, "Beyond the 80/20 rule")."""
+    """Only the tokens with the highest entropy are used for training (Wang et al. 2025, "Beyond the
+    80/20 rule")."""
 
     kind: Literal["surprising"] = "surprising"
     share: float = Field(0.2, gt=0, le=1)
-    """Share of the batch's tokens that train."""
+    """Share of the batch's tokens that are used for training."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -89,7 +90,8 @@ class EntropyConfidence(Weight):
 
     kind: Literal["entropy_confidence"] = "entropy_confidence"
     strength: float = Field(0.1, gt=0, lt=0.5)
-    """Factor by which z is multiplied. The largest relative change of an advantage is twice this factor."""
+    """Strength of the change: the advantage of a token is multiplied by 1 + strength * z. z measures the
+    uncertainty of the policy and is between -2 and 2."""
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -113,7 +115,8 @@ class Gated(Weight):
 
     kind: Literal["gated"] = "gated"
     strength: float = Field(1.0, gt=0)
-    """Factor by which d is multiplied."""
+    """Strength of the gate: the advantage of a token is multiplied by 1 + tanh(strength * d), where d is the
+    rise of the reward that the critic predicts."""
 
     @property
     def needs(self) -> frozenset[Score]:

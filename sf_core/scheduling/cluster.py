@@ -133,8 +133,8 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
             if not (held := tell_holders(scheduler, config.run_id)):
                 return plan
             fault = ValueError(
-                f"{held}, and a cluster serves one run at a time: wait until that run ends, or cancel it; "
-                "if no flow works on it any more, restart these workers"
+                f"{held}, and a cluster serves one run at a time: wait until that run ends, or cancel "
+                "that run; if the flow of that run has ended, restart these workers"
             )
             left_s = GIVEN_BACK_S - (time.monotonic() - begun)
             hope = "that run may be ending: waiting"

@@ -94,7 +94,7 @@ def worker_of(info: Mapping[str, Any]) -> Worker:
     tags = frozenset(key for key in resources if not key.startswith("@"))
     if len(names) != 1:
         raise ValueError(
-            f"a Dask worker with resources {sorted(resources)} needs exactly one private resource; "
+            f"a Dask worker with resources {sorted(resources)} needs exactly one resource @NAME; "
             'start it with --resources "TAG=1 @NAME=1"'
         )
     return Worker(names[0], tags, Device(**device) if device else None, info.get("memory"))
@@ -111,8 +111,8 @@ def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
     is_apart = _keeps_engines_apart(config)
     if num_gpus == 1 and share and is_apart and config.engine.vllm.url is None:
         raise ValueError(
-            "engine.kind vllm with train.lora needs a second GPU, but this machine has one: leave "
-            "engine.kind out; on one GPU the built-in engine samples with an adapter"
+            "engine.kind vllm with train.lora needs two GPUs, but this machine has one GPU: leave "
+            "engine.kind out, so that the built-in engine samples and trains on the same GPU"
         )
     is_default = workers == ClusterConfig().workers
     if is_default and num_gpus == 1 and config.pipeline in (None, "colocated") and not is_apart:
@@ -202,7 +202,8 @@ def choose_trainers(
         if busy and not able:
             names = ", ".join(worker.name for worker in busy)
             raise ValueError(
-                f"no worker is left to train: {names} runs agents or scores; workers: {_list_offers(workers)}"
+                f"no worker is left to train, because {names} must run agents or score answers; "
+                f"workers: {_list_offers(workers)}"
             )
         if config.train.min_workers:
             key, fewest = "train.min_workers", config.train.min_workers

@@ -89,7 +89,9 @@ def join_gang(
     `meet` is that of a TrainerBackend, `host` the address of this worker. Raises SupersededError if this rank
     must not work, GangError if another one is missing or has failed, and what the block raises."""
     if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
-        raise SupersededError(f"{seat.label}: attempt {seat.epoch} already ran on this worker, or is over")
+        raise SupersededError(
+            f"{seat.label}: attempt {seat.epoch} already started on this worker or is over, so the rank stops"
+        )
     with meet(files, seat, host, timeout_s) as ranks:
         yield ranks
 

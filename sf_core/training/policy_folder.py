@@ -49,8 +49,8 @@ def check_model_folder(model: str) -> None:
     rendered with it."""
     if Path(model, "adapter_config.json").is_file():
         raise ValueError(
-            f"policy.model: {model} holds an adapter (adapter_config.json): name the folder of its base "
-            "model as policy.model, and this folder as policy.adapter, with train.lora"
+            f"policy.model: {model} contains an adapter (adapter_config.json): set policy.model to the "
+            "folder of the base model, policy.adapter to this folder, and train.lora to {}"
         )
     check_weights_folder(model, "policy.model")
     try:
@@ -150,7 +150,7 @@ def _unusual_dtypes(model: str) -> str:
 
 def _tell_absence(model: str, setting: str) -> str:
     if gguf := next(Path(model).glob("*.gguf"), None):
-        return f"holds a GGUF file: `sf model {gguf} DIR` converts it to a folder"
+        return f"contains a GGUF file: `sf model {gguf} DIR` converts it to a folder"
     if is_gguf(model):
         return f"is a GGUF file: `sf model {model} DIR` converts it to a folder"
     if model in PUBLISHED:

@@ -121,7 +121,7 @@ def test_of_two_flows_on_one_run_the_older_is_refused_and_the_newer_finishes(clu
     wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
     older.send_signal(signal.SIGCONT)
     assert older.wait(patience()) != 0
-    assert re.search("[Aa]ttempt 1 .*was superseded by a later one", cluster.log(config))
+    assert re.search("[Aa]ttempt 1 .*was superseded by a later attempt", cluster.log(config))
     cluster.finish(config, newer)
     after = manifests(config)
     assert {key: after[key] for key in before} == before

@@ -100,7 +100,7 @@ def test_what_is_no_task_is_told_as_that() -> None:
         check_held_out(drawing("facts", 1))
     assert str(refused.value) == (
         f'environment.tasks: {__name__}:facts ({place_of(facts)}) called with ("holdout", 0) returned '
-        "{'task_id': 'a'}, which is not a task: it must return "
+        "{'task_id': 'a'}, which is not a task: the function must return "
         "sf_core.types.Task(task_id, environment, prompt)"
     )
 

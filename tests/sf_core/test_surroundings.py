@@ -51,7 +51,9 @@ def test_a_file_that_would_be_imported_instead_of_ours_is_named(tmp_path: Path, 
     file.parent.mkdir(exist_ok=True)
     file.write_text("")
     package = file.relative_to(tmp_path).parts[0].removesuffix(".py")
-    check_refused(call(tmp_path, SF, "settings"), str(file), f"{package} ({ROOT / package})", "rename it")
+    found = file.parent if file.name == "__init__.py" else file
+    refused = call(tmp_path, SF, "settings")
+    check_refused(refused, f"rename {found},", f"{package} ({ROOT / package})", f"remove {tmp_path} from")
 
 
 def test_a_file_first_on_the_path_is_named_wherever_the_command_is_called(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_a_file_first_on_the_path_is_named_wherever_the_command_is_called(tmp_pa
     file = tmp_path / "code" / "storage.py"
     file.write_text("")
     refused = call(tmp_path, SF, "settings", PYTHONPATH=str(file.parent))
-    check_refused(refused, str(file), "keep the folder of storage.py out of PYTHONPATH")
+    check_refused(refused, str(file), f"remove {file.parent} from PYTHONPATH")
 
 
 def test_a_folder_that_is_gone_is_no_place_for_a_command(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_a_process_that_somebody_else_started_refuses_too(tmp_path: Path) -> Non
     for module in ("flows.train", "flows.evaluate"):
         refused = call(tmp_path, sys.executable, "-m", module, "run.json")
         [last] = refused.stderr.strip().splitlines()[-1:]
-        assert last.startswith(f"ImportError: {tmp_path / 'storage.py'} has the name of a package of "), last
+        assert last.startswith(f"ImportError: {tmp_path / 'storage.py'} has the same name as "), last
 
 
 def test_where_ours_are_first_a_file_of_the_same_name_hides_nothing(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_where_ours_are_first_a_file_of_the_same_name_hides_nothing(tmp_path: Pa
 
 def test_a_folder_above_a_clone_that_has_our_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "seamlessflow").mkdir()
-    with pytest.raises(ImportError, match=r"/seamlessflow has the name of a package of SeamlessFlow"):
+    with pytest.raises(ImportError, match=r"/seamlessflow has the same name as SeamlessFlow's package"):
         check_names([str(tmp_path)])
 
 

@@ -148,7 +148,7 @@ def test_verify_finds_missing_truncated_and_changed_outputs(run_anywhere: RunDir
 
 def test_attempts_count_up_and_only_the_latest_commits(run_anywhere: RunDirectory) -> None:
     assert [run_anywhere.begin_attempt(), run_anywhere.begin_attempt()] == [1, 2]
-    with pytest.raises(ValueError, match="attempt 1 was superseded by a later one and must not commit"):
+    with pytest.raises(ValueError, match="attempt 1 was superseded by a later attempt and must not commit"):
         run_anywhere.commit_manifest(manifest(attempt=1))
     committed = run_anywhere.commit_manifest(manifest(attempt=2))
     assert run_anywhere.read_manifest(0, "rollout") == committed

@@ -80,7 +80,7 @@ def test_a_server_that_does_not_answer_is_given_up(
 
 def test_a_folder_one_may_not_write_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file/x: the storage failed .*is a file"):
+    with pytest.raises(StorageError, match=r"file/x: the storage failed .*is a file, not a folder"):
         files.write_atomic(str(tmp_path / "file" / "x"), b"")
 
 

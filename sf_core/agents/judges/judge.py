@@ -92,8 +92,8 @@ class Judge:
         if not all(folded) or any(later.startswith(word) for word, later in pairwise(folded)):
             told = ", ".join(map(quote, words))
             raise ValueError(
-                f"the method choose cannot distinguish {told}: one word is empty, or another word begins "
-                "with it"
+                f"the method choose cannot distinguish {told}: a word is empty, or is the beginning of "
+                "another word"
             )
         return self._record.reach(self._choose(messages, words, item))
 
@@ -179,8 +179,8 @@ def weigh_words(likely: Mapping[str, float], words: Sequence[str]) -> dict[str, 
     total = sum(weights.values())
     if shared > total:
         raise ValueError(
-            "the most likely first tokens of the judge's reply are the beginning of more than one of the "
-            f"words {', '.join(words)}"
+            "the first token of the judge's reply is probably the beginning of several of the words "
+            f"{', '.join(words)}, so the words cannot be told apart"
         )
     if not total:
         raise ValueError(

@@ -69,7 +69,7 @@ def why_no_sandbox(image: str | None = None) -> str | None:
     return (
         f"a sandbox cannot be created here ({_last_line(told)}): this user must be allowed to create user "
         "namespaces, by `sysctl user.max_user_namespaces`, by AppArmor, and by the container if this host "
-        "is one"
+        "is a container"
     )
 
 

@@ -20,7 +20,7 @@ class Reader:
 
     def __init__(self, run: RunDirectory) -> None:
         if not files.exists(files.join(run.start_dir, "tokenizer.json")):
-            raise ValueError(f"{run.run_id} has no tokenizer")
+            raise ValueError(f"run {run.run_id} has no tokenizer")
         self._renderer = Renderer(run.start_dir)
 
     def is_as_seen(self, messages: Sequence[Message], tools: list[Tool], seen: Sequence[int]) -> bool:

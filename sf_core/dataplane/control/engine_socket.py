@@ -143,7 +143,7 @@ async def _read(socket: WebSocket, run: ServedRun, engine: EngineConnection) -> 
             case wire.Yielded():
                 return
             case wire.Hello():
-                raise ValueError("said hello again")
+                raise ValueError("the engine sent a second hello frame")
 
 
 async def _close(socket: WebSocket, code: int, reason: str = "") -> None:

@@ -278,8 +278,8 @@ def _not_served(run_id: str) -> ApiError:
 
 def _no_room(memory: Memory) -> ApiError:
     message = (
-        f"No session can be opened now, {memory}: try again later, or start the data plane with more "
-        "--memory-mb."
+        f"No session can be opened now, because the data plane is at its memory limit ({memory}): try again "
+        "later, or start the data plane with more --memory-mb."
     )
     return ApiError(429, message, code="memory_full", retry_after_s=RETRY_AFTER_S)
 

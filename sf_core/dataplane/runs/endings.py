@@ -56,7 +56,7 @@ async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
         if run.sessions.get(session.session_id) is not session:
             return  # it ended before this report came
         if session.is_external and (report.status == "unjudged" or report.judgements):
-            raise WrongField("judgements", "A session from outside cannot ask judges: end it with a reward.")
+            raise WrongField("judgements", "Agents outside the cluster cannot ask judges: send a reward.")
         refusal = _end(run, session, report.or_earlier(session.earned))
         if fault := run.state.spent.explain_excess(run.spec.judge_budgets):
             run.end_by(fault, "overspent", [])

@@ -132,7 +132,7 @@ class Sealer:
         try:
             ref = await asyncio.to_thread(write_outcomes, directory, index, rows, part)
         except OSError as error:
-            raise ApiError(500, f"outcomes {index} cannot be written: {error}.") from error
+            raise ApiError(500, f"the outcomes of batch {index} cannot be written: {error}.") from error
         success = run.spec.rollout.success or Success()
         kinds = Counter(kind_of(one.results, success) for one in outcomes if one.pick and one.results)
         return {"outcomes": [asdict(ref)], **{kind: kinds[kind] for kind in get_args(Kind)}}

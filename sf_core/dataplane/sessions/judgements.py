@@ -25,7 +25,8 @@ class Spent(Counter[str]):
         """Why a run ends whose judges have taken more than they may; empty if they have not."""
         excess = [
             f"judge {name} has used {self[name]} tokens since the last batch, but "
-            f"environment.judges.{name}.max_tokens_per_iteration is {budget}: raise it and resume the run"
+            f"environment.judges.{name}.max_tokens_per_iteration is {budget}: raise this setting and resume "
+            "the run"
             for name, budget in budgets.items()
             if self[name] > budget
         ]

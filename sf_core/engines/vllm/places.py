@@ -78,7 +78,7 @@ class OwnServer(ServerOrigin):
 
     def check(self) -> None:
         if self._server is not None and self._server.has_ended:
-            raise EngineLostError("vLLM has ended, or cannot be tied to the life of this process")
+            raise EngineLostError("vLLM has ended, or the process that supervises vLLM has failed")
 
     def leave(self) -> None:
         if self._server is not None:

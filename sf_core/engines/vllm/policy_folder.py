@@ -126,8 +126,8 @@ class PolicyFolder:
         name = next((name for name in entries if name.endswith(_EMBEDDINGS)), None)
         if name is None:
             raise ValueError(
-                f"{path} has neither {_HEAD} nor an embedding (*{', *'.join(_EMBEDDINGS)}) to use instead: "
-                "without it, the CPU build of vLLM would keep the output layer of the first version"
+                f"{path} has neither {_HEAD} nor an embedding (*{', *'.join(_EMBEDDINGS)}): the CPU build of "
+                "vLLM needs one of these tensors to load a new output layer"
             )
         begin, end = entries[name].data_offsets
         file.seek(begin, SEEK_CUR)

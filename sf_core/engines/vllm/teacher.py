@@ -67,7 +67,8 @@ async def _ask_all(url: str, rows: Rows, wait: Wait) -> list[Logprobs]:
         if most is not None and len(ids) >= most:
             raise ValueError(
                 f"{name} has {len(ids):,} tokens, but the teacher at {url} takes at most {most - 1:,}: "
-                f"start it with --max-model-len={len(ids) + 1} or more, or lower engine.context_length"
+                f"start the teacher with --max-model-len={len(ids) + 1} or more, or lower "
+                "engine.context_length"
             )
         async with slots:
             told = await persist(name, lambda: client.score(model, ids))

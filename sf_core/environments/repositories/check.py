@@ -61,7 +61,9 @@ def main() -> None:
     try:
         config = load_config(parser.parse_args().config).environment
         if config.name != "repositories":
-            raise ValueError(f"environment.name is {config.name}, but this command needs repositories")
+            raise ValueError(
+                f"environment.name is {config.name}, but this command needs environment.name repositories"
+            )
         environment = cast(Repositories, environment_of(config))
         if reason := environment.why_not_here():
             raise ValueError(reason)

@@ -48,7 +48,8 @@ def render(view: RunView, max_bytes: int) -> bytes:
     base = len(_fill(run, figures, said, Embedded()))
     if base > max_bytes:
         raise ValueError(
-            f"{run.uri}: the figures alone need {base / 1e6:.1f} MB; allow more than {max_bytes / 1e6:g} MB"
+            f"{run.uri}: without sessions the page needs {base / 1e6:.1f} MB, but the limit is "
+            f"{max_bytes / 1e6:g} MB: raise --max-mb"
         )
     # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)

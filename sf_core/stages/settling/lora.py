@@ -63,7 +63,7 @@ def check_lora(config: RunConfig) -> None:
     if train.lora is None:
         if config.policy.adapter is not None:
             raise ValueError(
-                "policy.adapter is the start of `train.lora`: add `lora: {}` to train, or leave "
+                "policy.adapter needs `train.lora`: add `lora: {}` to the section train, or leave "
                 "policy.adapter out"
             )
         return

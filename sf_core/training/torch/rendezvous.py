@@ -118,7 +118,7 @@ class _Meeting:
             self._await("after", self._seat.others, "does not answer since an exchange failed")
         except GangError as missing:
             return GangError(f"{missing} ({error})")
-        return GangError(f"{self._seat.label}: an exchange failed, and all ranks live: {error}")
+        return GangError(f"{self._seat.label}: an exchange failed, but no rank is missing: {error}")
 
     def _open_store(self) -> None:
         if self._seat.rank == 0:

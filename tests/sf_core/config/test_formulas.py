@@ -142,14 +142,14 @@ def taught(rollout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any
 
 
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
-    "train.advantage none ignores rewards, so it needs a teacher": taught(teacher=None),
-    "needs a teacher other than the policy at its start": taught(teacher={"weights": "start"}),
+    "train.advantage none ignores rewards, so the run needs a teacher": taught(teacher=None),
+    "needs a teacher other than version 0 of the policy": taught(teacher={"weights": "start"}),
     "rollout.gate, rollout.curriculum, train.select and train": taught({"gate": "varied"}),
     "and train.loss.kl with place reward use rewards, which have no": taught({"curriculum": {"pool": 100}}),
     "use rewards, which have no effect with train.advantage none": taught(
         select={"kind": "extremes", "keep": 2}
     ),
-    "which have no effect with train.advantage none: leave them out": taught(
+    "which have no effect with train.advantage none: leave these settings out": taught(
         loss={"kl": {"coefficient": 1, "place": "reward"}}
     ),
     "train.critic has no effect with train.advantage none": taught(critic={}),
@@ -169,7 +169,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "give url and tokenizer together": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
     "give either url or model for the judge; given: neither": judge(),
     "give either url or model for the judge; given: both": judge(url="http://host:8000/v1", model="folder"),
-    "name selects a model of the server at url: leave name out for a judge with model": judge(
+    "name selects a model on the server at url, but this judge has no url: leave name out": judge(
         model="folder", name="it"
     ),
     "max_tokens_per_iteration (99) is less than max_tokens of one reply (256)": judge(
@@ -182,7 +182,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "rollout": {"group_size": 1},
         "train": {"advantage": {"kind": "whitened", "baseline": True}},
     },
-    "rollout.gate varied drops groups in which all rewards are equal; with": {
+    "rollout.gate varied drops groups in which all rewards are equal, so with": {
         "rollout": {"group_size": 1, "gate": "varied"},
         "train": {"advantage": "whitened"},
     },
@@ -206,7 +206,9 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "m2po computes its bounds from the ratio to the policy that sampled": loss(
         policy="m2po", ratio_to="step_start"
     ),
-    "train.loss.correction repeats the correction of the ratio to behaviour": loss(correction={}),
+    "train.loss.ratio_to behaviour already corrects for lag, so train.loss.correction would": loss(
+        correction={}
+    ),
     "train.loss.policy.beyond dual needs train.loss.policy.cap": loss(policy={"beyond": "dual", "cap": None}),
     "train.loss.policy.cap (1.2) must exceed 1 + high (0.28) with beyond dual": loss(
         policy={"beyond": "dual", "cap": 1.2}
@@ -215,7 +217,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "train": {"weights": ["fresh"]}
     },
     "train.weights lists the same kind twice": {"train": {"weights": ["overlong", "overlong"]}},
-    "train.loss.kl.renew_every has no effect within train.iterations (40)": loss(
+    "train.loss.kl.renew_every must be less than train.iterations (40)": loss(
         kl={"coefficient": 1.0, "renew_every": 40}
     ),
     "train.advantage gae needs the values of a critic: add train.critic, as `critic: {}`": {
@@ -257,7 +259,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     },
     "rollout.curriculum.sizes.fewer (8) must be below rollout.group_size (8)": curriculum(sizes={"fewer": 8}),
     "train.advantage group compares the sessions of a group, but rollout.curriculum.sizes.fewer is 1: raise "
-    "it, or use train.advantage whitened": curriculum(sizes={"fewer": 1}),
+    "rollout.curriculum.sizes.fewer, or use train.advantage whitened": curriculum(sizes={"fewer": 1}),
     "rollout.gate mixed drops every group of 3 sessions: raise rollout.curriculum.sizes.fewer": curriculum(
         {"gate": {"kind": "mixed", "least": 2}}, sizes={"fewer": 3}
     ),
@@ -324,7 +326,7 @@ def test_what_draws_alone_look_at_is_refused_with_epochs(rules: dict[str, Any]) 
     (error,) = refused.value.errors()
     assert error["msg"] == (
         "Value error, rollout.curriculum.explore and utility have no effect with order epochs: use order "
-        "draw, or leave them out"
+        "draw, or leave explore and utility out"
     )
 
 

@@ -106,10 +106,13 @@ async def later(split: str, index: int) -> Task:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (lambda split, index: None, "None, which is not a task: it must return sf_core.types.Task("),
+        (
+            lambda split, index: None,
+            "None, which is not a task: the function must return sf_core.types.Task(",
+        ),
         (lambda split, index: {"task_id": "a"}, "{'task_id': 'a'}, which is not a task: "),
-        (lambda split, index: Task(7, "e", "p"), "a task whose task_id is 7: it must be a text"),  # type: ignore[arg-type]
-        (later, "a coroutine: it must not be async, and return sf_core.types.Task("),
+        (lambda split, index: Task(7, "e", "p"), "a task whose task_id is 7, which is not a text"),  # type: ignore[arg-type]
+        (later, "a coroutine: the function must not be async, and must return sf_core.types.Task("),
     ],
 )
 def test_what_is_no_task_is_refused_with_the_function_and_its_arguments(

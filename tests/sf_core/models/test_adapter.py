@@ -202,7 +202,7 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
         (
             {"init_lora_weights": "pissa_niter_4"},
             "describes factors for weights that changed when the adapter was made (init_lora_weights: "
-            "pissa_niter_4): convert them",
+            "pissa_niter_4): convert the factors",
         ),
         ({"peft_type": "IA3"}, "describes an adapter of kind IA3; only LoRA is supported"),
         ({"target_modules": ".*_proj"}, "names its layers by the pattern '.*_proj'"),

@@ -268,7 +268,7 @@ def test_a_folder_of_recorded_sessions_needs_no_run(tmp_path: Path) -> None:
     row = conversation([USER, ANSWER], session_id="recorded.open.1")
     write_trajectories(RunDirectory(str(tmp_path / "recorded")), 3, [row], row.session_id, "opened")
     exported = export(str(tmp_path / "recorded"), "trl", str(tmp_path / "out.jsonl"), opened=True)
-    assert (exported.rows, exported.unchecked) == (1, "recorded has no tokenizer")
+    assert (exported.rows, exported.unchecked) == (1, "run recorded has no tokenizer")
     with pytest.raises(ValueError, match="no run here"):
         export(str(tmp_path / "recorded"), "trl", str(tmp_path / "more.jsonl"))
 

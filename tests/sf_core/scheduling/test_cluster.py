@@ -68,7 +68,7 @@ def test_a_second_run_waits_until_the_first_has_given_its_workers_back(tagged_cl
     [sentence] = told
     assert sentence.startswith(
         "workers a0, t0 are held by run first.1, and a cluster serves one run at a time: wait until that "
-        "run ends, or cancel it; "
+        "run ends, or cancel that run; "
     )
     # how long is left depends on how busy the machine is
     assert re.search(r"; that run may be ending: waiting for 1?\d\d s$", sentence)

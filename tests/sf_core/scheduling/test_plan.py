@@ -101,7 +101,7 @@ def test_a_worker_is_held_for_one_thing_whenever_it_joins(tags: str, duty: str |
 
 def test_a_worker_is_known_by_its_private_resource() -> None:
     assert worker_of({"resources": {"rollout": 1, "@r7": 1}}) == Worker("r7", frozenset({"rollout"}))
-    with pytest.raises(ValueError, match="exactly one private resource"):
+    with pytest.raises(ValueError, match="exactly one resource @NAME"):
         worker_of({"resources": {"rollout": 1}})
 
 
@@ -249,7 +249,9 @@ def test_a_run_that_is_on_goes_on_with_the_workers_that_are_there(
 def test_who_runs_agents_trains_only_if_that_is_what_it_did() -> None:
     found = workers(t0="agent train", r0="rollout", **OTHERS)
     assert make_plan(found, RunConfig(), trained=("t0",)).trainers == ("t0",)
-    with pytest.raises(ValueError, match="no worker is left to train: t0 runs agents or scores; "):
+    with pytest.raises(
+        ValueError, match="no worker is left to train, because t0 must run agents or score answers; "
+    ):
         make_plan(found, RunConfig(), trained=("t1",))
 
 
@@ -403,8 +405,8 @@ def test_a_single_gpu_samples_an_adapter_with_the_built_in_engine() -> None:
         local_workers(config, 1)
     check_sentence(
         str(refused.value),
-        "engine.kind vllm with train.lora needs a second GPU, but this machine has one",
-        "leave engine.kind out; on one GPU the built-in engine samples with an adapter",
+        "engine.kind vllm with train.lora needs two GPUs, but this machine has one GPU",
+        "leave engine.kind out, so that the built-in engine samples and trains on the same GPU",
     )
     for num_gpus in (0, 2):
         assert {"r0", "t0"} <= local_workers(config, num_gpus).keys()

@@ -101,7 +101,7 @@ def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path:
     older, newer = begin_attempt(config), begin_attempt(config)
     for stage in STAGES:
         commit(RunDirectory(newer.uri), 0, stage, attempt=newer.attempt)
-    refusal = "r: attempt 1 was superseded by a later one and must not "
+    refusal = "r: attempt 1 was superseded by a later attempt and must not "
     with pytest.raises(ValueError, match=f"{refusal}continue with iteration 0"):
         OpenRun(older).list_pending_stages(0)
     with pytest.raises(ValueError, match=f"{refusal}end the run"):

@@ -57,7 +57,7 @@ def as_codes(dtype: torch.dtype) -> Callable[[Path], None]:
     return store
 
 
-ADAPTER = " holds an adapter (adapter_config.json): name the folder of its base model as policy.model"
+ADAPTER = " contains an adapter (adapter_config.json): set policy.model to the folder of the base model"
 FULL = "; training needs unquantised weights: name the folder of the original model"
 CAUSAL = ": name a folder of a causal language model (...ForCausalLM in its config.json)"
 
@@ -79,7 +79,7 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "ModelOpt": (also("hf_quant_config.json"), "quantised (hf_quant_config.json)"),
     "FP8 that is not named": (as_codes(torch.float8_e4m3fn), f"quantised (F8_E4M3){FULL}"),
     "codes that are not named": (as_codes(torch.uint8), f"quantised (U8){FULL}"),
-    "a GGUF file": (only("small.gguf"), "holds a GGUF file: `sf model "),
+    "a GGUF file": (only("small.gguf"), "contains a GGUF file: `sf model "),
     "adapter": (only("adapter_config.json"), ADAPTER),
     "adapter beside a model": (also("adapter_config.json"), ADAPTER),
     "encoder": (be(architectures=["BertModel"]), f" is BertModel, which does not generate text{CAUSAL}"),

@@ -97,7 +97,12 @@ class Google:
         left_out = LeftOut(sees)
         tools = _parse_tools(get(body, "tools", (list,), []), left_out)
         choice, tools = _parse_choice(body, tools, left_out)
-        refuse(body, "logprobs", "logprobs must be 0; response_logprobs gives the sampled token's", 0)
+        refuse(
+            body,
+            "logprobs",
+            "logprobs must be 0; response_logprobs gives the log-prob of the sampled token",
+            0,
+        )
         return [
             TurnRequest(
                 messages=_parse_messages(body, left_out),

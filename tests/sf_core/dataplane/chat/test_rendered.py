@@ -181,7 +181,7 @@ def test_without_a_tokenizer_nothing_is_checked(tmp_path: Path) -> None:
     shutil.rmtree(run.start_dir)
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert code == 0
-    assert "not compared with the tokens that the policy saw: run-1 has no tokenizer" in output
+    assert "not compared with the tokens that the policy saw: run run-1 has no tokenizer" in output
     assert json.loads((tmp_path / "out.jsonl").read_text())["as_seen"] is None
 
 

@@ -177,9 +177,8 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
         error = refused.json()["error"]
         assert (error["code"], error["message"]) == (
             "memory_full",
-            "No session can be opened now, memory: 0.0 of 0.0 MB held: try again later, or start the "
-            "data plane with "
-            "more --memory-mb.",
+            "No session can be opened now, because the data plane is at its memory limit (memory: 0.0 of 0.0 "
+            "MB held): try again later, or start the data plane with more --memory-mb.",
         )
         [claim] = plane.claim()
         with ThreadPoolExecutor(1) as agent:

@@ -203,7 +203,7 @@ def test_outcomes_that_cannot_be_written_are_written_later_under_the_same_name(
         in_the_way = tmp_path / "run/outcomes"
         in_the_way.write_text("")
         with pytest.raises(
-            ApiError, match=r"outcomes 0 cannot be written: .*iteration=0/rollout-1"
+            ApiError, match=r"the outcomes of batch 0 cannot be written: .*iteration=0/rollout-1"
         ) as failed:
             await driver.sealed(0)
         assert failed.value.status == 500

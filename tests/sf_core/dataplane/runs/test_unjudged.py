@@ -459,7 +459,7 @@ def test_a_budget_that_is_spent_ends_the_run_until_it_is_raised(play: Play) -> N
     async def scenario(driver: UnjudgedDriver) -> None:
         fault = (
             "judge taste has used 30 tokens since the last batch, but "
-            "environment.judges.taste.max_tokens_per_iteration is 20: raise it and resume the run"
+            "environment.judges.taste.max_tokens_per_iteration is 20: raise this setting and resume the run"
         )
         await driver.register(judge_budgets={"taste": 20})
         first, second = await driver.answered(2)
@@ -512,9 +512,9 @@ def test_an_agent_outside_leaves_nothing_unjudged(play: Play) -> None:
         opened = await claiming.open_session(driver.run, SessionBody(run_id="run"))
         [declared, *_] = await claiming.declare_group(driver.run, GroupBody(size=2))
         for session in (opened, declared):
-            with pytest.raises(WrongField, match="A session from outside cannot ask judges"):
+            with pytest.raises(WrongField, match="Agents outside the cluster cannot ask judges"):
                 await endings.finish(driver.run, session, FinishBody(status="unjudged"))
-            with pytest.raises(WrongField, match="A session from outside cannot ask judges"):
+            with pytest.raises(WrongField, match="Agents outside the cluster cannot ask judges"):
                 await driver.report(session, status="finished", reward=1.0)
 
     play(scenario)

@@ -55,7 +55,7 @@ def test_a_row_that_is_too_long_for_the_server_is_named(teacher_url: str) -> Non
     with pytest.raises(ValueError) as refused:
         ask_teacher(teacher_url, [("row 0", [1, 2]), ("row 1", [5] * CONTEXT)], patience())
     says = f"row 1 has {CONTEXT} tokens, but the teacher at {teacher_url} takes at most {CONTEXT - 1}: "
-    check_sentence(str(refused.value), says, f"start it with --max-model-len={CONTEXT + 1}")
+    check_sentence(str(refused.value), says, f"start the teacher with --max-model-len={CONTEXT + 1}")
 
 
 class Faulty:

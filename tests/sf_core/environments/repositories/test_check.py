@@ -54,7 +54,7 @@ def test_a_data_set_that_is_right_ends_well(generated: Path, tmp_path: Path) -> 
     [
         (
             {"name": "quickstart", "settings": {}},
-            "environment.name is quickstart, but this command needs repositories",
+            "environment.name is quickstart, but this command needs environment.name repositories",
         ),
         ({"settings": {"dataset": "/gone.jsonl", "repositories": "/gone"}}, "/gone.jsonl cannot be read: "),
     ],

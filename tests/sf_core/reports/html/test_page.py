@@ -271,7 +271,9 @@ def test_who_may_not_write_into_the_run_gets_its_page_without_new_figures(
 
 
 def test_a_size_that_cannot_hold_the_figures_is_refused(talking_run: RunDirectory) -> None:
-    with pytest.raises(ValueError, match=r"the figures alone need 0\.1 MB; allow more than 0\.001 MB"):
+    with pytest.raises(
+        ValueError, match=r"without sessions the page needs 0\.1 MB, but the limit is 0\.001 MB: "
+    ):
         write_report(talking_run.uri, None, 0.001)
 
 

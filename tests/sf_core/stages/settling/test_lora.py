@@ -54,7 +54,7 @@ def refused(config: dict[str, Any], *names: str) -> None:
     [
         (
             {"policy": {"adapter": "/x"}},
-            "policy.adapter is the start of `train.lora`: add `lora: {}` to train, or leave policy.adapter",
+            "policy.adapter needs `train.lora`: add `lora: {}` to the section train, or leave policy.adapter",
         ),
         (
             {"train": {"lora": {}, "backend": "megatron"}},

@@ -196,7 +196,9 @@ def test_a_rank_that_dask_runs_again_touches_nothing(make_members: MakeMembers, 
     run_all(gang, one, add_ranks)
     before = written(tmp_path)
     gang[1].sit(one, add_ranks)
-    assert gang[1].report().startswith("SupersededError: rank 1 (t1): attempt 0 already ran on this worker")
+    assert (
+        gang[1].report().startswith("SupersededError: rank 1 (t1): attempt 0 already started on this worker")
+    )
     assert written(tmp_path) == before
 
 
