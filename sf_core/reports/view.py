@@ -122,7 +122,18 @@ class SessionSet:
         """What became of the tokens."""
         if self.kind == "trains iteration":
             return "trained" if self.is_trained else "not trained yet"
-        return "never trained"
+        return "not used for training"
+
+    @property
+    def mark(self) -> str:
+        """Legend of the sampled tokens that count in their branch."""
+        places = {"evaluates version": " in an evaluation", "opened at version": " in an opened session"}
+        return f"sampled{places.get(self.kind, '')}, {self.fate}"
+
+    @property
+    def carried_mark(self) -> str:
+        """Legend of the sampled tokens that do not count in their branch."""
+        return f"sampled, not {'trained' if self.kind == 'trains iteration' else 'counted'} here"
 
     def read(self, columns: list[str]) -> pa.Table:
         """Raises ValueError with one sentence if a file is missing or broken."""

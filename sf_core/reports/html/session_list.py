@@ -29,9 +29,10 @@ class SessionFacts:
 
     session_id: str
     kind: str
-    """Kind of the set that the session is in; `number` and `fate` are the set's too."""
+    """Kind of the set that the session is in; `number` and the marks are the set's too."""
     number: int
-    fate: str
+    mark: str
+    carried_mark: str
     task_id: str
     environment: str
     group_id: str | None
@@ -62,7 +63,8 @@ def list_sessions(sampling: SessionSet) -> list[SessionFacts]:
             row["session_id"],
             sampling.kind,
             sampling.number,
-            sampling.fate,
+            sampling.mark,
+            sampling.carried_mark,
             branches=row["count_all"],
             **{name: row[f"{name}_{how}"] for name, how in _OF_BRANCHES.items() if name != "place"},
         )

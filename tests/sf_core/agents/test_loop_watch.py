@@ -3,11 +3,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from sf_core.agents import loop_watch
-from sf_core.agents.loop_watch import place_of_step, watch_for_blocks
+from sf_core.agents.loop_watch import log_blocks, place_of_step
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +30,7 @@ async def test_each_block_of_the_loop_is_told_once(
     async def agent(number: int) -> None:
         wait_until(lambda: len(caplog.messages) == number)
 
-    with watch_for_blocks(lambda: 7):
+    with log_blocks(lambda: 7):
         for number in (1, 2):
             await asyncio.create_task(agent(number))
             # the watch sees that the loop turns, and looks again
@@ -30,6 +38,57 @@ async def test_each_block_of_the_loop_is_told_once(
     assert len(caplog.messages) == 2
     for message in caplog.messages:
         assert " has blocked the event loop for 0.2 s, and the 7 sessions" in message
+
+
+@pytest.fixture
+def busy_core() -> Iterator[int]:
+    """A core for which four processes compete."""
+    core = min(os.sched_getaffinity(0))
+    program = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
+    rivals = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(4)]
+    try:
+        for rival in rivals:
+            assert rival.stdout is not None and rival.stdout.readline()
+        yield core
+    finally:
+        for rival in rivals:
+            rival.kill()
+            rival.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long a thread waits for a core")
+def test_a_machine_that_is_busy_blocks_no_loop(
+    busy_core: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(loop_watch, "LOOK_S", 0.01)
+
+    def queued_s() -> float:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+    async def agent() -> None:
+        os.sched_setaffinity(0, [busy_core])
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        began = queued_s()
+        while queued_s() < began + 1.0:
+            pass
+        time.sleep(0.1)
+
+    async def blocking_agent() -> None:
+        while not caplog.messages:
+            time.sleep(0.05)
+
+    async def work() -> None:
+        with log_blocks(lambda: 7):
+            await asyncio.create_task(agent())
+            assert not caplog.messages, "the agent itself keeps the loop for little more than 0.1 s"
+            await asyncio.create_task(blocking_agent())
+
+    # in a thread of its own, because no thread can raise its priority again
+    with ThreadPoolExecutor(1) as starved:
+        starved.submit(asyncio.run, work()).result(patience())
+    [message] = caplog.messages
+    assert "blocking_agent) has blocked the event loop for 0.5 s" in message
 
 
 async def place_in(*, is_inside_the_library: bool) -> str:
