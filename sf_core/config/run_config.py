@@ -179,7 +179,7 @@ class WorkerConfig(Settings):
     """Capability tags of the worker: rollout, train, agent, reward, cpu, and any words of your own."""
     device: str | None = Field(None, pattern=r"^(cpu|cuda:\d+)$")
     """Device on which the worker computes: cpu or cuda:N. A worker on cpu sees no GPU. Empty: each worker
-    tagged rollout or train gets its own GPU while torch finds a free one, and trainers choose first. Every
+    tagged rollout or train gets its own GPU while torch finds a free GPU, and trainers choose first. Every
     other worker gets the CPU. With the environment variable SF_DEVICE=cpu, all workers without this setting
     get the CPU."""
     device_kind: Annotated[str, AfterValidator(_is_known)] | None = None

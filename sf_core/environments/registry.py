@@ -175,7 +175,7 @@ def _class_of(name: str) -> type[Environment]:
             f"environment.name: {reference} is not a class that inherits {Environment.__module__}.Environment"
         )
     if missing := ", ".join(sorted(found.__abstractmethods__)):
-        raise ValueError(f"environment.name: {reference} lacks {missing}")
+        raise ValueError(f"environment.name: the class {reference} does not define {missing}")
     return found
 
 

@@ -314,7 +314,7 @@ class Critic(Settings):
     """Learning rate of the AdamW optimiser of the critic. The rate is constant."""
     clip: float | None = Field(0.2, gt=0)
     """Maximum change of the predicted reward of a token within a train step. A token whose prediction has
-    changed by more has no gradient. Empty: no maximum."""
+    changed by more than this maximum has no gradient. Empty: no maximum."""
 
     def __call__(self, values: Tensor, before: Tensor, returns: Tensor) -> Tensor:
         """[M] loss of each token, from its value now and at the start of the step, and its return."""

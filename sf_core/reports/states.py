@@ -174,8 +174,8 @@ def _is_refused(error: BaseException | None) -> bool:
 
 def _explain_unknown(run: RunDirectory, url: str, why: str) -> BusyError:
     return BusyError(
-        f"{run.run_id}: it is unknown if the run is in use: its data plane at {url} {why}, or if it is gone "
-        f'for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'
+        f"{run.run_id}: it is unknown if the run is in use: its data plane at {url} {why}, or if this "
+        f'data plane is gone for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'
     )
 
 

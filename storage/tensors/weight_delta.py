@@ -132,8 +132,8 @@ class Delta:
         about = self._about
         if (before, after) != (about.base_digest, about.digest):
             raise ValueError(
-                f"{self._uri}: the delta leads from version {about.base} to {about.version}, but the "
-                f"weights here are not version {about.base}, or the result differs from the stored version"
+                f"{self._uri}: the delta leads from version {about.base} to version {about.version}, but the "
+                "digest of one of these versions differs from the digest in the delta"
             )
         for name in self._parts.header.entries:
             if name not in tensors.header.entries:

@@ -137,5 +137,7 @@ def _call(environment: dict[str, str], *module: str) -> list[str]:
         raise StackError(f"{' '.join(module)} did not end within {DEPLOY_S:.0f} s") from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise StackError(f"{' '.join(module)} failed: {said[-1] if said else done.returncode}")
+        raise StackError(
+            f"{' '.join(module)} failed: {said[-1] if said else f'exit status {done.returncode}'}"
+        )
     return done.stdout.splitlines()

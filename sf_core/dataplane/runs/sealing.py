@@ -278,7 +278,7 @@ async def write_sessions(
     try:
         written = await asyncio.to_thread(write)
     except OSError as error:
-        raise ApiError(500, f"{kind} {index} cannot be written: {error}.") from error
+        raise ApiError(500, f"the session file of {kind} {index} cannot be written: {error}.") from error
     rewards = [session.reward for session in sessions if session.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     bounds = {"reward_min": min(rewards), "reward_max": max(rewards)} if rewards else {}

@@ -140,7 +140,7 @@ class VllmClient:
         """Take no more requests that name this model; those that are there go on. It need not be there."""
         status, answer = await self._request("POST", _UNLOAD_ADAPTER, {"lora_name": name})
         if status not in (200, 404):
-            raise EngineLostError(f"vLLM: {_UNLOAD_ADAPTER}: {status} {_read_message(answer)}")
+            raise EngineLostError(f"vLLM answered {_UNLOAD_ADAPTER} with {status}: {_read_message(answer)}")
 
     async def list_adapters(self) -> list[str]:
         models = orjson.loads(await self._call("/v1/models", method="GET"))["data"]
@@ -201,7 +201,9 @@ class VllmClient:
     ) -> bytes:
         status, answer = await self._request(method, path, body, timeout_s, query)
         if status != 200:
-            raise EngineLostError(f"vLLM: {path}: {status} {answer.decode(errors='replace')[:1000]}")
+            raise EngineLostError(
+                f"vLLM answered {path} with {status}: {answer.decode(errors='replace')[:1000]}"
+            )
         return answer
 
     async def _request(
@@ -223,7 +225,9 @@ def _name_loss(path: str) -> Iterator[None]:
         raise
     # a session that was closed meanwhile raises RuntimeError
     except (aiohttp.ClientError, OSError, RuntimeError) as error:
-        raise EngineLostError(f"request {path} to vLLM: {str(error) or type(error).__name__}") from error
+        raise EngineLostError(
+            f"the request {path} to vLLM failed: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def _read_piece(message: dict[str, Any]) -> StreamPiece:

@@ -149,7 +149,7 @@ class _Meeting:
         try:
             make_group(store, seat.rank, len(seat.workers), self._host, self._timeout_s)
         except RuntimeError as error:
-            raise ExchangeError(f"no process group: {error}") from error
+            raise ExchangeError(f"the process group cannot be made: {error}") from error
 
     def _put(self, key: str, value: str) -> None:
         with self._blame_rank_0():
@@ -167,7 +167,7 @@ class _Meeting:
     @property
     def _opened(self) -> dist.Store:
         if self._store is None:
-            raise GangError(f"{self._seat.label} has no store")
+            raise GangError(f"{self._seat.label}: no connection to rank 0")
         return self._store
 
     @contextmanager

@@ -165,7 +165,7 @@ def test_the_configuration_of_an_earlier_run_means_what_it_meant() -> None:
             setting(name="json:JSONDecoder"),
             "environment.name: json:JSONDecoder is not a class that inherits sf_core.environments.",
         ),
-        (named(Unfinished), "Unfinished lacks agent, reward"),
+        (named(Unfinished), "Unfinished does not define agent, reward"),
         (
             named(Sums, last=1),
             "environment.settings.last: unknown key; allowed here: least, amounts",

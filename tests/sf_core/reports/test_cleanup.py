@@ -374,8 +374,8 @@ def test_on_loopback_of_another_machine_a_data_plane_cannot_be_asked(root: Path)
     attempt = run.path("attempts", "00001")
     sentence = (
         "error: a: it is unknown if the run is in use: its data plane at http://127.0.0.1:1 is on "
-        f'elsewhere; run the command there, or if it is gone for good, write {{"dataplane": ""}} into '
-        f"{attempt}"
+        "elsewhere; run the command there, or if this data plane is gone for good, write "
+        f'{{"dataplane": ""}} into {attempt}'
     )
     assert (code, output) == (2, sentence)
     code, output = sf("gc", str(root))

@@ -110,7 +110,7 @@ def test_a_delta_of_another_base_or_to_another_version_is_refused_and_changes_no
     for ends in ((digest(other), digest(new)), (digest(base), digest(other))):
         with pytest.raises(ValueError) as refused:
             read.apply(copy, *ends)
-        check_sentence(str(refused.value), "leads from version 3 to 4")
+        check_sentence(str(refused.value), "leads from version 3 to version 4")
     assert bytes(copy.data) == bytes(other.data)
 
 

@@ -154,7 +154,7 @@ def test_what_cannot_be_written_waits(
         await driver.open()
         await driver.finish_opened()
         await driver.plane.release(driver.run)
-        assert "1 opened sessions wait to be written: opened 0 cannot be written" in caplog.text
+        assert "1 opened sessions wait to be written: the session file of opened 0 cannot be" in caplog.text
         # a released run is served again until it has written all
         await driver.restart()
         in_the_way.unlink()

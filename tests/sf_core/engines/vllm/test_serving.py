@@ -192,9 +192,9 @@ class ServingTests(EngineTests):
     ) -> None:
         expected = self.sample_alone()
         self.fake.has_failed = True
-        with pytest.raises(EngineLostError, match="/pause: 503"), self.serve():
+        with pytest.raises(EngineLostError, match="/pause with 503"), self.serve():
             pass
-        assert "vLLM is lost: vLLM: /pause: 503" in caplog.text
+        assert "vLLM is lost: vLLM answered /pause with 503" in caplog.text
         self.fake.has_failed = False
         assert self.sample_alone() == expected
 
