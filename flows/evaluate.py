@@ -14,12 +14,7 @@ from sf_core.stages.settling.first_tasks import check_held_out
 from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import DeployedConfig
 from tasks.identity import run_name_with_flow
-from tasks.interruption import (
-    end_if_taken_over,
-    free_workers_at_end,
-    leave_to_successor,
-    send_logs_at_end,
-)
+from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
 from tasks.lease import Leases
 from tasks.stages import evaluate as evaluate_task
 

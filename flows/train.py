@@ -31,12 +31,7 @@ from tasks.cluster import (
 from tasks.deployed import DeployedConfig
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name
-from tasks.interruption import (
-    end_if_taken_over,
-    free_workers_at_end,
-    leave_to_successor,
-    send_logs_at_end,
-)
+from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
 from tasks.lease import Leases
 from tasks.page import Page
 from tasks.stages import evaluate, filter_, finish, publish, rollout

@@ -22,12 +22,7 @@ from tasks.cluster import (
 from tasks.deployed import DeployedConfig
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name_with_flow
-from tasks.interruption import (
-    end_if_taken_over,
-    free_workers_at_end,
-    leave_to_successor,
-    send_logs_at_end,
-)
+from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
 from tasks.stages import demonstrate
 from tasks.stages import warmstart as warmstart_task
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -52,12 +53,10 @@ def leave_to_successor() -> Iterator[None]:
     """However the block ends, this process sets no state if another one has begun on the flow run by then."""
     try:
         yield
-    except Abort:
-        raise
-    except BaseException:
-        end_if_taken_over()
-        raise
-    end_if_taken_over()
+    finally:
+        # a subflow has told it already
+        if not isinstance(sys.exception(), Abort):
+            end_if_taken_over()
 
 
 def end_if_taken_over() -> None:
@@ -70,12 +69,8 @@ def end_if_taken_over() -> None:
     with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
         starts = client.read_flow_run(flow_run.id).run_count
         if starts > flow_run.run_count:
-            log.warning(
-                "start %d of this flow run has taken over from start %d, which ends without a state",
-                starts,
-                flow_run.run_count,
-            )
-            raise Abort(f"start {starts} has taken over")
+            log.warning("start %d of this flow run has taken over: this process sets no state", starts)
+            raise Abort
 
 
 @contextmanager

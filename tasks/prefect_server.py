@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import FastAPI
 from prefect.server.api import server
 from prefect.server.orchestration.core_policy import CoreFlowPolicy
 from prefect.server.orchestration.dependencies import ORCHESTRATION_DEPENDENCIES
 from prefect.server.orchestration.rules import FlowRunOrchestrationRule
-from prefect.server.schemas.states import State, StateType
+from prefect.server.schemas.states import StateType
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasks.server import OURS
@@ -55,13 +55,11 @@ class RefuseSecondReport(FlowRunOrchestrationRule):
     another one, which imports the flow for its hooks, and then reports the same again. On a busy machine this
     takes a minute. The flow run has been restarted by then, and would be restarted once more beside that."""
 
-    FROM_STATES: ClassVar = {StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING}
-    TO_STATES: ClassVar = {StateType.CRASHED}
+    FROM_STATES = {StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING}  # noqa: RUF012
+    TO_STATES = {StateType.CRASHED}  # noqa: RUF012
 
-    async def before_transition(
-        self, initial_state: State[Any] | None, proposed_state: State[Any] | None, context: Any
-    ) -> None:
-        said = (proposed_state and proposed_state.message) or ""
+    async def before_transition(self, initial_state: Any, proposed_state: Any, context: Any) -> None:
+        said = proposed_state.message or ""
         if OURS in context.run.tags and said.startswith("Flow run infrastructure exited with"):
             await self.abort_transition("The worker has reported this crash before.")
 
