@@ -14,7 +14,7 @@ from sf_core.stages.settling.first_tasks import check_held_out
 from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import DeployedConfig
 from tasks.identity import run_name_with_flow
-from tasks.interruption import free_workers_at_end, send_logs_at_end
+from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
 from tasks.lease import Leases
 from tasks.stages import evaluate as evaluate_task
 
@@ -24,13 +24,14 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
     """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
 
     Nothing is trained; only run_id, storage.root, evaluate.num_tasks and the addresses of `config` count."""
-    with send_logs_at_end():
+    with send_logs_at_end(), leave_to_successor():
         evaluation = open_evaluation(config)
         if evaluation.measured is not None:
             return evaluation.measured.data
         config, version = evaluation.config, evaluation.version
         check_held_out(config, is_trained=False)
         plan = await_plan(scheduler_address(), config)
+        end_if_taken_over()
         run = begin_attempt(config, evaluate_only=True)
         OpenRun(run).register(evaluate_only=True)
         # before lend_trainers: trainers are lent only for work that is known to be left

@@ -31,7 +31,7 @@ from tasks.cluster import (
 from tasks.deployed import DeployedConfig
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name
-from tasks.interruption import free_workers_at_end, send_logs_at_end
+from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
 from tasks.lease import Leases
 from tasks.page import Page
 from tasks.stages import evaluate, filter_, finish, publish, rollout
@@ -40,7 +40,7 @@ from tasks.stages import evaluate, filter_, finish, publish, rollout
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
 def train(config: DeployedConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
-    with send_logs_at_end():
+    with send_logs_at_end(), leave_to_successor():
         config = settle_config(identify_run(config))
         check_held_out(config)
         check_start(config, by_a_worker=True)
@@ -48,6 +48,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         check_memory(PolicySizes.of(config), read_workers(scheduler_address()))
         for sentence in foresee(config):
             tell(sentence)
+        end_if_taken_over()
         run = begin_attempt(config)
         trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
         # free_workers_at_end is innermost: a flow that ends frees the workers first
@@ -73,28 +74,29 @@ def train(config: DeployedConfig) -> dict[str, Any]:
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
 def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]]) -> None:
     """One iteration of the loop. Stages with a manifest are done and not submitted again."""
-    opened = OpenRun(run)
-    todo, patience_s = opened.list_pending_stages(number), opened.config.cluster.stage_timeout_s
-    batch = [submit(evaluate, run, number)] if opened.evaluation_due(number) else []
-    if "rollout" in todo:
-        batch.append(submit(rollout, run, number))
-    if "filter" in todo:
-        batch.append(submit(filter_, run, number, wait_for=batch))
-    gang = Gang(run, number, plan.trainers if "train" in todo else ())
-    trained = False
-    while not trained:
-        ranks = gang.submit(wait_for=batch)
-        after = [*batch, *ranks[:1]]
-        published = [submit(publish, run, number, wait_for=after)] if "publish" in todo else []
-        for stage in batch:
-            result_of(stage, f"batch {number}", patience_s)
-        gang.take_devices(lent)
-        trained = gang.has_committed()
-    # publish depends on rank 0, which may be lost with its worker after its commit
-    if published and not gang.has_returned():
-        published = [submit(publish, run, number)]
-    for stage in published:
-        result_of(stage, f"publishing of iteration {number}", patience_s)
+    with leave_to_successor():
+        opened = OpenRun(run)
+        todo, patience_s = opened.list_pending_stages(number), opened.config.cluster.stage_timeout_s
+        batch = [submit(evaluate, run, number)] if opened.evaluation_due(number) else []
+        if "rollout" in todo:
+            batch.append(submit(rollout, run, number))
+        if "filter" in todo:
+            batch.append(submit(filter_, run, number, wait_for=batch))
+        gang = Gang(run, number, plan.trainers if "train" in todo else ())
+        trained = False
+        while not trained:
+            ranks = gang.submit(wait_for=batch)
+            after = [*batch, *ranks[:1]]
+            published = [submit(publish, run, number, wait_for=after)] if "publish" in todo else []
+            for stage in batch:
+                result_of(stage, f"batch {number}", patience_s)
+            gang.take_devices(lent)
+            trained = gang.has_committed()
+        # publish depends on rank 0, which may be lost with its worker after its commit
+        if published and not gang.has_returned():
+            published = [submit(publish, run, number)]
+        for stage in published:
+            result_of(stage, f"publishing of iteration {number}", patience_s)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What a flow still does when it ends. It sends its log lines, and it stops the work on the devices.
+"""What a flow still does when it ends. It sends its log lines, stops the work on the devices, and sets no
+state if another process works on the same flow run by then.
 
 A flow ends by itself, or is interrupted (Cancel in the UI, end of its process worker or of `sf train`): by a
 signal, which raises wherever the flow is, and it is killed 30 s later. Dask drops queued tasks but lets
@@ -8,12 +9,19 @@ running ones go on, which would keep their devices, as would an agent that does 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import httpx
 from distributed import Future
+from prefect.client.orchestration import get_client
+from prefect.exceptions import Abort, ObjectNotFound
 from prefect.logging.handlers import APILogHandler
+from prefect.runtime import flow_run
 
+from sf_core.child_processes import FLOW_RUN
 from sf_core.dataplane.control.client import UNANSWERED, DataplaneClient
 from sf_core.scheduling.cluster import end_tasks, owner_of
 from sf_core.stages.run import RunRef
@@ -38,6 +46,31 @@ def send_logs_at_end() -> Iterator[None]:
         yield
     finally:
         APILogHandler().flush()
+
+
+@contextmanager
+def leave_to_successor() -> Iterator[None]:
+    """However the block ends, this process sets no state if another one has begun on the flow run by then."""
+    try:
+        yield
+    finally:
+        # a subflow has told it already
+        if not isinstance(sys.exception(), Abort):
+            end_if_taken_over()
+
+
+def end_if_taken_over() -> None:
+    """Raises Abort, with which Prefect ends this process without a state, if another process has begun on the
+    flow run. Prefect counts the starts of a flow run, but takes a state from any process: a process that was
+    taken for dead would set the flow run to Failed while the other one trains."""
+    if FLOW_RUN not in os.environ:
+        return
+    # a server that does not answer gets no state either
+    with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
+        starts = client.read_flow_run(flow_run.id).run_count
+        if starts > flow_run.run_count:
+            log.warning("start %d of this flow run has taken over: this process sets no state", starts)
+            raise Abort
 
 
 @contextmanager

@@ -1,13 +1,21 @@
-"""Our Prefect server, for `uvicorn --factory`: Prefect's own, whose 503 answers say when to retry."""
+"""Our Prefect server, for `uvicorn --factory`: Prefect's own, whose 503 answers say when to retry, and which
+takes one report of each crash."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import FastAPI
 from prefect.server.api import server
+from prefect.server.orchestration.core_policy import CoreFlowPolicy
+from prefect.server.orchestration.dependencies import ORCHESTRATION_DEPENDENCIES
+from prefect.server.orchestration.rules import FlowRunOrchestrationRule
+from prefect.server.schemas.states import StateType
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tasks.server import OURS
 
 SOON_S, LATE_S = 0.1, 10.0
 """Bounds of Retry-After; a transaction on SQLite lasts some milliseconds, on a disk that is busy seconds."""
@@ -42,7 +50,32 @@ class RetrySoon:
         return self._told_s
 
 
+class RefuseSecondReport(FlowRunOrchestrationRule):
+    """Refuses the second report of a crash. A process worker reports that a flow's process has died, starts
+    another one, which imports the flow for its hooks, and then reports the same again. On a busy machine this
+    takes a minute. The flow run has been restarted by then, and would be restarted once more beside that."""
+
+    FROM_STATES = {StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING}  # noqa: RUF012
+    TO_STATES = {StateType.CRASHED}  # noqa: RUF012
+
+    async def before_transition(self, initial_state: Any, proposed_state: Any, context: Any) -> None:
+        said = proposed_state.message or ""
+        if OURS in context.run.tags and said.startswith("Flow run infrastructure exited with"):
+            await self.abort_transition("The worker has reported this crash before.")
+
+
+class FlowPolicy(CoreFlowPolicy):
+    @staticmethod
+    def priority() -> list[Any]:
+        return [RefuseSecondReport, *CoreFlowPolicy.priority()]
+
+
+async def _provide_policy() -> type[FlowPolicy]:
+    return FlowPolicy
+
+
 def create_app() -> FastAPI:
+    ORCHESTRATION_DEPENDENCIES["flow_policy_provider"] = _provide_policy
     app = server.create_app(final=True)
     app.add_middleware(RetrySoon)
     return app

@@ -16,8 +16,10 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
-TAG = {"prefect.resource.id": "prefect.tag.seamlessflow", "prefect.resource.role": "tag"}
+OURS = "seamlessflow"
 """Tag of our deployments, so that other flows on the same server are left alone."""
+
+TAG = {"prefect.resource.id": f"prefect.tag.{OURS}", "prefect.resource.role": "tag"}
 
 RETRY_AFTER_S = 20.0
 """Prefect evaluates the automation at this interval: a crashed run restarts after one to two of them."""
@@ -68,7 +70,8 @@ def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
     """Automation that restarts crashed runs. Prefect sends the number of starts with every change of a flow
     run's state, which bounds the retries. A run that crashed before its first start stays at 0: no retry.
 
-    It waits, because a worker reports a crash twice, seconds apart, and the second report would undo it."""
+    It waits, because a worker reports a crash twice, seconds apart, and the second report would undo it on a
+    server that is not ours (tasks/prefect_server.py)."""
     return AutomationCore(
         name="seamlessflow: retry crashed runs",
         description=f"a flow run that crashed is started again, at most {retries} times",

@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Pending, Running
 
+from sf_core.child_processes import FLOW_RUN
 from sf_core.cli.stack.local import local_stack, start_prefect_server
 from sf_core.cli.stack.processes import prefect_worker
 from sf_core.cli.stack.supervisor import Process, Supervisor
@@ -75,6 +76,11 @@ class PrefectApi:
             found = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
         return [log.message for log in found]
 
+    def states(self, run: FlowRun) -> list[str]:
+        """Names of the states that the run has had."""
+        with self.client() as client:
+            return [str(state.name) for state in client.read_flow_run_states(run.id)]
+
     def crash(self, run: FlowRun) -> None:
         """Report a run as a worker does whose process for it has crashed."""
         with self.client() as client:
@@ -122,6 +128,17 @@ class Server(PrefectApi):
         for command in (["sf_core", "setup-server"], ["prefect", "--no-prompt", "deploy", "--all"]):
             done = self.call(*command)
             assert done.returncode == 0, done.stdout + done.stderr
+
+    def execute(self, run: FlowRun, log: Path) -> subprocess.Popen[bytes]:
+        """A process that executes the run, like those of a process worker."""
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "prefect.engine", str(run.id)],
+                cwd=self.clone,
+                env={**self.env, FLOW_RUN: str(run.id)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     @contextmanager
     def worker(self) -> Iterator[Process]:

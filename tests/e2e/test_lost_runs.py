@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +18,10 @@ from sf_core.cli.stack.processes import Part
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
-from tests.patience import wait_until
+from tests.patience import patience, wait_until
+
+HOOKS = "hook"
+"""Argument of a worker's process that runs the hooks of a flow that has crashed."""
 
 
 @pytest.mark.nightly
@@ -33,6 +39,56 @@ def test_a_killed_run_is_started_again_where_it_stopped(server: Server, cluster:
     after = manifests(config)
     assert (2, "publish") in after
     assert {key: after[key] for key in before} == before
+
+
+@pytest.mark.nightly
+def test_a_crash_that_is_reported_again_after_the_restart_does_not_restart_the_run_again(
+    server: Server, cluster: Cluster
+) -> None:
+    config = without_addresses(cluster.config("reported-late", train={"iterations": 20}))
+
+    def hooks() -> psutil.Process | None:
+        """The process between the two reports of a worker."""
+        for child in psutil.Process(worker.pid()).children():
+            with suppress(psutil.Error):
+                if HOOKS in child.cmdline():
+                    return child
+        return None
+
+    with server.worker() as worker:
+        run = server.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
+        wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
+        for process in psutil.Process(worker.pid()).children(recursive=True):
+            process.kill()
+        between = wait_until(hooks, "the first report", every_s=0.05)
+        between.suspend()
+        try:
+            wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
+        finally:
+            between.resume()
+        between.wait(patience())
+        assert not is_committed(config, 19, "publish")
+        ended = server.await_state(run, "Completed", 200, worker)
+    assert (ended.run_count, server.states(run).count("Crashed")) == (2, 1)
+
+
+def test_a_process_whose_flow_run_was_taken_over_ends_without_a_state(
+    server: Server, cluster: Cluster, tmp_path: Path
+) -> None:
+    config = without_addresses(cluster.config("taken-over", train={"iterations": 8}))
+    run = server.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
+    logs = tmp_path / "older", tmp_path / "newer"
+    with server.execute(run, logs[0]) as older:
+        wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
+        older.send_signal(signal.SIGSTOP)
+        with server.execute(run, logs[1]) as newer:
+            wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
+            older.send_signal(signal.SIGCONT)
+            status = older.wait(patience())
+            assert newer.wait(patience()) == 0, logs[1].read_text()[-3000:]
+    said = logs[0].read_text()[-3000:]
+    assert server.states(run)[-3:] == ["Running", "Running", "Completed"], said
+    assert (status, said.count("start 2 of this flow run has taken over")) == (0, 1), said
 
 
 @pytest.mark.nightly
