@@ -59,8 +59,10 @@ class RefuseSecondReport(FlowRunOrchestrationRule):
     TO_STATES = {StateType.CRASHED}  # noqa: RUF012
 
     async def before_transition(self, initial_state: Any, proposed_state: Any, context: Any) -> None:
-        said = proposed_state.message or ""
-        if OURS in context.run.tags and said.startswith("Flow run infrastructure exited with"):
+        queue, said = context.run.work_queue, proposed_state.message or ""
+        # workers of other pools report a crash only in this way
+        is_ours = OURS in context.run.tags and queue is not None and queue.work_pool.type == "process"
+        if is_ours and said.startswith("Flow run infrastructure exited with"):
             await self.abort_transition("The worker has reported this crash before.")
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prefect.states import Cancelling, Pending, Running
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.states import Cancelling, Crashed, Pending, Running
 
 from sf_core.child_processes import FLOW_RUN
 from sf_core.cli.stack.processes import Part
@@ -70,6 +71,22 @@ def test_a_crash_that_is_reported_again_after_the_restart_does_not_restart_the_r
         assert not is_committed(config, 19, "publish")
         ended = server.await_state(run, "Completed", 200, worker)
     assert (ended.run_count, server.states(run).count("Crashed")) == (2, 1)
+
+
+@pytest.mark.parametrize(("pool", "state"), [("process", "Running"), ("kubernetes", "Crashed")])
+def test_a_crash_is_reported_once_by_a_worker_of_any_type(server: Server, pool: str, state: str) -> None:
+    """The second report of a process worker is the only one of others."""
+    with server.client() as client:
+        client.create_work_pool(WorkPoolCreate(name=f"a-{pool}", type=pool), overwrite=True)
+        flow = client.create_flow_from_name("crashes")
+        deployment = client.create_deployment(
+            flow, f"in-{pool}", work_pool_name=f"a-{pool}", tags=["seamlessflow"]
+        )
+        run = client.create_flow_run_from_deployment(deployment)
+        message = "Flow run infrastructure exited with non-zero status code -9."
+        for proposed in (Pending(), Running(), Crashed(message=message)):
+            client.set_flow_run_state(run.id, proposed)
+    assert server.states(run)[-1] == state
 
 
 def test_a_process_whose_flow_run_was_taken_over_ends_without_a_state(
