@@ -270,7 +270,7 @@ async def sweep_run(run: ServedRun, elapsed_s: float) -> None:
 
 def _not_served(run_id: str) -> ApiError:
     message = (
-        f"No run named {run_id} is served now. If its flow is starting, sessions can be opened after the "
+        f"No run named {run_id} is served now: if its flow is starting, sessions can be opened after the "
         "warm start; otherwise check the name of the run and the address of this data plane."
     )
     return ApiError(503, message, code="run_not_served", param="run_id", retry_after_s=RETRY_AFTER_S)
@@ -286,7 +286,7 @@ def _no_room(memory: Memory) -> ApiError:
 
 def _takes_no_groups(run_id: str) -> ApiError:
     message = (
-        f"Run {run_id} takes no groups from outside, because rollout.outside_groups is 0. Set "
+        f"Run {run_id} takes no groups from outside, because rollout.outside_groups is 0: set "
         "rollout.outside_groups, or open sessions; opened sessions are stored but do not train."
     )
     return ApiError(409, message, code="no_outside_groups", param="run_id")

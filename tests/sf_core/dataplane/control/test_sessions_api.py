@@ -18,6 +18,7 @@ from openai import OpenAI
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane
 from tests.bench.dataplane.planes import ServedPlane, answering, running_app, say
+from tests.bench.refusals import check_sentence
 from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
 
@@ -192,7 +193,8 @@ def check_asked_again(response: httpx.Response) -> None:
     assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
     error = response.json()["error"]
     assert error["code"] == "run_not_served"
-    assert error["message"].startswith("No run named run is served now. If its flow is starting")
+    assert error["message"].startswith("No run named run is served now: if its flow is starting")
+    check_sentence(error["message"], "check the name of the run")
 
 
 def test_a_session_of_a_run_that_is_not_served_yet_is_to_be_asked_for_again(
