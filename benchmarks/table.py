@@ -61,7 +61,7 @@ FIGURES = {
     ),
     "Orchestration": Row(
         "orchestration",
-        "seconds per iteration without work",
+        "seconds of overhead per iteration",
         "{orchestration_seconds_per_iteration:.2f}",
         "{baseline_plain_prefect_seconds_per_iteration:.2f}, plain Prefect subflows",
     ),
@@ -193,7 +193,7 @@ ROWS = (
     ),
     Row(
         "orchestration",
-        "seconds per iteration without work",
+        "seconds of overhead per iteration",
         "{orchestration_seconds_per_iteration:.2f}",
         "{baseline_plain_prefect_seconds_per_iteration:.2f}, plain Prefect subflows",
     ),

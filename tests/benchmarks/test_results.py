@@ -69,7 +69,7 @@ def test_a_figure_of_readme_links_to_the_section_that_has_its_benchmark() -> Non
 def test_a_row_shows_figures_command_date_and_commit(tmp_path: Path) -> None:
     lines = page(store(tmp_path)).splitlines()
     assert lines[lines.index("## Orchestration") + 4] == (
-        "| seconds per iteration without work | 0.88 | 1.10, plain Prefect subflows "
+        "| seconds of overhead per iteration | 0.88 | 1.10, plain Prefect subflows "
         "| `python -m benchmarks.orchestration` | 2026-11-22, 0123456 |"
     )
     assert lines[-1] == "On 2 CPU cores and 24 GiB, Python 3.11.2, torch 2.13.0."
@@ -77,7 +77,7 @@ def test_a_row_shows_figures_command_date_and_commit(tmp_path: Path) -> None:
 
 def test_readme_shows_one_figure_and_one_baseline(tmp_path: Path) -> None:
     assert figures(store(tmp_path)).splitlines()[2:] == [
-        "| [Orchestration](docs/benchmarks.md#orchestration) | seconds per iteration without work | 0.88 "
+        "| [Orchestration](docs/benchmarks.md#orchestration) | seconds of overhead per iteration | 0.88 "
         "| 1.10, plain Prefect subflows |"
     ]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tests.sf_core.dataplane.prompts.shapes import JSON, WRITERS, Call, Request, Said, Shape, is_object
 
 VLLM, TRANSFORMERS = "vLLM", "transformers"
-SAME = "as here"
+SAME = "as the gateway"
 """What the table says where a reference does not differ."""
 
 _PAGE = Path(__file__).parents[4] / "docs" / "guides" / "agents" / "prompts.md"
@@ -136,7 +136,7 @@ ROWS = {
     "a `developer` message after a recorded answer": Row(
         Case("qwen3", "byte_level", "chat", _LATE, recorded=True), _is_late_developer, _is_late_developer
     ),
-    "another `developer` message": Row(
+    "a `developer` message that does not follow a recorded answer": Row(
         _chat("qwen3", Said("developer", ("be",)), _USER), transformers=_has_developer
     ),
     "several parts of text in one message": Row(
@@ -154,7 +154,7 @@ ROWS = {
     "an answer of several parts, in Responses": Row(
         Case("qwen3", "byte_level", "responses", _IN_PARTS), _has_answer_in_parts, _has_answer_in_parts
     ),
-    "a call, where the template writes the whole function as JSON": Row(
+    "a call, if the template converts the whole `function` object to JSON": Row(
         _chat("mistral", _USER, _CALL, _FOUND, tools=(_FIND,)), transformers=_writes_whole_function
     ),
     "a forced call (`tool_choice`)": Row(
