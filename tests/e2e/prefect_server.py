@@ -129,16 +129,19 @@ class Server(PrefectApi):
             done = self.call(*command)
             assert done.returncode == 0, done.stdout + done.stderr
 
-    def execute(self, run: FlowRun, log: Path) -> subprocess.Popen[bytes]:
+    @contextmanager
+    def execute(self, run: FlowRun, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         """A process that executes the run, like those of a process worker."""
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "prefect.engine", str(run.id)],
-                cwd=self.clone,
-                env={**self.env, FLOW_RUN: str(run.id)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        command = [sys.executable, "-m", "prefect.engine", str(run.id)]
+        env = {**self.env, FLOW_RUN: str(run.id)}
+        with (
+            log.open("wb") as output,
+            subprocess.Popen(command, cwd=self.clone, env=env, stdout=output, stderr=output) as process,
+        ):
+            try:
+                yield process
+            finally:
+                process.kill()
 
     @contextmanager
     def worker(self) -> Iterator[Process]:
