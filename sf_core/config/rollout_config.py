@@ -127,9 +127,9 @@ class RolloutConfig(Settings):
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
     """Number of groups per batch. Each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of groups per batch whose agents run outside the cluster. The environment provides the tasks of
-    all other groups. If the agents of all groups run outside the cluster, no worker needs the tag `agent`. 0:
-    the environment provides all tasks."""
+    """Number of groups per batch that agents outside the cluster work on. The environment provides the tasks
+    of all other groups. If the agents of all groups run outside the cluster, no worker needs the tag `agent`.
+    0: the environment provides all tasks."""
     success: Success | None = None
     """Condition under which `gate` and `curriculum` count a session as right. Empty: a session is right if
     its reward is at least 1, and the gate `varied` compares rewards instead of counting right sessions."""

@@ -156,7 +156,7 @@ class TrainConfig(Settings):
     """Maximum norm of the gradient. A gradient with a larger norm is scaled down to this norm. 1e9: gradients
     are not scaled."""
     select: AnySelection | None = None
-    """Rule that selects the sessions of a batch that are used for training. Advantages are computed from the
+    """Rule that selects the sessions of a batch for training. Advantages are computed from the
     selected sessions alone. Empty: all sessions are used."""
     advantage: AnyAdvantage = Grpo()
     """Formula that computes the advantage of every token from the rewards."""

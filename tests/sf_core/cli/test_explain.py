@@ -138,7 +138,7 @@ def test_what_decided_and_what_is_not_known_is_said(write: Any) -> None:
         (
             {"r0": R0, "t0": BOTH},
             ["--set", "pipeline=colocated"],
-            "a worker tagged rollout or train needs both of these tags; r0 has {rollout}",
+            "with pipeline colocated, a worker tagged rollout or train needs both of these tags; r0 has",
         ),
         ({"r0": R0}, [], "no worker has the tag 'train'; workers: r0 {rollout}, a0 {agent}, c0 {cpu}"),
         (
