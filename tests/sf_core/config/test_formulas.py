@@ -145,9 +145,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "train.advantage none ignores rewards, so the run needs a teacher": taught(teacher=None),
     "needs a teacher other than version 0 of the policy": taught(teacher={"weights": "start"}),
     "rollout.gate, rollout.curriculum, train.select and train": taught({"gate": "varied"}),
-    "and train.loss.kl with `place: reward` use rewards, which have no": taught(
-        {"curriculum": {"pool": 100}}
-    ),
+    "train.loss.kl with `place: reward` use rewards, which have no": taught({"curriculum": {"pool": 100}}),
     "use rewards, which have no effect with train.advantage none": taught(
         select={"kind": "extremes", "keep": 2}
     ),
@@ -168,13 +166,9 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "the server at `url` returns only log-probs of sampled tokens": taught(
         teacher={"url": "http://host:8000", "tokenizer": "folder"}
     ),
-    "set both `url` and `tokenizer`, or neither": taught(
-        teacher={"url": "http://host:8000", "divergence": "sampled"}
-    ),
+    "set both `url` and `tokenizer`": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
     "set either `url` or `model` for the judge; given: neither": judge(),
-    "set either `url` or `model` for the judge; given: both": judge(
-        url="http://host:8000/v1", model="folder"
-    ),
+    "either `url` or `model` for the judge; given: both": judge(url="http://host:8000/v1", model="folder"),
     "`name` selects a model on the server at `url`, but this judge has no `url`: leave `name` out": judge(
         model="folder", name="it"
     ),
