@@ -89,7 +89,7 @@ def vllm_python() -> str:
     python = os.environ.get("SF_VLLM_PYTHON") or str(ROOT / ".venvs" / "vllm" / "bin" / "python")
     if not os.access(python, os.X_OK):
         raise FileNotFoundError(
-            f"engine.kind: vllm, and judges that are given as model, need a Python with vLLM, but {python} "
+            f"engine.kind: vllm and environment.judges.NAME.model need a Python with vLLM, but {python} "
             "does not exist: run `make vllm` in a clone, or set SF_VLLM_PYTHON to another Python"
         )
     return python

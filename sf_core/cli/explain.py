@@ -103,7 +103,7 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
             f"trains as rank {plan.trainers.index(worker.name)}{lent}: {_why_trainer(workers, plan, config)}"
         )
     if worker.name in plan.rollout:
-        return "rolls out: " + ("others train first" if "train" in worker.tags else "does not carry train")
+        return "rolls out: " + ("others train first" if "train" in worker.tags else "is not tagged train")
     if worker.name in plan.agent:
         return "runs agents"
     if worker.name in plan.reward:
@@ -112,7 +112,7 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
     if "cpu" in worker.tags:
         return "filters, publishes, evaluates"
     if "train" in worker.tags:
-        return "nothing: not chosen to train, and does not carry rollout"
+        return "nothing: not chosen to train, and is not tagged rollout"
     return "nothing: no task of this run needs its tags"
 
 
@@ -121,7 +121,7 @@ def _why_trainer(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
     chosen, left = able[: len(plan.trainers)], able[len(plan.trainers) :]
     if not left:
         return "no other worker can train"
-    reasons = ("tags of cluster.prefer", "higher train_priority", "does not carry rollout", "first by name")
+    reasons = ("tags of cluster.prefer", "higher train_priority", "is not tagged rollout", "first by name")
     last, next_best = trainer_order_key(chosen[-1], config), trainer_order_key(left[0], config)
     return next(reason for reason, a, b in zip(reasons, last, next_best, strict=True) if a != b)
 
@@ -172,5 +172,5 @@ def _judge(name: str, plan: Plan, config: RunConfig) -> str:
 def _outside(plan: Plan, config: RunConfig) -> str:
     rollout = config.rollout
     share = f"{rollout.outside_groups} of {rollout.groups_per_batch} groups of each batch"
-    held_out = "" if plan.agent else "; so do held-out tasks, because no worker carries agent"
+    held_out = "" if plan.agent else "; so do held-out tasks, because no worker is tagged agent"
     return f"{share} come from agents outside (POST /runs/RUN/groups){held_out}"

@@ -93,9 +93,9 @@ def dataplane(
     fsync: Annotated[
         Fsync,
         typer.Option(
-            help="Time at which the journal is flushed to disk. turn: before a turn is forwarded. chunk: "
-            "before a turn or a chunk of a stream is forwarded. group: once for all turns that end within "
-            "5 ms."
+            help="Time at which the journal is flushed to disk. turn: before the agent gets the answer. "
+            "chunk: also before the agent gets each chunk of a stream. group: like turn, but turns that end "
+            "within 5 ms share one flush."
         ),
     ] = DataplaneOptions.fsync,
     grace_s: Annotated[

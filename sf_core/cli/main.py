@@ -170,7 +170,8 @@ def evaluate(
     """Measure a policy version of a run on the held-out tasks of the run, without training.
 
     Results with --version, --against, --prompts or --json are stored in RUN/evaluations/_measured.
-    --set of a setting other than evaluate.num_tasks, cluster and dataplane has the same effect.
+    Results with --set are stored in the same folder, unless --set changes only
+    evaluate.num_tasks, or settings in the sections cluster and dataplane.
     All other results are stored as evaluations of the run itself.
     """
     from sf_core.cli.evaluate import evaluate_apart, is_plain

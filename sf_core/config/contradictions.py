@@ -132,8 +132,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         _without_pool,
-        "rollout.curriculum with order draw, with sizes, or with solved or unsolved below 1 uses the "
-        "earlier results of tasks, but without a pool no task is sampled twice: set rollout.curriculum.pool",
+        "rollout.curriculum with `order: draw`, `sizes`, or `solved` or `unsolved` below 1 uses the earlier "
+        "results of tasks, but without `pool` no task is sampled twice: set rollout.curriculum.pool",
     ),
     (
         _is_small,
@@ -144,7 +144,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     (
         _are_out_of_order,
         "rollout.curriculum.stages: each stage except the last needs an `until` above the `until` of the "
-        "previous stage; the last stage must not have one",
+        "previous stage; the last stage must not have an `until`",
     ),
     (
         lambda c: any((end or 0) >= c.train.iterations for end in _ends(c)),
@@ -158,8 +158,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         _draws_nothing,
-        "rollout.curriculum.explore and utility have no effect with order epochs: use order draw, or leave "
-        "explore and utility out",
+        "rollout.curriculum.explore and rollout.curriculum.utility have no effect with `order: epochs`: use "
+        "`order: draw`, or leave `explore` and `utility` out",
     ),
     (
         lambda c: c.rollout.curriculum is not None and c.rollout.is_outside,
@@ -241,8 +241,8 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
     ),
     (
         lambda c: (dual := _dual(c)) is not None and dual.cap is not None and dual.cap <= 1 + dual.high,
-        "train.loss.policy.cap ({c.train.loss.policy.cap:g}) must exceed 1 + high "
-        "({c.train.loss.policy.high:g}) with beyond dual",
+        "train.loss.policy.cap ({c.train.loss.policy.cap:g}) must exceed 1 + `high` "
+        "({c.train.loss.policy.high:g}) with `beyond: dual`",
     ),
     (
         _is_fresh_anyway,
@@ -287,11 +287,11 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
             and (c.train.teacher is None or c.train.teacher.weights is not None)
         ),
         "train.advantage none ignores rewards, so the run needs a teacher other than version 0 of the "
-        "policy: name a teacher as train.teacher, or use train.advantage group",
+        "policy: set train.teacher, or use train.advantage group",
     ),
     (
         _goes_by_idle_rewards,
-        "rollout.gate, rollout.curriculum, train.select and train.loss.kl with place reward use rewards, "
+        "rollout.gate, rollout.curriculum, train.select and train.loss.kl with `place: reward` use rewards, "
         "which have no effect with train.advantage none: leave these settings out",
     ),
     (
@@ -302,7 +302,7 @@ _TABLE: tuple[tuple[Callable[[Sections], bool], str], ...] = (
         ),
         "train.teacher.url gives log-probs at temperature 1 of the whole vocabulary: leave out "
         "rollout.temperature, top_p, top_k and outside_groups (outside agents choose their own sampling), "
-        "or name the teacher as train.teacher.model",
+        "or set train.teacher.model instead of train.teacher.url",
     ),
     (
         lambda c: _num_kept(c) is not None and isinstance(c.train.advantage, Gae | Whitened | RoleBaseline),

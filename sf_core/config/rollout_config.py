@@ -65,10 +65,10 @@ class JudgeConfig(Settings):
     def _is_somewhere(self) -> JudgeConfig:
         if (self.url is None) == (self.model is None):
             given = "neither" if self.url is None else "both"
-            raise ValueError(f"give either url or model for the judge; given: {given}")
+            raise ValueError(f"set either `url` or `model` for the judge; given: {given}")
         if self.name is not None and self.url is None:
             raise ValueError(
-                "name selects a model on the server at url, but this judge has no url: leave name out"
+                "`name` selects a model on the server at `url`, but this judge has no `url`: leave `name` out"
             )
         if self.max_tokens_per_iteration is not None and self.max_tokens_per_iteration < self.max_tokens:
             raise ValueError(
@@ -127,9 +127,9 @@ class RolloutConfig(Settings):
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
     """Number of groups per batch. Each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of groups per batch whose agents run outside the cluster. The environment provides the tasks of
-    all other groups. If the agents of all groups run outside the cluster, no worker needs the tag `agent`. 0:
-    the environment provides all tasks."""
+    """Number of groups per batch that agents outside the cluster work on. The environment provides the tasks
+    of all other groups. If the agents of all groups run outside the cluster, no worker needs the tag `agent`.
+    0: the environment provides all tasks."""
     success: Success | None = None
     """Condition under which `gate` and `curriculum` count a session as right. Empty: a session is right if
     its reward is at least 1, and the gate `varied` compares rewards instead of counting right sessions."""
@@ -178,9 +178,9 @@ class RolloutConfig(Settings):
     """Maximum number of tokens per picture, for a policy that reads pictures. Larger pictures are scaled
     down. Empty: the limit of the model's image processor."""
     normalised: tuple[Normalisation, ...] = ("billing_header",)
-    """Texts to remove from prompts because they change on every turn, so that a turn would not begin with the
-    tokens of the previous turn. billing_header: the line `x-anthropic-billing-header: ...` in the system
-    prompt of Claude Code."""
+    """Texts that are removed from prompts because they change on every turn. With such a text, a turn would
+    not begin with the tokens of the previous turn. billing_header: the line `x-anthropic-billing-header: ...`
+    in the system prompt of Claude Code."""
     concurrency: int = Field(128, ge=1, le=MAX_TOGETHER)
     """Maximum number of sessions that one agent worker runs at a time."""
     prepare_ahead: int = Field(0, ge=0, le=MAX_TOGETHER)
@@ -220,8 +220,8 @@ class RolloutConfig(Settings):
     absence_timeout_s: float = Field(900.0, gt=0)
     """Maximum time, in seconds, that the run waits for a batch or an evaluation while no engine or no agent
     worker is connected. When it expires, the run fails with an error that names the missing part. An engine
-    that is loading counts as connected. Must exceed the time to replace a host. Has no effect unless it is
-    less than `batch_timeout_s`."""
+    that is loading counts as connected. Must exceed the time to replace a host. Has an effect only if this
+    time is less than `batch_timeout_s`."""
 
     @property
     def turn_tokens(self) -> int:

@@ -124,9 +124,9 @@ class VllmConfig(Settings):
     """Additional command-line arguments for the vLLM servers that workers start, for example
     --gpu-memory-utilization=0.6."""
     sleep_level: int = Field(2, ge=1, le=2)
-    """Place of the weights of a vLLM server on a GPU while its worker has no rollout lease. 1: the weights
-    are in the host's memory. 2: the weights are not in memory, and the server reads them from storage for the
-    next lease. A vLLM server on a CPU always keeps its weights in memory."""
+    """Place where a vLLM server keeps its weights while its worker has no rollout lease. 1: the host's
+    memory. 2: storage, from which the server reads the weights again for the next lease. The setting applies
+    only on a GPU: a vLLM server on a CPU always keeps its weights in memory."""
 
     @property
     def follows_grammars(self) -> bool:
@@ -140,7 +140,8 @@ class EngineConfig(Settings):
     kind: EngineName = "torch"
     """Engine that samples. torch: the built-in engine. vllm: a vLLM server, which `make vllm` installs.
     scripted: fixed answers without a model, for tests and benchmarks. emulated: engines sleep for the time
-    that the device of `emulation` would compute, and trainers do the same unless `train.backend` is set."""
+    that the device in the section `emulation` would compute, and trainers do the same unless `train.backend`
+    is set."""
     max_running: int = Field(128, ge=1)
     """Maximum number of requests that one engine decodes at a time."""
     context_length: int | None = Field(None, ge=16)
@@ -178,13 +179,13 @@ class WorkerConfig(Settings):
     tags: tuple[Word, ...] = Field(min_length=1)
     """Capability tags of the worker: rollout, train, agent, reward, cpu, and any words of your own."""
     device: str | None = Field(None, pattern=r"^(cpu|cuda:\d+)$")
-    """Device on which the worker computes: cpu or cuda:N. A worker on cpu sees no GPU. Empty: each worker
-    tagged rollout or train gets its own GPU while torch finds a free GPU, and trainers choose first. Every
-    other worker gets the CPU. With the environment variable SF_DEVICE=cpu, all workers without this setting
-    get the CPU."""
+    """Device on which the worker computes: cpu or cuda:N. A worker on cpu sees no GPU. Empty: as long as
+    torch finds a free GPU, each worker tagged rollout or train gets its own GPU, trainers first. Every other
+    worker gets the CPU. With the environment variable SF_DEVICE=cpu, all workers without this setting get the
+    CPU."""
     device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
-    """Kind of the worker's device, for example h100. If more workers could train than are needed, the kinds
-    of their devices decide which workers train. Empty: the kind is unknown."""
+    """Kind of the worker's device, for example h100. If more than `train.workers` workers can train, the
+    kinds of their devices decide which workers train. Empty: the kind is unknown."""
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads that numerical libraries use in this worker. Workers may share cores, because
     idle threads sleep. Empty: one thread per core, up to 8."""
@@ -227,9 +228,10 @@ class ClusterConfig(Settings):
     the worker t0 for rollout and training. On a machine with one GPU, the default leaves out r0, unless
     `pipeline` needs r0. Without r0, worker t0 alternates between rollout and training."""
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
-    """Tags of the workers that should train, and of the workers that should roll out, if more workers could
-    train than are needed. With {"train": ["h800"], "rollout": ["h20"]}, workers tagged h800 are chosen first
-    for training. Workers tagged h20 are chosen last for training, which leaves them for rollout."""
+    """Preferred tags of training workers, and preferred tags of rollout workers. The tags have an effect if
+    more than `train.workers` workers can train. With {"train": ["h800"], "rollout": ["h20"]}, workers tagged
+    h800 are chosen first for training. Workers tagged h20 are chosen last for training, which leaves them for
+    rollout."""
     elastic: dict[Literal["agent", "reward"], RunnersConfig] = Field({})
     """Bounds on the number of agent or reward workers, for example {"agent": {"min": 1, "max": 4}}. Within
     the bounds, the number of workers follows the number of sessions to run or to score. For a tag without
@@ -262,7 +264,8 @@ class StorageConfig(Settings):
     """The place where runs are stored."""
 
     root: FilePath = "runs"
-    """Local folder, or URL that fsspec supports. The directory of a run is root/run_id."""
+    """Folder that contains the directories of all runs: a local folder, or a URL that fsspec supports. The
+    directory of a run is root/run_id."""
 
 
 class TrackConfig(Settings):

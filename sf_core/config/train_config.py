@@ -101,16 +101,16 @@ class TeacherConfig(Teacher):
         named = [name for name in ("model", "url", "weights") if getattr(self, name) is not None]
         if len(named) != 1:
             given = " and ".join(named) or "none of them"
-            raise ValueError(f"give exactly one of model, url and weights as the teacher; given: {given}")
+            raise ValueError(f"set exactly one of `model`, `url` and `weights`; given: {given}")
         if self.url is not None and self.is_loss:
             raise ValueError(
-                "a server at url returns log-probs of sampled tokens only: set divergence: sampled, or "
-                "give the teacher as model"
+                "the server at `url` returns only log-probs of sampled tokens: set `divergence` to sampled, "
+                "or set `model` instead of `url`"
             )
         if (self.url is None) != (self.tokenizer is None):
             raise ValueError(
-                "give url and tokenizer together: tokenizer is the folder with the tokenizer of the "
-                "teacher at url"
+                "set both `url` and `tokenizer`, or neither: `tokenizer` is the folder with the tokenizer "
+                "of the teacher at `url`"
             )
         return self
 
@@ -124,8 +124,8 @@ class TrainConfig(Settings):
     backend: TrainerName | None = None
     """Implementation of the trainer. torch: PyTorch. megatron: Megatron-core, for a policy of model_type
     llama, qwen2 or qwen3; the extra [megatron] of seamlessflow installs it. emulated: trainers sleep for the
-    time that the device of `emulation` would compute, and produce no weights; `engine.kind` must not be
-    torch. Empty: emulated if `engine.kind` is emulated, torch if not."""
+    time that the device in the section `emulation` would compute, and produce no weights; `engine.kind` must
+    not be torch. Empty: emulated if `engine.kind` is emulated, torch if not."""
     workers: int = Field(1, ge=1)
     """Number of training workers. All training workers compute each train step together, one rank per
     worker."""
@@ -139,8 +139,8 @@ class TrainConfig(Settings):
     gang_timeout_s: float = Field(180.0, gt=0)
     """Maximum time, in seconds, that a rank waits for another rank, at the start of a train step or while
     gradients are exchanged. When it expires, the train step fails with an error that names the missing ranks,
-    and is retried. After the same time, another worker replaces a lost trainer. The time to read or write a
-    checkpoint, measured at the start of the run, is added to the timeout."""
+    and is retried. If a trainer is lost for longer than this time, another worker replaces the trainer. The
+    time to read or write a checkpoint, measured at the start of the run, is added to the timeout."""
     learning_rate: float | None = Field(None, gt=0)
     """Learning rate of AdamW in train steps. The learning rate is constant after `warmup_steps`. Empty, with
     `policy.model`: 2e-5 x sqrt(135 million / N) for N parameters, between 1e-6 and 3e-4. Empty, for the
@@ -156,7 +156,7 @@ class TrainConfig(Settings):
     """Maximum norm of the gradient. A gradient with a larger norm is scaled down to this norm. 1e9: gradients
     are not scaled."""
     select: AnySelection | None = None
-    """Rule that selects the sessions of a batch that are used for training. Advantages are computed from the
+    """Rule that selects the sessions of a batch for training. Advantages are computed from the
     selected sessions alone. Empty: all sessions are used."""
     advantage: AnyAdvantage = Grpo()
     """Formula that computes the advantage of every token from the rewards."""

@@ -83,10 +83,10 @@ def _can_be_joined(config: EnvironmentConfig) -> EnvironmentConfig:
             raise ValueError("a mixture cannot contain another mixture: list all parts in the outer mixture")
         if config.group_reward is not None:
             raise ValueError(
-                "group_reward: a part cannot have group_reward; set environment.group_reward for the run"
+                "group_reward: a part cannot have its own group_reward; set environment.group_reward"
             )
         if config.judges:
-            raise ValueError("judges: a part cannot have judges; set environment.judges for the run")
+            raise ValueError("judges: a part cannot have its own judges; set environment.judges")
     except ValueError as error:
         raise ValueError(_within(error)) from None
     return config

@@ -37,9 +37,9 @@ class Grpo(Advantage):
 
     kind: Literal["group"] = "group"
     scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation by which the advantage, the reward minus the mean reward of the group, is divided.
-    group: standard deviation of the rewards of the group. batch: standard deviation of all rewards of the
-    batch. none: no division (Dr. GRPO, Liu et al. 2025)."""
+    """Standard deviation by which the advantage is divided. Before the division, the advantage is the reward
+    minus the mean reward of the group. group: standard deviation of the rewards of the group. batch: standard
+    deviation of all rewards of the batch. none: no division (Dr. GRPO, Liu et al. 2025)."""
     ddof: Literal[0, 1] = 1
     """Correction of the variance: the variance of n rewards is the sum of the squared deviations, divided by
     (n - ddof)."""
@@ -178,7 +178,7 @@ class Pair(Advantage):
     """Inverse strength of the preference for the best session of a group. The smaller this value, the further
     training separates the log-probs of the best and the worst session."""
     ratio: float = Field(1 / 3, ge=0, le=1)
-    """Weight of the reference policy in the comparison with earlier policies. The policy that sampled has the
+    """Weight of the reference policy in the loss (d_reference). The policy that sampled (d_sampled) has the
     weight 1 - ratio."""
 
     @property

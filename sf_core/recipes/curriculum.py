@@ -67,14 +67,15 @@ class Curriculum(Settings):
     order changes with each epoch. draw: 64 tasks are drawn at random from the pool, and the task with the
     highest `utility` is sampled next."""
     solved: Chance = 1.0
-    """Probability of sampling a task again after a solved group, each time the order reaches the task. After
-    n solved groups in a row, the probability is this value to the power of n. With `order: draw` this setting
-    affects only the groups of `explore`. 0: a solved task is never sampled again (history resampling; SRPO,
-    Zhang et al. 2025). 1: solved tasks are sampled as often as other tasks."""
+    """Probability that a task is sampled when the order reaches the task, if the last group of the task was
+    solved. After n solved groups in a row, the probability is this value to the power of n. With `order:
+    draw`, this setting affects only the share `explore` of the groups. 0: a solved task is never sampled
+    again (history resampling; SRPO, Zhang et al. 2025). 1: solved tasks are sampled as often as other
+    tasks."""
     unsolved: Chance = 1.0
-    """Probability of sampling a task again after a group without a right session, each time the order reaches
-    the task. After n such groups in a row, the probability is this value to the power of n (GRESO; Zheng et
-    al. 2025). 1: unsolved tasks are sampled as often as other tasks."""
+    """Probability that a task is sampled when the order reaches the task, if the last group of the task had
+    no right session. After n such groups in a row, the probability is this value to the power of n (GRESO;
+    Zheng et al. 2025). 1: unsolved tasks are sampled as often as other tasks."""
     solved_share: float = Field(1.0, gt=0, le=1)
     """Minimum share of right sessions for a group to count as solved. 1: all sessions must be right. Use a
     lower value if rewards are noisy."""

@@ -283,7 +283,7 @@ class LossConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> LossConfig:
         if (self.mean_over == "constant") != (self.session_tokens is not None):
-            raise ValueError("mean_over: constant and session_tokens need each other: give both or neither")
+            raise ValueError("`mean_over: constant` and session_tokens need each other: set both or neither")
         return self
 
     @property

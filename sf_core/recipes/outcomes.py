@@ -17,8 +17,8 @@ class Success(Settings):
     is compared instead."""
 
     part: str | None = Field(None, min_length=1)
-    """Name of the part of the reward to compare. A session whose reward lacks this part fails. Empty: the
-    whole reward is compared."""
+    """Name of the part of the reward that is compared with `at_least`. A session whose reward lacks this part
+    fails. Empty: the whole reward is compared."""
     at_least: float = Field(1.0, ge=-1e9, le=1e9)
     """Minimum reward, or minimum value of `part`, for a session to count as right."""
 

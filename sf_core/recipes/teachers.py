@@ -32,7 +32,7 @@ class Teacher(Component):
     @model_validator(mode="after")
     def _has_an_effect(self) -> Teacher:
         if self.discount and self.is_loss:
-            raise ValueError(f"discount has no effect with divergence {self.divergence}: leave it out")
+            raise ValueError(f"leave `discount` out: it has no effect with `divergence: {self.divergence}`")
         return self
 
     @property

@@ -116,7 +116,8 @@ class Gated(Weight):
     kind: Literal["gated"] = "gated"
     strength: float = Field(1.0, gt=0)
     """Strength of the gate: the advantage of a token is multiplied by 1 + tanh(strength * d), where d is the
-    rise of the reward that the critic predicts."""
+    reward that the critic predicts after the token, minus the reward that the critic predicts before the
+    token."""
 
     @property
     def needs(self) -> frozenset[Score]:

@@ -142,11 +142,13 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     for worker in workers:
         if "cpu" in worker.tags and (long := sorted(worker.tags & {"agent", "reward"})):
             raise ValueError(
-                f"worker {worker.name!r} carries both `{long[0]}` and `cpu`; {long[0]} work would starve "
+                f"worker {worker.name!r} has both tags `{long[0]}` and `cpu`; {long[0]} work would starve "
                 "the filter, so give the tags to different workers"
             )
     if twice := [name for name, count in Counter(w.name for w in workers).items() if count > 1]:
-        raise ValueError(f"two workers are named {twice[0]!r}; tasks are pinned by name, so rename one")
+        raise ValueError(
+            f"two workers are named {twice[0]!r}; a task names its worker, so rename one of the two"
+        )
     trainers = choose_trainers(workers, config, trained=trained)
     names = {worker.name for worker in trainers}
     held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
@@ -155,7 +157,7 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         means += " (engine.kind vllm with train.lora)" if _keeps_engines_apart(config) else ""
         raise ValueError(
-            f"{means} needs a worker that carries rollout in addition to the trainers "
+            f"{means} needs a worker tagged rollout in addition to the trainers "
             f"{', '.join(sorted(names))}; workers: {_list_offers(workers)}"
         )
     if not held["agent"] and not config.rollout.is_outside:
@@ -210,19 +212,21 @@ def choose_trainers(
     elif config.pipeline == "colocated":
         if odd := [w for w in workers if needs & w.tags and not needs <= w.tags]:
             raise ValueError(
-                "pipeline colocated needs every device worker to carry rollout and train; "
-                f"{', '.join(f'{w.name} carries {_tags(w)}' for w in odd)}"
+                "with pipeline colocated, a worker tagged rollout or train needs both of these tags; "
+                f"{', '.join(f'{w.name} has {_tags(w)}' for w in odd)}"
             )
         if ranks != len(able):
             raise ValueError(
-                f"pipeline colocated trains on every device worker: set train.workers to {len(able)}, not "
-                f"{ranks}; workers: {_list_offers(workers)}"
+                f"pipeline colocated trains on every worker tagged rollout and train: set train.workers to "
+                f"{len(able)}, not {ranks}; workers: {_list_offers(workers)}"
             )
     if not able:
-        raise ValueError(f"no worker carries {' and '.join(sorted(needs))}; workers: {_list_offers(workers)}")
+        raise ValueError(
+            f"no worker is tagged {' and '.join(sorted(needs))}; workers: {_list_offers(workers)}"
+        )
     if len(able) < fewest:
         raise ValueError(
-            f"{key} is {fewest}, but the number of workers that carry {' and '.join(sorted(needs))} is "
+            f"{key} is {fewest}, but the number of workers tagged {' and '.join(sorted(needs))} is "
             f"{len(able)}; workers: {_list_offers(workers)}"
         )
     return able[: config.train.largest_gang(len(able))]

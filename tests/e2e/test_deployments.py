@@ -70,7 +70,7 @@ def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked
             wait_until(named, "the run to begin", every_s=0.5), "Failed", worker=worker
         )
     assert failed.state is not None and failed.state.message is not None
-    refusal = "cache of engine.max_running 2000000000 requests of engine.context_length 64 tokens: lower "
+    refusal = "2000000000 requests (engine.max_running) of 64 tokens (engine.context_length): lower "
     assert refusal in failed.state.message
     # the run sent it before it failed: its process ended with the Prefect worker
     said = "settings as in the deployment quickstart, except for "

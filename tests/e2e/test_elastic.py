@@ -213,7 +213,7 @@ def test_a_run_without_a_trainer_fails_when_none_has_joined_by_its_deadline(clus
         wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
         end_worker(cluster, "t0")
         assert process.wait(patience(180)) != 0
-    assert "for workers to train iteration 1: no worker carries train; workers: " in cluster.log(config)
+    assert "for workers to train iteration 1: no worker is tagged train; workers: " in cluster.log(config)
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_lease_that_never_began(cluster: Cluster) -> None:

@@ -180,7 +180,7 @@ def weigh_words(likely: Mapping[str, float], words: Sequence[str]) -> dict[str, 
     if shared > total:
         raise ValueError(
             "the first token of the judge's reply is probably the beginning of several of the words "
-            f"{', '.join(words)}, so the words cannot be told apart"
+            f"{', '.join(words)}, so the words cannot be distinguished"
         )
     if not total:
         raise ValueError(

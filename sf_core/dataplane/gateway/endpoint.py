@@ -126,7 +126,8 @@ def _read(
     if unseen and rules.unseen_parts == "refuse":
         told = f"{unseen[0]} has a part that is not text; only text is supported"
         raise WrongField(
-            unseen[0], f"{told}. Set rollout.unseen_parts to replace: a short text then replaces such parts."
+            unseen[0],
+            f"{told}. Set rollout.unseen_parts to `replace`: a short text then replaces such parts.",
         )
     _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
     rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}

@@ -64,7 +64,7 @@ class Media:
             # others may wait for it too
             return await asyncio.shield(made)
         except ValueError as error:
-            raise WrongField(where, f"{where} has a picture that cannot be shown: {error}") from None
+            raise WrongField(where, f"{where} has a picture that cannot be used: {error}") from None
         except OSError as error:
             raise ApiError(
                 503,

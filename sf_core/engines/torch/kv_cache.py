@@ -63,9 +63,9 @@ class KVCache:
         except RuntimeError as error:
             num_bytes = size * dtype.itemsize * shape.num_layers
             raise ValueError(
-                f"the engine's cache needs {num_bytes / 1e9:,.1f} GB for engine.max_running {num_slots} "
-                f"requests of engine.context_length {length} tokens, more than the {device.type} device "
-                "has left: lower engine.max_running or engine.context_length"
+                f"the KV cache of the engine needs {num_bytes / 1e9:,.1f} GB for {num_slots} requests "
+                f"(engine.max_running) of {length} tokens (engine.context_length), more than the "
+                f"{device.type} device has left: lower engine.max_running or engine.context_length"
             ) from error
         self.device = device
         self._capacity = 0

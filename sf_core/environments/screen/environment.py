@@ -41,7 +41,7 @@ class ScreenOfButtons(Environment):
     def _has_places(self) -> ScreenOfButtons:
         if self.targets + self.others > self.columns * self.rows:
             raise ValueError(
-                f"targets ({self.targets}) plus others ({self.others}) must not exceed the "
+                f"`targets` ({self.targets}) plus `others` ({self.others}) must not exceed the "
                 f"{self.columns * self.rows} places of {self.columns} columns and {self.rows} rows"
             )
         for split in get_args(Split):

@@ -184,8 +184,8 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
         if "rollout" in worker.tags and sizes.weights + sizes.cache > worker.memory:
             raise ValueError(
                 f"{has}, but its engine needs {_gb(sizes.weights)} for the policy's weights and "
-                f"{_gb(sizes.cache)} for the cache of engine.max_running {engine.max_running} requests of "
-                f"engine.context_length {engine.context} tokens: lower engine.max_running or "
+                f"{_gb(sizes.cache)} for the KV cache of {engine.max_running} requests (engine.max_running) "
+                f"of {engine.context} tokens (engine.context_length): lower engine.max_running or "
                 "engine.context_length"
             )
         if "train" in worker.tags and sizes.rank > worker.memory:

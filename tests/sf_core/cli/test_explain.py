@@ -68,7 +68,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             {
                 "pipeline": "disaggregated; t0: train steps only; r0: rollout",
                 "lag": "bound 0: every token is trained on by the version that sampled it",
-                "r0": "rollout rolls out: does not carry train",
+                "r0": "rollout rolls out: is not tagged train",
                 "t0": "train trains as rank 0: no other worker can train",
             },
         ),
@@ -80,7 +80,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
                 "lag": "bound 1: sampling continues during training; "
                 "training waits for sessions that would exceed this lag",
                 "t0": "rollout train rolls out: others train first",
-                "t1": "train trains as rank 0: does not carry rollout",
+                "t1": "train trains as rank 0: is not tagged rollout",
             },
         ),
         (
@@ -90,7 +90,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
                 "pipeline": "multiplexed; t0: train steps and rollout in turn; "
                 "r0: rollout, during train steps too",
                 "t0": "rollout train trains as rank 0, rolls out between steps: no other worker can train",
-                "t1": "train nothing: not chosen to train, and does not carry rollout",
+                "t1": "train nothing: not chosen to train, and is not tagged rollout",
             },
         ),
         (
@@ -138,7 +138,7 @@ def test_what_decided_and_what_is_not_known_is_said(write: Any) -> None:
         (
             {"r0": R0, "t0": BOTH},
             ["--set", "pipeline=colocated"],
-            "pipeline colocated needs every device worker to carry rollout and train; r0 carries {rollout}",
+            "with pipeline colocated, a worker tagged rollout or train needs both of these tags; r0 has",
         ),
         ({"r0": R0}, [], "no worker has the tag 'train'; workers: r0 {rollout}, a0 {agent}, c0 {cpu}"),
         (

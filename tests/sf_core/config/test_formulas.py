@@ -145,7 +145,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "train.advantage none ignores rewards, so the run needs a teacher": taught(teacher=None),
     "needs a teacher other than version 0 of the policy": taught(teacher={"weights": "start"}),
     "rollout.gate, rollout.curriculum, train.select and train": taught({"gate": "varied"}),
-    "and train.loss.kl with place reward use rewards, which have no": taught({"curriculum": {"pool": 100}}),
+    "train.loss.kl with `place: reward` use rewards, which have no": taught({"curriculum": {"pool": 100}}),
     "use rewards, which have no effect with train.advantage none": taught(
         select={"kind": "extremes", "keep": 2}
     ),
@@ -159,17 +159,17 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "top_k and outside_groups (outside agents choose their own": taught(
         {"outside_groups": 1}, teacher=AT_URL
     ),
-    "give exactly one of model, url and weights as the teacher; given: none of them": taught(teacher={}),
-    "give exactly one of model, url and weights as the teacher; given: model and weights": taught(
+    "set exactly one of `model`, `url` and `weights`; given: none of them": taught(teacher={}),
+    "set exactly one of `model`, `url` and `weights`; given: model and weights": taught(
         teacher={"model": "teacher", "weights": "start"}
     ),
-    "a server at url returns log-probs of sampled tokens only": taught(
+    "the server at `url` returns only log-probs of sampled tokens": taught(
         teacher={"url": "http://host:8000", "tokenizer": "folder"}
     ),
-    "give url and tokenizer together": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
-    "give either url or model for the judge; given: neither": judge(),
-    "give either url or model for the judge; given: both": judge(url="http://host:8000/v1", model="folder"),
-    "name selects a model on the server at url, but this judge has no url: leave name out": judge(
+    "set both `url` and `tokenizer`": taught(teacher={"url": "http://host:8000", "divergence": "sampled"}),
+    "set either `url` or `model` for the judge; given: neither": judge(),
+    "either `url` or `model` for the judge; given: both": judge(url="http://host:8000/v1", model="folder"),
+    "`name` selects a model on the server at `url`, but this judge has no `url`: leave `name` out": judge(
         model="folder", name="it"
     ),
     "max_tokens_per_iteration (99) is less than max_tokens of one reply (256)": judge(
@@ -210,7 +210,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         correction={}
     ),
     "train.loss.policy.beyond dual needs train.loss.policy.cap": loss(policy={"beyond": "dual", "cap": None}),
-    "train.loss.policy.cap (1.2) must exceed 1 + high (0.28) with beyond dual": loss(
+    "train.loss.policy.cap (1.2) must exceed 1 + `high` (0.28) with `beyond: dual`": loss(
         policy={"beyond": "dual", "cap": 1.2}
     ),
     "train.weights fresh has no effect: the lag of this run's tokens is at most 1": {
@@ -271,8 +271,8 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "out": select(4, advantage=kind, critic={} if kind == "gae" else None)
         for kind in ("gae", "whitened", "role_baseline")
     },
-    "mean_over: constant and session_tokens need each other": loss(mean_over="constant"),
-    "and session_tokens need each other: give both or neither": loss(session_tokens=10),
+    "`mean_over: constant` and session_tokens need each other": loss(mean_over="constant"),
+    "and session_tokens need each other: set both or neither": loss(session_tokens=10),
 }
 
 
@@ -292,8 +292,8 @@ def test_what_goes_by_earlier_groups_needs_a_pool(rules: dict[str, Any]) -> None
         config(**curriculum(**{**rules, "pool": None}))
     (error,) = refused.value.errors()
     assert error["msg"] == (
-        "Value error, rollout.curriculum with order draw, with sizes, or with solved or unsolved below 1 "
-        "uses the earlier results of tasks, but without a pool no task is sampled twice: set "
+        "Value error, rollout.curriculum with `order: draw`, `sizes`, or `solved` or `unsolved` below 1 "
+        "uses the earlier results of tasks, but without `pool` no task is sampled twice: set "
         "rollout.curriculum.pool"
     )
 
@@ -315,7 +315,7 @@ def test_stages_that_do_not_rise_or_do_not_end_with_an_open_one_are_refused(part
     (error,) = refused.value.errors()
     assert error["msg"] == (
         "Value error, rollout.curriculum.stages: each stage except the last needs an `until` above the "
-        "`until` of the previous stage; the last stage must not have one"
+        "`until` of the previous stage; the last stage must not have an `until`"
     )
 
 
@@ -325,8 +325,8 @@ def test_what_draws_alone_look_at_is_refused_with_epochs(rules: dict[str, Any]) 
         config(**curriculum(**rules))
     (error,) = refused.value.errors()
     assert error["msg"] == (
-        "Value error, rollout.curriculum.explore and utility have no effect with order epochs: use order "
-        "draw, or leave explore and utility out"
+        "Value error, rollout.curriculum.explore and rollout.curriculum.utility have no effect with `order: "
+        "epochs`: use `order: draw`, or leave `explore` and `utility` out"
     )
 
 

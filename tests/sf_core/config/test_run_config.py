@@ -102,7 +102,7 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ("train.advantage=[1]", "train.advantage: "),
         (
             "train.loss.mean_over=constant",
-            "train.loss: mean_over: constant and session_tokens need each other",
+            "train.loss: `mean_over: constant` and session_tokens need each other",
         ),
         ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
         ("engine.vllm.url=localhost:8000", "engine.vllm.url: expected http://HOST:PORT without a user or"),

@@ -304,7 +304,7 @@ def test_a_task_of_no_part_is_refused() -> None:
         ),
         (
             {"words": WORDS | {"group_reward": "sf_core.recipes.rewards:any"}},
-            "environment.settings.parts.words: group_reward: a part cannot have group_reward; set ",
+            "environment.settings.parts.words: group_reward: a part cannot have its own group_reward; set ",
         ),
     ],
 )

@@ -92,7 +92,9 @@ def test_a_demonstration_presses_every_named_button_and_sees_what_becomes_of_it(
 
 
 def test_more_buttons_than_places_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"targets \(2\) and others \(4\) must not exceed the 4 places"):
+    with pytest.raises(
+        ValidationError, match=r"`targets` \(2\) plus `others` \(4\) must not exceed the 4 places"
+    ):
         ScreenOfButtons(columns=2, rows=2)
 
 

@@ -63,5 +63,5 @@ def test_what_the_teacher_says_is_added_to_the_advantage_and_shaped_by_weights()
 
 
 def test_a_discount_without_effect_is_refused() -> None:
-    with pytest.raises(ValueError, match="discount has no effect with divergence forward: leave it out"):
+    with pytest.raises(ValueError, match="leave `discount` out: it has no effect with `divergence: forward`"):
         Teacher(divergence="forward", discount=0.5)

@@ -34,9 +34,9 @@ def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
 
 
 def test_agent_and_cpu_on_one_worker_are_refused() -> None:
-    with pytest.raises(ValueError, match="carries both `agent` and `cpu`"):
+    with pytest.raises(ValueError, match="has both tags `agent` and `cpu`"):
         make_plan(workers(t0="rollout train", x="agent cpu"), RunConfig())
-    with pytest.raises(ValueError, match="carries both `reward` and `cpu`"):
+    with pytest.raises(ValueError, match="has both tags `reward` and `cpu`"):
         make_plan(workers(t0="rollout train", a0="agent", x="reward cpu"), RunConfig())
 
 
@@ -166,39 +166,39 @@ def test_a_pipeline_gives_workers_their_duties_by_their_tags(
             "colocated",
             1,
             {"r0": "rollout", "t0": "rollout train"},
-            r"pipeline colocated needs every device worker to carry rollout and train; r0 carries \{r",
+            r"pipeline colocated, a worker tagged rollout or train needs both of these tags; r0 has \{r",
         ),
         (
             "colocated",
             1,
             {"d0": "rollout train", "d1": "rollout train"},
-            r"trains on every device worker: set train.workers to 2, not 1; workers: d0 \{",
+            r"trains on every worker tagged rollout and train: set train.workers to 2, not 1; workers: d0 \{",
         ),
         (
             "disaggregated",
             1,
             {"t0": "rollout train"},
-            r"disaggregated needs a worker that carries rollout in addition to the trainers t0; workers: "
+            r"disaggregated needs a worker tagged rollout in addition to the trainers t0; workers: "
             r"t0 \{",
         ),
         (
             "multiplexed",
             2,
             {"t0": "rollout train", "t1": "rollout train"},
-            r"pipeline multiplexed needs a worker that carries rollout in addition to the trainers t0, "
+            r"pipeline multiplexed needs a worker tagged rollout in addition to the trainers t0, "
             r"t1; workers: ",
         ),
         (
             "multiplexed",
             1,
             {"r0": "rollout", "t0": "train"},
-            r"no worker carries rollout and train; workers: r0 \{",
+            r"no worker is tagged rollout and train; workers: r0 \{",
         ),
         (
             None,
             2,
             {"r0": "rollout", "t0": "train"},
-            r"train.workers is 2, but the number of workers that carry train is 1; workers: ",
+            r"train.workers is 2, but the number of workers tagged train is 1; workers: ",
         ),
     ],
 )
@@ -257,7 +257,7 @@ def test_who_runs_agents_trains_only_if_that_is_what_it_did() -> None:
 
 def test_two_workers_of_one_name_are_refused() -> None:
     twice = workers(t0="rollout train", **OTHERS) + workers(t0="rollout")
-    with pytest.raises(ValueError, match="two workers are named 't0'; tasks are pinned by name"):
+    with pytest.raises(ValueError, match="two workers are named 't0'; a task names its worker"):
         make_plan(twice, RunConfig())
 
 
@@ -395,7 +395,7 @@ def test_trainers_of_an_adapter_are_not_lent_to_vllm() -> None:
         make_plan(found[1:], RunConfig.model_validate(ADAPTER_IN_VLLM))
     check_sentence(
         str(refused.value),
-        "a trainer that is not lent (engine.kind vllm with train.lora) needs a worker that carries rollout",
+        "a trainer that is not lent (engine.kind vllm with train.lora) needs a worker tagged rollout",
     )
 
 

@@ -296,7 +296,7 @@ def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
     file.write_text(f"storage: {{root: {tmp_path}}}\nengine: {{max_running: 2000000000}}\n")
     code, output = sf(command, str(file))
     assert code != 0 and "worker r0 has " in output, output
-    assert "for the cache of" in output and "engine.max_running 2000000000" in output
+    assert "for the KV cache of 2000000000 requests (engine.max_running)" in output
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -313,8 +313,7 @@ def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(policy_
     check_sentence(
         str(refused.value),
         f"needs {foretold / 1e9:,.1f} GB",
-        "engine.max_running 100000000000",
-        "engine.context_length 40",
+        "100000000000 requests (engine.max_running) of 40 tokens (engine.context_length)",
         "more than the cpu device has left",
     )
 

@@ -185,7 +185,7 @@ def test_who_was_lost_or_failed_trains_again_only_where_others_are_too_few(ends:
     plan.choose_again(trainers("t0", "t1"))
     assert plan.workers == GANG
     with pytest.raises(
-        ValueError, match=r"train.workers is 2, but the number of workers that carry .*train is 1"
+        ValueError, match=r"train.workers is 2, but the number of workers tagged .*train is 1"
     ):
         plan.choose_again(trainers("t0"))
 

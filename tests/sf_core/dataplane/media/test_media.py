@@ -148,7 +148,7 @@ def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(
         with pytest.raises(ApiError) as refused:
             complete(kept, [SentPicture("messages[3].content[1]", data, {})])
         assert refused.value.status == 400
-        assert refused.value.message.startswith("messages[3].content[1] has a picture that cannot be shown: ")
+        assert refused.value.message.startswith("messages[3].content[1] has a picture that cannot be used: ")
         assert sentence in refused.value.message
     assert not [*tmp_path.iterdir()]
 

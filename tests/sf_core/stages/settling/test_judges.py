@@ -84,7 +84,10 @@ def test_a_judge_to_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, small_poli
     served = {"quality": {"model": small_policy}}
     sentence = refusal(judged(served, reward=asks))
     check_sentence(
-        sentence, "judges that are given as model", "/nowhere/python does not exist", "`make vllm`"
+        sentence,
+        "vllm and environment.judges.NAME.model need",
+        "/nowhere/python does not exist",
+        "`make vllm`",
     )
     # workers elsewhere have their own
     elsewhere = judged(served, reward=asks).model_dump() | {"cluster": {"scheduler": "tcp://127.0.0.1:1"}}

@@ -144,7 +144,12 @@ def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(small_pol
     )
     with pytest.raises(ValueError) as refused:
         check(config, [Worker("r0", ROLLOUT), Worker("r1", ROLLOUT, memory=needed - 1)])
-    check_sentence(str(refused.value), "engine.max_running 64", "engine.context_length 100", "worker r1")
+    check_sentence(
+        str(refused.value),
+        "64 requests (engine.max_running)",
+        "100 tokens (engine.context_length)",
+        "worker r1",
+    )
     with pytest.raises(ValueError) as refused:
         check(config, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
     check_sentence(str(refused.value), "worker t0", "each of 1 ranks", "raise train.workers")
