@@ -7,8 +7,9 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import takewhile
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count, takewhile
+from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 
@@ -17,40 +18,76 @@ from sf_core.user_code import is_own
 log = logging.getLogger(__name__)
 
 BLOCKED_S = 5.0
-"""A loop that does not turn for this long is blocked."""
+"""A loop that does not turn for this long is blocked. Only time counts in which its thread computes or waits:
+a thread that other processes keep from a core does not block the loop, the machine does."""
 
-LOOK_S = 1.0
+LOOK_S = 0.1
+"""Seconds between two looks. A look counts no more than this, however late it is: what delays the thread that
+looks also delays the thread of the loop, for example a third thread that has the GIL and waits for a core."""
 
 _STEP = asyncio.Handle._run.__code__
 
 
-@contextmanager
-def watch_for_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
+def log_blocks(num_sessions: Callable[[], int]) -> AbstractContextManager[None]:
     """Log once per block of the running loop where it is blocked, and how many sessions wait."""
-    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def log_block(frame: FrameType) -> None:
+        log.warning(
+            "%s has blocked the event loop for %g s, and the %d sessions of this worker wait: await "
+            "slow calls in this function, or remove `async`, so that the function runs in a thread",
+            place_of_step(frame),
+            BLOCKED_S,
+            num_sessions(),
+        )
+
+    return watch_for_blocks(log_block)
+
+
+@contextmanager
+def watch_for_blocks(on_block: Callable[[FrameType], None]) -> Iterator[None]:
+    """Call `on_block` once per block of the running loop, in another thread, with the frame of the loop's."""
+    loop, thread, number = asyncio.get_running_loop(), threading.get_ident(), threading.get_native_id()
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(LOOK_S):
-            has_turned = threading.Event()
+        while not is_over.is_set():
+            has_turned, is_told = threading.Event(), False
+            stay_s = _measure(number, *_read_schedule(number))
             loop.call_soon_threadsafe(has_turned.set)
-            if has_turned.wait(BLOCKED_S) or is_over.is_set():
-                continue
-            log.warning(
-                "%s has blocked the event loop for %g s, and the %d sessions of this worker wait: await "
-                "slow calls in this function, or remove `async`, so that the function runs in a thread",
-                place_of_step(sys._current_frames()[thread]),
-                BLOCKED_S,
-                num_sessions(),
-            )
-            while not (has_turned.wait(LOOK_S) or is_over.is_set()):
-                pass
+            while not (is_over.wait(LOOK_S) or has_turned.is_set()):
+                if not is_told and next(stay_s) >= BLOCKED_S:
+                    on_block(sys._current_frames()[thread])
+                    is_told = True
 
-    threading.Thread(target=watch, name="loop-watch", daemon=True).start()
+    watching = threading.Thread(target=watch, name="loop-watch", daemon=True)
+    watching.start()
     try:
         yield
     finally:
         is_over.set()
+        watching.join()
+
+
+def _measure(number: int, _: bool, computed_before: float, queued_before: float) -> Iterator[float]:
+    """Seconds for which a thread has computed or waited since its schedule was this, one figure per look."""
+    for num_looks in count(1):
+        is_queued, computed, queued = _read_schedule(number)
+        computed, queued = computed - computed_before, queued - queued_before
+        # a wait in the queue counts as such when it has ended; looks are few while a C function has the GIL
+        yield computed if is_queued else max(computed, num_looks * LOOK_S - queued)
+
+
+def _read_schedule(number: int) -> tuple[bool, float, float]:
+    """Whether a thread has a core or is in the queue for one, and its seconds with a core and in the queue so
+    far. Only Linux tells them: elsewhere only looks count."""
+    folder = Path(f"/proc/self/task/{number}")
+    try:
+        # the state first: the times are complete for a thread that was in no queue before they were read
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        computed, queued, _ = (folder / "schedstat").read_text().split()
+    except OSError:
+        return False, 0.0, 0.0
+    return state == "R", int(computed) / 1e9, int(queued) / 1e9
 
 
 def place_of_step(innermost: FrameType) -> str:

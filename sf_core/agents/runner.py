@@ -22,7 +22,7 @@ import msgspec
 import orjson
 
 from sf_core.agents.judges.judges import Judges
-from sf_core.agents.loop_watch import watch_for_blocks
+from sf_core.agents.loop_watch import log_blocks
 from sf_core.agents.phases import Phase, Phases, Prepare, Work
 from sf_core.agents.reports import Reports, as_text, shorten
 from sf_core.config import RolloutConfig
@@ -115,7 +115,7 @@ class AgentRunner:
                 await stack.enter_async_context(self._judges)
             reporter = asyncio.create_task(self._reports.send(http))
             try:
-                with self._send_heartbeats(), watch_for_blocks(lambda: len(self._sessions)):
+                with self._send_heartbeats(), log_blocks(lambda: len(self._sessions)):
                     while await self._claim():
                         if reporter.done():
                             reporter.result()  # raises what ended it

@@ -3,11 +3,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from sf_core.agents import loop_watch
-from sf_core.agents.loop_watch import place_of_step, watch_for_blocks
+from sf_core.agents.loop_watch import log_blocks, place_of_step
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +28,7 @@ async def test_each_block_of_the_loop_is_told_once(
     async def agent(number: int) -> None:
         wait_until(lambda: len(caplog.messages) == number)
 
-    with watch_for_blocks(lambda: 7):
+    with log_blocks(lambda: 7):
         for number in (1, 2):
             await asyncio.create_task(agent(number))
             # the watch sees that the loop turns, and looks again
@@ -30,6 +36,53 @@ async def test_each_block_of_the_loop_is_told_once(
     assert len(caplog.messages) == 2
     for message in caplog.messages:
         assert " has blocked the event loop for 0.2 s, and the 7 sessions" in message
+
+
+@pytest.fixture
+def busy_core() -> Iterator[int]:
+    """A core for which eight processes compete."""
+    core = min(os.sched_getaffinity(0))
+    program = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
+    rivals = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(8)]
+    try:
+        for rival in rivals:
+            assert rival.stdout is not None and rival.stdout.readline()
+        yield core
+    finally:
+        for rival in rivals:
+            rival.kill()
+            rival.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long a thread waits for a core")
+async def test_a_machine_that_is_busy_blocks_no_loop(
+    busy_core: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_watch, "BLOCKED_S", 1.0)
+    monkeypatch.setattr(loop_watch, "LOOK_S", 0.01)
+
+    def queued_s() -> float:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+    async def agent() -> None:
+        cores, began = os.sched_getaffinity(0), queued_s()
+        os.sched_setaffinity(0, [busy_core])
+        try:
+            while queued_s() < began + 2.0:
+                pass
+        finally:
+            os.sched_setaffinity(0, cores)
+        time.sleep(0.1)
+
+    async def blocking_agent() -> None:
+        wait_until(lambda: caplog.messages)
+
+    with log_blocks(lambda: 7):
+        await asyncio.create_task(agent())
+        assert not caplog.messages, "the agent computes little"
+        await asyncio.create_task(blocking_agent())
+    [message] = caplog.messages
+    assert " has blocked the event loop for 1 s" in message
 
 
 async def place_in(*, is_inside_the_library: bool) -> str:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sf_core.cli.serving import blocking
+from sf_core.agents import loop_watch
 from sf_core.cli.serving.local_plane import serve_app
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
@@ -22,7 +22,9 @@ from tests.bench.judge_server import JudgeServer
 
 MODULE = """
 import itertools
+import socket
 import time
+import urllib.request
 import openai
 from sf_core.types import Task
 
@@ -61,6 +63,13 @@ async def never_asks(task, endpoint):
 
 async def blocks(task, endpoint):
     time.sleep(60)
+
+async def calls(task, endpoint):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        urllib.request.urlopen(f"http://127.0.0.1:{silent.getsockname()[1]}/search").read()
+
+async def computes(task, endpoint):
+    while True: sum(range(99))
 
 async def own_address(task, endpoint):
     async with openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0) as client:
@@ -183,13 +192,21 @@ def test_a_mistake_is_told_in_one_sentence_with_its_place(
     assert "sf_core/" not in output, "the frames of our package are left out"
 
 
+@pytest.mark.parametrize(
+    ("agent", "line"),
+    [
+        ("blocks", "time.sleep(60)"),
+        ("calls", "urllib.request.urlopen("),
+        ("computes", "while True: sum(range(99))"),
+    ],
+)
 def test_an_agent_that_blocks_the_event_loop_is_ended(
-    trial_yaml: str, monkeypatch: pytest.MonkeyPatch
+    trial_yaml: str, agent: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking, "BLOCKED_S", 0.7)
-    code, output = sf("try", trial_yaml, "--set", "environment.agent=tried_module:blocks")
+    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.7)
+    code, output = sf("try", trial_yaml, "--set", f"environment.agent=tried_module:{agent}")
     assert code == 1, output
-    assert "time.sleep(60)" in output
+    assert line in output
     assert "error: the agent failed at tried_module.py:" in output
     assert "the agent blocked the event loop for 0.7 s" in output
 
