@@ -190,10 +190,13 @@ class Run:
         | `token_ids` | `list<int32>` | the ids, exactly as the engine received and returned them |
         | `logprobs` | `list<float>` | natural logarithm of each token's probability; null if not sampled |
         | `policy_versions` | `list<int32>` | policy version that sampled each token; null if not sampled |
-        | `loss_mask` | `list<bool>` | true for each token that is trained in this branch |
+        | `loss_mask` | `list<bool>` | true for each sampled token that counts in this branch |
 
         The rows of a branch together contain each token of the branch once. The text is decoded with the
         tokenizer of the run. If the run has no tokenizer, `text` shows the ids.
+
+        If the kind of the session is `training`, the run trains on the tokens with a true `loss_mask`. The
+        run never trains on other sessions.
 
         `session_id` is an id from the column `session_id` of `sessions`. Raises ValueError, with a list of
         similar ids, if no session has this id.

@@ -122,7 +122,15 @@ class SessionSet:
         """What became of the tokens."""
         if self.kind == "trains iteration":
             return "trained" if self.is_trained else "not trained yet"
-        return "never trained"
+        return "not used for training"
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """Legend of the sampled tokens that count in their branch, and of those that do not."""
+        if self.kind == "trains iteration":
+            return f"sampled, {self.fate}", "sampled, not trained here"
+        place = "an evaluation" if self.kind == "evaluates version" else "an opened session"
+        return f"sampled in {place}, {self.fate}", "sampled, not counted here"
 
     def read(self, columns: list[str]) -> pa.Table:
         """Raises ValueError with one sentence if a file is missing or broken."""

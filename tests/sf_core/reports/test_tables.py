@@ -197,18 +197,28 @@ def test_held_out_sessions_are_found_too(recorded_run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("session", "fate"),
+    ("session", "legend", "fate"),
     [
-        ("run-1.g2.0.a1", "trained"),
-        ("run-1.e1.0.a1", "never trained"),
-        ("run-1.open.1", "never trained"),
+        ("run-1.g2.0.a1", "«sampled, trained»  «sampled, not trained here»", "trained"),
+        (
+            "run-1.e1.0.a1",
+            "«sampled in an evaluation, not used for training»  «sampled, not counted here»",
+            "not used for training",
+        ),
+        (
+            "run-1.open.1",
+            "«sampled in an opened session, not used for training»  «sampled, not counted here»",
+            "not used for training",
+        ),
     ],
 )
-def test_what_became_of_the_tokens_is_said(recorded_run: RunDirectory, session: str, fate: str) -> None:
+def test_what_became_of_the_tokens_is_said(
+    recorded_run: RunDirectory, session: str, legend: str, fate: str
+) -> None:
     commit(recorded_run, 1, "train")
     write_trajectories(recorded_run, 0, [trajectory("run-1.open.1", [*GIVEN, 0])], "part", "opened")
     text = shown(inspect_session(recorded_run.uri, session))
-    assert f"«sampled, {fate}»" in text
+    assert legend in text
     assert re.search(rf"(\d) sampled, \1 {fate}  versions", text)
 
 

@@ -121,7 +121,7 @@ class Viewer {
       ["task", facts.task_id], ["environment", facts.environment], ["group", facts.group_id ?? "none"],
       ["reward", isNumber(facts.reward) ? short(facts.reward) + (parts ? ` (${parts})` : "") : "none"],
       ["status", facts.status], ["origin", `${facts.kind} ${facts.number}`], ["took", `${short(session.seconds)} s`],
-      ["tokens", `${whole(branch.ids.length)}, ${whole(branch.states.filter((s) => s !== GIVEN).length)} sampled, ${whole(branch.states.filter((s) => s === TRAINED).length)} ${this.countedHere()}`],
+      ["tokens", `${whole(branch.ids.length)}, ${whole(branch.states.filter((s) => s !== GIVEN).length)} sampled, ${whole(branch.states.filter((s) => s === TRAINED).length)} of them counted in this branch`],
       ["interruptions", String(branch.interruptions)],
     ];
     this.note = el("output", { class: "token-note" }, "Point at a sampled token to read its figures.");
@@ -179,7 +179,7 @@ class Viewer {
       none: [],
     }[this.colouring];
     this.legend.className = `legend by-${this.colouring}`;
-    this.legend.replaceChildren(...entries, el("li", { class: "tok trained" }, this.countedHere()), el("li", { class: "tok carried" }, "sampled, not trained here"), el("li", { class: "given" }, "not sampled"));
+    this.legend.replaceChildren(...entries, el("li", { class: "tok trained" }, this.facts.marks[0]), el("li", { class: "tok carried" }, this.facts.marks[1]), el("li", { class: "given" }, "not sampled"));
   }
 
   /* The turns of a branch; what it shares with its parent is folded. */
@@ -244,11 +244,6 @@ class Viewer {
     return this.facts.kind.startsWith("trains");
   }
 
-  /* Every sampled token counts in one branch: it is trained there, waits for it, or is never trained. */
-  countedHere() {
-    return `counted here, ${this.facts.fate}`;
-  }
-
   readToken(node) {
     if (!node) return;
     const i = Number(node.dataset.token), { branch, facts } = this, logprob = branch.logprobs[i] / 1000, id = branch.ids[i];
@@ -256,7 +251,7 @@ class Viewer {
       `token ${i}`, `id ${id}`, branch.texts[i] == null ? `bytes ${this.sessions.hex(id)}, part of a character` : JSON.stringify(branch.texts[i]),
       branch.logprobs[i] > 0 ? "no log-prob" : `log-prob ${logprob.toFixed(3)} (p ${Math.exp(logprob).toFixed(3)})`,
       `version ${branch.versions[i]}` + (this.isTraining() ? `, lag ${facts.number - branch.versions[i]}` : ""),
-      branch.states[i] === TRAINED ? this.countedHere() : "sampled, not trained here",
+      branch.states[i] === TRAINED ? facts.marks[0] : facts.marks[1],
     ].join(" \u00b7 ");
   }
 }

@@ -62,6 +62,25 @@ def test_a_session_is_read_turn_by_turn(talking_run: RunDirectory, browser: Brow
         expect(page.locator(".token-note")).to_contain_text("log-prob -1.000 (p 0.368) · version 0, lag 1")
 
 
+def test_tokens_of_an_evaluation_are_marked_as_not_used_for_training(
+    talking_run: RunDirectory, browser: Browser
+) -> None:
+    held_out = [talk("run-1.e0.0.a1", "name a tree", "oak", [0], group_id=None)]
+    ref = write_trajectories(talking_run, 0, held_out, "part", kind="evaluations")
+    commit(talking_run, 0, "evaluate", outputs=[ref], data={"reward_mean": 1.0, "failures": {}})
+    expected = {
+        "e0.0.a1": ["sampled in an evaluation, not used for training", "sampled, not counted here"],
+        "g0.0.a1": ["sampled, trained", "sampled, not trained here"],
+    }
+    with opened(browser, write_report(talking_run.uri, None, 16)) as page:
+        for session, marks in expected.items():
+            open_session(page, session)
+            for kind, mark in zip(("trained", "carried"), marks, strict=True):
+                expect(page.locator(f"#session .legend .{kind}")).to_have_text(mark)
+            page.locator(".turns .tok.trained").first.hover()
+            expect(page.locator(".token-note")).to_contain_text(marks[0])
+
+
 def test_what_a_command_wrote_last_is_unfolded(talking_run: RunDirectory, browser: Browser) -> None:
     last = "<b>thinking</b>\nso it is"
     wrote = "x" * LAST_OUTPUT + last
