@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -50,12 +50,12 @@ def watch_for_blocks(on_block: Callable[[FrameType], None]) -> Iterator[None]:
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(LOOK_S):
+        while not is_over.is_set():
             has_turned, is_told = threading.Event(), False
-            stay = _Stay(number)
+            stay_s = _measure(number, *_read_schedule(number))
             loop.call_soon_threadsafe(has_turned.set)
             while not (is_over.wait(LOOK_S) or has_turned.is_set()):
-                if not is_told and stay.look() >= BLOCKED_S:
+                if not is_told and next(stay_s) >= BLOCKED_S:
                     on_block(sys._current_frames()[thread])
                     is_told = True
 
@@ -68,36 +68,26 @@ def watch_for_blocks(on_block: Callable[[FrameType], None]) -> Iterator[None]:
         watching.join()
 
 
-class _Stay:
-    """How long a thread stays in a step, without the time in which the load of the machine keeps it there."""
+def _measure(number: int, _: bool, computed_before: float, queued_before: float) -> Iterator[float]:
+    """Seconds for which a thread has computed or waited since its schedule was this, one figure per look."""
+    for num_looks in count(1):
+        is_queued, computed, queued = _read_schedule(number)
+        computed, queued = computed - computed_before, queued - queued_before
+        # a wait in the queue counts as such when it has ended; looks are few while a C function has the GIL
+        yield computed if is_queued else max(computed, num_looks * LOOK_S - queued)
 
-    def __init__(self, number: int) -> None:
-        self._folder = Path(f"/proc/self/task/{number}")
-        self._began = self._read_times()
-        self._num_looks = 0
 
-    def look(self) -> float:
-        """Seconds so far. To be called once per LOOK_S."""
-        self._num_looks += 1
-        computed, queued = (now - then for now, then in zip(self._read_times(), self._began, strict=True))
-        # the looks are late while a C function has the GIL, but what it computes counts
-        counted = max(computed, self._num_looks * LOOK_S - queued)
-        return computed if counted >= BLOCKED_S and self._is_queued() else counted
-
-    def _read_times(self) -> tuple[float, float]:
-        """Seconds on a core and in the queue for one. Only Linux tells them: elsewhere only looks count."""
-        try:
-            computed, queued, _ = (self._folder / "schedstat").read_text().split()
-        except OSError:
-            return 0.0, 0.0
-        return int(computed) / 1e9, int(queued) / 1e9
-
-    def _is_queued(self) -> bool:
-        """Whether the thread is in the queue or on a core. A wait in the queue is told when it has ended."""
-        try:
-            return (self._folder / "stat").read_text().rpartition(")")[2].split()[0] == "R"
-        except OSError:
-            return False
+def _read_schedule(number: int) -> tuple[bool, float, float]:
+    """Whether a thread has a core or is in the queue for one, and its seconds with a core and in the queue so
+    far. Only Linux tells them: elsewhere only looks count."""
+    folder = Path(f"/proc/self/task/{number}")
+    try:
+        # the state first: the times are complete for a thread that was in no queue before they were read
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        computed, queued, _ = (folder / "schedstat").read_text().split()
+    except OSError:
+        return False, 0.0, 0.0
+    return state == "R", int(computed) / 1e9, int(queued) / 1e9
 
 
 def place_of_step(innermost: FrameType) -> str:

@@ -192,9 +192,11 @@ class Run:
         | `policy_versions` | `list<int32>` | policy version that sampled each token; null if not sampled |
         | `loss_mask` | `list<bool>` | true for each sampled token that counts in this branch |
 
-        Only a session of the kind `training` is used for training, with the tokens that count. The rows of a
-        branch together contain each token of the branch once. The text is decoded with the tokenizer
-        of the run. If the run has no tokenizer, `text` shows the ids.
+        The rows of a branch together contain each token of the branch once. The text is decoded with the
+        tokenizer of the run. If the run has no tokenizer, `text` shows the ids.
+
+        If the kind of the session is `training`, the run trains on the tokens with a true `loss_mask`. The
+        run never trains on other sessions.
 
         `session_id` is an id from the column `session_id` of `sessions`. Raises ValueError, with a list of
         similar ids, if no session has this id.

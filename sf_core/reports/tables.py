@@ -141,9 +141,9 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
         (f"session {session_id}, {sampling.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
         f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
-        (f"«{sampling.mark}»", TRAINED),
+        (f"«{sampling.marks[0]}»", TRAINED),
         "  ",
-        (f"«{sampling.carried_mark}»", CARRIED),
+        (f"«{sampling.marks[1]}»", CARRIED),
     )
     branches = [_branch(row, decode, fate) for row in found]
     judged = judgements_of(view, sampling, session_id)

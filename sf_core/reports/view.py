@@ -125,15 +125,12 @@ class SessionSet:
         return "not used for training"
 
     @property
-    def mark(self) -> str:
-        """Legend of the sampled tokens that count in their branch."""
-        places = {"evaluates version": " in an evaluation", "opened at version": " in an opened session"}
-        return f"sampled{places.get(self.kind, '')}, {self.fate}"
-
-    @property
-    def carried_mark(self) -> str:
-        """Legend of the sampled tokens that do not count in their branch."""
-        return f"sampled, not {'trained' if self.kind == 'trains iteration' else 'counted'} here"
+    def marks(self) -> tuple[str, str]:
+        """Legend of the sampled tokens that count in their branch, and of those that do not."""
+        if self.kind == "trains iteration":
+            return f"sampled, {self.fate}", "sampled, not trained here"
+        place = "an evaluation" if self.kind == "evaluates version" else "an opened session"
+        return f"sampled in {place}, {self.fate}", "sampled, not counted here"
 
     def read(self, columns: list[str]) -> pa.Table:
         """Raises ValueError with one sentence if a file is missing or broken."""

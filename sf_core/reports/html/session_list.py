@@ -29,10 +29,9 @@ class SessionFacts:
 
     session_id: str
     kind: str
-    """Kind of the set that the session is in; `number` and the marks are the set's too."""
+    """Kind of the set that the session is in; `number` and `marks` are the set's too."""
     number: int
-    mark: str
-    carried_mark: str
+    marks: tuple[str, str]
     task_id: str
     environment: str
     group_id: str | None
@@ -63,8 +62,7 @@ def list_sessions(sampling: SessionSet) -> list[SessionFacts]:
             row["session_id"],
             sampling.kind,
             sampling.number,
-            sampling.mark,
-            sampling.carried_mark,
+            sampling.marks,
             branches=row["count_all"],
             **{name: row[f"{name}_{how}"] for name, how in _OF_BRANCHES.items() if name != "place"},
         )

@@ -179,7 +179,7 @@ class Viewer {
       none: [],
     }[this.colouring];
     this.legend.className = `legend by-${this.colouring}`;
-    this.legend.replaceChildren(...entries, el("li", { class: "tok trained" }, this.facts.mark), el("li", { class: "tok carried" }, this.facts.carried_mark), el("li", { class: "given" }, "not sampled"));
+    this.legend.replaceChildren(...entries, el("li", { class: "tok trained" }, this.facts.marks[0]), el("li", { class: "tok carried" }, this.facts.marks[1]), el("li", { class: "given" }, "not sampled"));
   }
 
   /* The turns of a branch; what it shares with its parent is folded. */
@@ -251,7 +251,7 @@ class Viewer {
       `token ${i}`, `id ${id}`, branch.texts[i] == null ? `bytes ${this.sessions.hex(id)}, part of a character` : JSON.stringify(branch.texts[i]),
       branch.logprobs[i] > 0 ? "no log-prob" : `log-prob ${logprob.toFixed(3)} (p ${Math.exp(logprob).toFixed(3)})`,
       `version ${branch.versions[i]}` + (this.isTraining() ? `, lag ${facts.number - branch.versions[i]}` : ""),
-      branch.states[i] === TRAINED ? facts.mark : facts.carried_mark,
+      branch.states[i] === TRAINED ? facts.marks[0] : facts.marks[1],
     ].join(" \u00b7 ");
   }
 }
