@@ -65,6 +65,8 @@ def check_weights_folder(model: str, setting: str) -> None:
     folder = Path(model)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{setting}: {model} {_tell_absence(model, setting)}")
+    if (policy := folder / "policy" / "config.json").is_file():
+        raise ValueError(f"{setting}: {model} is the directory of a run: set {setting} to {policy.parent}")
     if fault := _fault_of(model, setting):
         raise ValueError(f"{setting}: {fault}")
     for weights in folder.glob("*.safetensors"):

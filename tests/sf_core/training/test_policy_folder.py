@@ -49,6 +49,14 @@ def only(name: str) -> Callable[[Path], None]:
     return leave
 
 
+def as_policy_of_a_run(model: Path) -> None:
+    files = list(model.iterdir())
+    (model / "policy").mkdir()
+    for file in files:
+        file.rename(model / "policy" / file.name)
+    (model / "config.json").write_text('{"run_id": "r"}')
+
+
 def as_codes(dtype: torch.dtype) -> Callable[[Path], None]:
     def store(model: Path) -> None:
         weights = load_file(model / "model.safetensors")
@@ -80,6 +88,7 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "FP8 that is not named": (as_codes(torch.float8_e4m3fn), f"quantised (F8_E4M3){FULL}"),
     "codes that are not named": (as_codes(torch.uint8), f"quantised (U8){FULL}"),
     "a GGUF file": (only("small.gguf"), "contains a GGUF file: `sf model "),
+    "a run": (as_policy_of_a_run, " is the directory of a run: set policy.model to "),
     "adapter": (only("adapter_config.json"), ADAPTER),
     "adapter beside a model": (also("adapter_config.json"), ADAPTER),
     "encoder": (be(architectures=["BertModel"]), f" is BertModel, which does not generate text{CAUSAL}"),
