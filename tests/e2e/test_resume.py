@@ -101,10 +101,14 @@ def test_a_run_goes_on_after_its_leases_were_lost_with_a_data_plane_that_was_lon
     try:
         assert (1, "train") not in manifests(config)
         cluster.stack.remove(cluster.stack.processes["dataplane"])
-        for lease in ("r0-[0-9]", "a0-[0-9]"):
-            lost = re.compile(rf"lease {lease}+\.1 was lost \(ConnectionError: data plane at .*a new lease")
-            wait_until(lambda lost=lost: lost.search(cluster.log(config)), lost.pattern)
-        start_dataplane(cluster.stack, cluster.folder, urlsplit(cluster.services.dataplane).port)()
+        try:
+            for lease in ("r0-[0-9]", "a0-[0-9]"):
+                lost = re.compile(
+                    rf"lease {lease}+\.1 was lost \(ConnectionError: .*data plane at .*a new lease"
+                )
+                wait_until(lambda lost=lost: lost.search(cluster.log(config)), lost.pattern)
+        finally:
+            start_dataplane(cluster.stack, cluster.folder, urlsplit(cluster.services.dataplane).port)()
     finally:
         trainer.resume()
     cluster.finish(config, process)
