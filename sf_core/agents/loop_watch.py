@@ -12,6 +12,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
+from typing import NamedTuple
 
 from sf_core.user_code import is_own
 
@@ -51,13 +52,16 @@ def watch_for_blocks(on_block: Callable[[FrameType], None]) -> Iterator[None]:
 
     def watch() -> None:
         while not is_over.is_set():
-            has_turned, is_told = threading.Event(), False
-            stay_s = _measure(number, *_read_schedule(number))
+            has_turned, began = threading.Event(), _read_schedule(number)
             loop.call_soon_threadsafe(has_turned.set)
-            while not (is_over.wait(LOOK_S) or has_turned.is_set()):
-                if not is_told and next(stay_s) >= BLOCKED_S:
+            for num_looks in count(1):
+                if is_over.wait(LOOK_S) or has_turned.is_set():
+                    break
+                if _measure_stay(began, _read_schedule(number), num_looks) >= BLOCKED_S:
                     on_block(sys._current_frames()[thread])
-                    is_told = True
+                    while not (is_over.wait(LOOK_S) or has_turned.is_set()):
+                        pass
+                    break
 
     watching = threading.Thread(target=watch, name="loop-watch", daemon=True)
     watching.start()
@@ -68,26 +72,32 @@ def watch_for_blocks(on_block: Callable[[FrameType], None]) -> Iterator[None]:
         watching.join()
 
 
-def _measure(number: int, _: bool, computed_before: float, queued_before: float) -> Iterator[float]:
-    """Seconds for which a thread has computed or waited since its schedule was this, one figure per look."""
-    for num_looks in count(1):
-        is_queued, computed, queued = _read_schedule(number)
-        computed, queued = computed - computed_before, queued - queued_before
-        # a wait in the queue counts as such when it has ended; looks are few while a C function has the GIL
-        yield computed if is_queued else max(computed, num_looks * LOOK_S - queued)
-
-
-def _read_schedule(number: int) -> tuple[bool, float, float]:
+class _Schedule(NamedTuple):
     """Whether a thread has a core or is in the queue for one, and its seconds with a core and in the queue so
-    far. Only Linux tells them: elsewhere only looks count."""
+    far."""
+
+    is_queued: bool
+    computed_s: float
+    queued_s: float
+
+
+def _measure_stay(began: _Schedule, now: _Schedule, num_looks: int) -> float:
+    """Seconds for which a thread has computed or waited since `began`, after this number of looks."""
+    computed_s, queued_s = now.computed_s - began.computed_s, now.queued_s - began.queued_s
+    # a wait in the queue counts as such when it has ended; looks are few while a C function has the GIL
+    return computed_s if now.is_queued else max(computed_s, num_looks * LOOK_S - queued_s)
+
+
+def _read_schedule(number: int) -> _Schedule:
+    """Schedule of the thread with this number. Only Linux tells it: elsewhere only looks count."""
     folder = Path(f"/proc/self/task/{number}")
     try:
         # the state first: the times are complete for a thread that was in no queue before they were read
         state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         computed, queued, _ = (folder / "schedstat").read_text().split()
     except OSError:
-        return False, 0.0, 0.0
-    return state == "R", int(computed) / 1e9, int(queued) / 1e9
+        return _Schedule(False, 0.0, 0.0)
+    return _Schedule(state == "R", int(computed) / 1e9, int(queued) / 1e9)
 
 
 def place_of_step(innermost: FrameType) -> str:
