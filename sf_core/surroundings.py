@@ -21,14 +21,13 @@ STACK_FOLDER = Path(".stack")
 """Folder of a stack that stays, below that in which `sf up` is called, if none is named."""
 
 
-def dataplane_key() -> str | None:
-    """Key of the data plane (SF_DATAPLANE_KEY); it is in the environment, never in parameters or files."""
+def configured_dataplane_key() -> str | None:
+    """Key of the data plane that the user chose (SF_DATAPLANE_KEY), if any."""
     return os.environ.get("SF_DATAPLANE_KEY") or None
 
 
 def run_key() -> str | None:
-    """Key of the run that this process starts (SF_RUN_KEY). Only the flow needs it: the data plane passes it
-    to the agent runners of the run."""
+    """Key of the run that this process starts (SF_RUN_KEY). Only the flow needs it, to register the run."""
     return os.environ.get("SF_RUN_KEY") or None
 
 

@@ -23,9 +23,9 @@ from prefect.runtime import flow_run
 
 from sf_core.child_processes import FLOW_RUN
 from sf_core.dataplane.control.client import UNANSWERED, DataplaneClient
+from sf_core.dataplane_key import operator_key
 from sf_core.scheduling.cluster import end_tasks, owner_of
 from sf_core.stages.run import RunRef
-from sf_core.surroundings import dataplane_key
 from tasks.cluster import dask_client, scheduler_address
 
 log = logging.getLogger(__name__)
@@ -96,9 +96,8 @@ def _free_workers(run: RunRef) -> None:
 
 
 def _release(run: RunRef) -> None:
-    client = DataplaneClient(
-        run.dataplane_url, run.run_id, dataplane_key(), patience_s=RELEASE_S, timeout_s=RELEASE_S
-    )
+    key = operator_key(run.dataplane_url)
+    client = DataplaneClient(run.dataplane_url, run.run_id, key, patience_s=RELEASE_S, timeout_s=RELEASE_S)
     # the data plane may be gone, or not know the run yet: then only force is left
     with suppress(*UNANSWERED):
         client.release(run.attempt)

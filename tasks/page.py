@@ -26,12 +26,12 @@ from prefect.client.schemas.filters import (
 from prefect.runtime import flow_run
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.dataplane_key import operator_key
 from sf_core.reports.concerns import concerns_of
 from sf_core.reports.log_lines import describe_iteration, tell
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.surroundings import dataplane_key
 from sf_core.waits import Facts, long_waits
 from tasks.cluster import is_waiting
 
@@ -65,7 +65,9 @@ class Page:
         self._flow_run_id = UUID(flow_run.id)
         self._run = OpenRun(run)
         self._page = RunPage(self._run.directory)
-        self._dataplane = DataplaneClient(run.dataplane_url, run.run_id, dataplane_key(), patience_s=0.0)
+        self._dataplane = DataplaneClient(
+            run.dataplane_url, run.run_id, operator_key(run.dataplane_url), patience_s=0.0
+        )
         self._artifacts: dict[str, UUID] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="page")
         self._latest: Future[None] | None = None

@@ -10,7 +10,7 @@ from docs.build.commands import escape
 from docs.build.schemas import Schema, say_type
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.openapi import REFUSALS, make_document
-from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, is_for_agents
+from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, is_for_clients
 
 _TOP = """# Routes
 
@@ -22,10 +22,12 @@ information as an OpenAPI 3.1 document.
 
 A request sends its key as `Authorization: Bearer KEY`, or in the header `x-api-key` or `x-goog-api-key`.
 
-- **The data plane's key** opens every route. If the data plane has no key, only the routes of runs with a
-  key of their own need a key.
-- **A run's key** opens the agents' routes of the run, and the routes for the sessions and groups of the
-  run. If a run has a key, these routes require a key even if the data plane has no key.
+- **The operator's key** opens every route. `sf key` prints this key.
+- **A run's key** opens sessions and groups of the run, and requests of agents outside of sessions. Clients
+  can read, reward and finish the sessions that clients opened. If the run has no key and
+  `SF_DATAPLANE_KEY` is not set, clients on the same machine need no key for these requests.
+- **A session's key** opens the agents' routes of this session only. The response that opens a session
+  contains this key. The agents of a run receive this key.
 
 An agent names its [session](../concepts/glossary.md#session) in one of three ways:
 
@@ -53,7 +55,7 @@ bodies. Each route also exists below `/sessions/{session_id}`.
 
 def routes_page() -> str:
     """Markdown of the page."""
-    app = make_app()
+    app = make_app("key-for-the-page")
     document = make_document(app.routes)
     routes = [(path, method, route) for path, of in document["paths"].items() for method, route in of.items()]
     lines = [f"| {status} | {escape(text)} |" for status, text in REFUSALS.items()]
@@ -72,8 +74,8 @@ def routes_page() -> str:
         shown = "<br>".join(f"`{method} {path.replace(':path', '')}`" for path in paths)
         lines.append(f"| {api} | {shown} |")
     groups = {
-        "Sessions and groups": [route for route in routes if is_for_agents(route[0])],
-        "Runs": [route for route in routes if route[0].startswith("/runs") and not is_for_agents(route[0])],
+        "Sessions and groups": [route for route in routes if is_for_clients(route[0])],
+        "Runs": [route for route in routes if route[0].startswith("/runs") and not is_for_clients(route[0])],
     }
     listed = [route for group in groups.values() for route in group]
     groups["The data plane"] = [route for route in routes if route not in listed]
@@ -87,7 +89,7 @@ def routes_page() -> str:
 def _show(path: str, method: str, route: Schema, schemas: Schema) -> Iterator[str]:
     yield f"\n### `{method} {path}`\n"
     yield escape(route["summary"]) + "\n"
-    yield f"Key: {'the key of the run, or ' if is_for_agents(path) else ''}the key of the data plane.\n"
+    yield f"Key: {'the key of the run, or ' if is_for_clients(path) else ''}the operator's key.\n"
     if route["parameters"]:
         yield "Parameters:\n"
         for parameter in route["parameters"]:

@@ -72,7 +72,7 @@ class AgentRunner:
     ) -> None:
         """A runner with `work` "reward" claims answers only. See `run` for `patience_s`. It opens and closes
         the judges."""
-        self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
+        self._url, self._run_id, self._runner_id = url, run_id, runner_id
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._attempt = attempt
         """Attempt of the flow: when a later one begins, the data plane releases this runner."""
@@ -190,7 +190,7 @@ class AgentRunner:
                 for other in [known for known, task in self._sessions.items() if task is ended]:
                     self._forget(other)
         for claims in self._group_claims(answer["sessions"]):
-            task = asyncio.create_task(self._work(claims, answer["key"]))
+            task = asyncio.create_task(self._work(claims))
             self._sessions |= {claim["session_id"]: task for claim in claims}
         if room == 0:
             with suppress(TimeoutError):
@@ -228,11 +228,11 @@ class AgentRunner:
     def _judges_together(self, claim: dict[str, Any]) -> bool:
         return self._judges_groups and claim["split"] == "train"
 
-    async def _work(self, claims: list[dict[str, Any]], run_key: str | None) -> None:
+    async def _work(self, claims: list[dict[str, Any]]) -> None:
         """Work on a session, or on all answers of a group."""
         works = [Work(claim["session_id"]) for claim in claims]
         try:
-            reports = await self._make_reports(claims, works, run_key or self._key or "none")
+            reports = await self._make_reports(claims, works)
             for work, report in zip(works, reports, strict=True):
                 self._reports.add(work.session_id, report | _name_judgements(work))
                 self._due[work.session_id] += 1
@@ -270,9 +270,7 @@ class AgentRunner:
         self._due.pop(session_id, None)
         self._phases.ended.discard(session_id)
 
-    async def _make_reports(
-        self, claims: list[dict[str, Any]], works: list[Work], key: str
-    ) -> list[dict[str, Any]]:
+    async def _make_reports(self, claims: list[dict[str, Any]], works: list[Work]) -> list[dict[str, Any]]:
         """Run the agent, or take what agents have answered; score it, or leave that to others."""
         claim, work = claims[0], works[0]
         source = (claim["source"],) if claim["source"] else ()
@@ -282,7 +280,7 @@ class AgentRunner:
             each.facts |= _name_task(task)
         if claim["answer"] is None:
             url = f"{self._url}/sessions/{claim['session_id']}/v1"
-            answers = [await self._phases.run(work, task, Endpoint(url, key, "policy"))]
+            answers = [await self._phases.run(work, task, Endpoint(url, claim["key"], "policy"))]
             if self._is_scored_elsewhere or self._judges_together(claim):
                 return [{"status": "answered", "answer": as_json(answers[0]), **work.facts}]
         else:

@@ -15,6 +15,20 @@ from sf_core.dataplane.options import DataplaneOptions, Fsync
 commands = App()
 
 
+@commands.command("key")
+@report_bad_input()
+def show_key() -> None:
+    """Print the key that opens every route of the data planes of this account.
+
+    The key is the value of SF_DATAPLANE_KEY. Without this variable, the key is in a file that only your
+    account can read. The command creates this file if the file does not exist.
+    """
+    from sf_core.dataplane_key import account_key
+    from sf_core.surroundings import configured_dataplane_key
+
+    print(configured_dataplane_key() or account_key())
+
+
 @commands.command()
 @report_bad_input()
 def server(
@@ -111,14 +125,22 @@ def dataplane(
         ),
     ] = DataplaneOptions.memory_mb,
     port_file: Annotated[str | None, typer.Option(help="File to which the port is written.")] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another host name of this data plane, for requests without a key. By default only loopback "
+            "names are allowed for these requests. Repeat the option for several names."
+        ),
+    ] = None,
     gateways: Annotated[int, typer.Option(hidden=True)] = 1,
 ) -> None:
     """Run a data plane, the process between agents and engines. One data plane can serve many runs.
 
-    If the environment variable SF_DATAPLANE_KEY is set, clients must send its value as key.
+    The environment variable SF_DATAPLANE_KEY sets the key that opens every route. Without this variable, the
+    data plane uses the key that `sf key` prints, and clients on this machine can open sessions without a key.
     """
     from sf_core.dataplane.server import serve
-    from sf_core.surroundings import dataplane_key
+    from sf_core.surroundings import configured_dataplane_key
 
     if gateways != 1:
         fail(
@@ -126,8 +148,8 @@ def dataplane(
             "several data planes with different --port, and give each run the URL of one data plane (--set "
             "dataplane.url=http://HOST:PORT)"
         )
-    options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb)
+    options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, tuple(allowed_host or ()))
     try:
-        serve(host, port, options, port_file=port_file, key=dataplane_key())
+        serve(host, port, options, port_file=port_file, key=configured_dataplane_key())
     except OSError as error:
         fail(f"cannot listen on {host}:{port}: {error}")

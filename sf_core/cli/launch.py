@@ -25,6 +25,7 @@ from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.dataplane_key import operator_key
 from sf_core.engines.registry import engine_kind
 from sf_core.reports.evaluations.answers import side_by_side
 from sf_core.reports.states import is_finished
@@ -44,7 +45,6 @@ from sf_core.surroundings import (
     cache_dir,
     check_open_files,
     check_place,
-    dataplane_key,
     dataplane_url,
     prefect_api_url,
     prefect_home,
@@ -245,7 +245,7 @@ def _watch(
     logged: NewLines,
 ) -> int:
     """Show progress until the flow ends; returns its exit code."""
-    client = DataplaneClient(dataplane, str(config.run_id), dataplane_key(), patience_s=0.5)
+    client = DataplaneClient(dataplane, str(config.run_id), operator_key(dataplane), patience_s=0.5)
     held_out = HeldOutRewards(config)
     while True:
         # before reading the log, so that its last lines are read too

@@ -85,8 +85,8 @@ class RunSpec(Body):
     """Number of the first attempt at each session. Sessions with a lower number are older than the last start
     of the run. The data plane chooses this number."""
     key: SecretStr | None = Field(None, min_length=8)
-    """Key for the agents' routes of this run, in addition to the key of the data plane. Agents must send a
-    key even if the data plane has none."""
+    """Key with which clients open sessions and groups of this run, and take turns outside of sessions. None:
+    where the data plane has the account's key, clients on loopback need none."""
 
     @field_validator("key")
     @classmethod
@@ -96,7 +96,7 @@ class RunSpec(Body):
         return key
 
     @property
-    def agents_key(self) -> str | None:
+    def clients_key(self) -> str | None:
         """`key` in plain text."""
         return None if self.key is None else self.key.get_secret_value()
 

@@ -20,6 +20,8 @@ class DataplaneOptions:
     """Seconds for which a turn goes on after its client went away, because the client may ask again."""
     memory_mb: float = 2048
     """Memory of open sessions and results above which nothing new is begun."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names, beside those of loopback, under which clients without a key may reach it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for no memory at all."""

@@ -15,8 +15,9 @@ import httpx
 from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.dataplane_key import operator_key
 from sf_core.reports.view import NewestFigures, RunView
-from sf_core.surroundings import command_started_at, dataplane_key
+from sf_core.surroundings import command_started_at
 from storage import files
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory
@@ -141,7 +142,7 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
         return "no"
     if attempt.host not in (None, socket.gethostname()) and is_loopback(urlsplit(url).hostname or ""):
         raise _explain_unknown(run, url, f"is on {attempt.host}; run the command there")
-    client = DataplaneClient(url, run.run_id, dataplane_key(), patience_s=0.0, timeout_s=STATUS_S)
+    client = DataplaneClient(url, run.run_id, operator_key(url), patience_s=0.0, timeout_s=STATUS_S)
     try:
         status = client.status()
         if _is_elsewhere(run, status["run_dir"]):

@@ -14,6 +14,7 @@ from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import EnvironmentConfig, RunConfig
 from sf_core.dataplane.bodies import Work
+from sf_core.dataplane_key import operator_key
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.vllm.judge_server import serve_judges
 from sf_core.engines.wire import Hello
@@ -30,7 +31,6 @@ from sf_core.scheduling.lending import work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.surroundings import dataplane_key
 from sf_core.training.policy_folder import policy_folder
 from sf_core.training.registry import trainer_backend
 from sf_core.types import Task
@@ -68,7 +68,7 @@ def serve_lease(worker: WorkerState, ref: RunRef, lease: Lease, epoch: int) -> s
         worker.engine.lend(run.config, run.directory.start_dir, run.origin) as (engine, is_new),
     ):
         switching.begin_rollout(is_first_start=is_new)
-        key = dataplane_key()
+        key = operator_key(ref.dataplane_url)
         reason = serve_engine(
             ref.dataplane_url, key, hello, engine, timeline, on_ready=switching.note_serving
         )
@@ -86,7 +86,7 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
     with open_judges(environment, work) as judges:
         runner = AgentRunner(
             url=ref.dataplane_url,
-            key=dataplane_key(),
+            key=operator_key(ref.dataplane_url),
             run_id=ref.run_id,
             runner_id=lease.holder,
             attempt=ref.attempt,

@@ -14,12 +14,13 @@ from urllib.parse import urlsplit, urlunsplit
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.dataplane_key import operator_key
 from sf_core.engines.registry import follows_grammars
 from sf_core.environments.registry import source_of_tasks
 from sf_core.reports.view import RunView
 from sf_core.stages.settling.derived import read_with_derived
 from sf_core.stages.settling.stored_config import begins_anew
-from sf_core.surroundings import dataplane_key, dataplane_url, run_key
+from sf_core.surroundings import dataplane_url, run_key
 from sf_core.types import WeightsRef
 from storage.attempts import Attempt
 from storage.files import read_bytes
@@ -67,7 +68,8 @@ class OpenRun:
 
     @functools.cached_property
     def dataplane(self) -> DataplaneClient:
-        return DataplaneClient(self.ref.dataplane_url, self.ref.run_id, dataplane_key())
+        url = self.ref.dataplane_url
+        return DataplaneClient(url, self.ref.run_id, operator_key(url))
 
     def report_stage(self, iteration: int, name: str) -> None:
         """Tell the data plane that a stage works. A run that samples nothing has none."""

@@ -9,6 +9,7 @@ import httpx
 
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import RolloutConfig
+from sf_core.dataplane_key import operator_key
 from sf_core.types import Task
 from tests.bench.dataplane.planes import ServedPlane
 from tests.e2e.echo_package import agent
@@ -17,7 +18,7 @@ from tests.patience import patience
 
 def make_runner(url: str, **changes: Any) -> AgentRunner:
     usual: dict[str, Any] = {
-        "key": None,
+        "key": operator_key(url),
         "run_id": "run",
         "runner_id": "a0",
         "tasks": lambda split, index: Task(f"t{index}", "e", "6 * 7?", "42"),
@@ -36,7 +37,8 @@ def run_until_ready(plane: ServedPlane, runner: AgentRunner) -> None:
 
     async def work() -> None:
         working = asyncio.ensure_future(runner.run())
-        async with httpx.AsyncClient(base_url=plane.url, timeout=patience()) as http:
+        headers = plane.http.headers
+        async with httpx.AsyncClient(base_url=plane.url, headers=headers, timeout=patience()) as http:
             while not (await http.get("/runs/run/batches/0", params={"wait_s": 10})).json()["ready"]:
                 assert not working.done()
             await http.post("/runs/run/release")

@@ -205,7 +205,7 @@ def _session(plane: LocalPlane, task: Task, printer: Printer) -> Iterator[_Serve
             if response.is_error:
                 raise ValueError(refusal_of(response))
 
-        endpoint = Endpoint(f"{plane.url}/sessions/{session.session_id}/v1", "try-alone", "policy")
+        endpoint = Endpoint(opened["base_url"], opened["key"], "policy")
         with keep_looking(shown.look):
             yield _Served(
                 endpoint,

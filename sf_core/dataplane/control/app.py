@@ -19,7 +19,7 @@ from sf_core.dataplane.control.metrics import PlaneMetrics
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.routes import CONTROL_ROUTES
 from sf_core.dataplane.gateway.agent_routes import REFUSALS, agent_routes
-from sf_core.dataplane.gateway.keys import KeyCheck
+from sf_core.dataplane.gateway.keys import KeyCheck, Keys
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.gateway.observed import Observed
 from sf_core.dataplane.options import DataplaneOptions
@@ -27,9 +27,14 @@ from sf_core.dataplane.options import DataplaneOptions
 DEFAULTS = DataplaneOptions()
 
 
-def make_app(key: str | None = None, options: DataplaneOptions = DEFAULTS) -> Starlette:
-    """The ASGI application. Raises ValueError if another data plane uses the journal directory."""
+def make_app(
+    key: str, options: DataplaneOptions = DEFAULTS, *, welcomes_strangers: bool = False
+) -> Starlette:
+    """The ASGI application. `key` is the operator's. If it `welcomes_strangers`, senders without a valid key
+    are clients of the runs without a key. Raises ValueError if another data plane uses the journal
+    directory."""
     plane = DataPlane(options)
+    keys = Keys(key, welcomes_strangers, options.allowed_hosts)
     metrics = Metrics(PlaneMetrics(plane.runs, plane.memory))
 
     @contextlib.asynccontextmanager
@@ -55,7 +60,7 @@ def make_app(key: str | None = None, options: DataplaneOptions = DEFAULTS) -> St
         ],
         middleware=[
             Middleware(Observed, metrics=metrics),
-            Middleware(KeyCheck, key=key, specs=lambda: [run.spec for run in plane.runs.values()]),
+            Middleware(KeyCheck, keys=keys, specs=lambda: [run.spec for run in plane.runs.values()]),
         ],
         exception_handlers=REFUSALS,
         lifespan=lifespan,

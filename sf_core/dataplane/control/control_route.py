@@ -75,7 +75,7 @@ class ControlRoute(Route):
             raise ApiError(404, f"The number of a batch or version must be at most {MAX_INDEX}.")
         if "run_id" in given and ("run" in self.takes or self.recorded):
             given["run"] = plane.run(given["run_id"])
-        if "session_id" in given:
+        if "session" in self.takes:
             given["run"], given["session"] = plane.find_session(given["session_id"], request.scope["caller"])
         return given
 

@@ -16,7 +16,7 @@ from typing import Any
 from sf_core.dataplane.bodies import GroupBody, RunSpec, SessionBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
 from sf_core.dataplane.gateway.keys import Caller
-from sf_core.dataplane.gateway.lookup import Lookup, check_allowed, no_model
+from sf_core.dataplane.gateway.lookup import Lookup, no_model
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
@@ -124,11 +124,22 @@ class DataPlane:
         return run
 
     def find_session(self, session_id: str, caller: Caller) -> tuple[ServedRun, Session]:
-        """An open session and its run. Raises ApiError 503 while it is being closed, else as Lookup does."""
+        """An open session that the caller may read, reward and finish, and its run. Raises ApiError 503 while
+        the session is being closed, else as Lookup does."""
         for run in self.runs.values():
             if session_id not in run.sessions:
                 run.closing.check(session_id)
-        return self.sessions.session(session_id, caller)
+        return self.sessions.owned_session(session_id, caller)
+
+    def find_ended(self, session_id: str, caller: Caller) -> ServedRun | None:
+        """The run whose session of this id has ended; None if it has not, or the caller is no client of the
+        run."""
+        named = [run for run in self.runs.values() if session_id.startswith(f"{run.spec.run_id}.")]
+        run = max(named, key=lambda run: len(run.spec.run_id), default=None)
+        if run is None or session_id in run.sessions or not caller.is_client_of(run.spec):
+            return None
+        run.closing.check(session_id)
+        return run
 
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
         """Open an external session, beside those that the rollout manager gives out. Raises ApiError as
@@ -136,7 +147,7 @@ class DataPlane:
         run = self._open_run(body.run_id, caller)
         if body.policy not in (None, run.spec.served_model):
             raise no_model(str(body.policy))
-        return await run.journal.attend(open_session(run, body))
+        return await run.journal.attend(open_session(run, body, caller.is_operator))
 
     async def declare(self, run_id: str, body: GroupBody, caller: Caller) -> list[Session]:
         """Open the sessions of a group from outside. Raises ApiError 429 while no batch has a place for it,
@@ -144,16 +155,20 @@ class DataPlane:
         run = self._open_run(run_id, caller)
         if body.split == "train" and not run.spec.rollout.outside_groups:
             raise _takes_no_groups(run_id)
-        if sessions := await run.journal.attend(declare_group(run, body)):
+        if sessions := await run.journal.attend(declare_group(run, body, caller.is_operator)):
             return sessions
         raise _no_place(run, body)
 
     def _open_run(self, run_id: str, caller: Caller) -> ServedRun:
         """A run in which sessions can be opened. Raises ApiError 503 while no flow works on it, because one
-        may be starting, 429 while memory is full, and 404 once it is complete."""
-        if (run := self.runs.get(run_id)) is None:
+        may be starting, 429 while memory is full, 404 once it is complete, and 401 if the caller is no client
+        of the run."""
+        run = self.runs.get(run_id)
+        is_client = caller.is_welcome or caller.is_operator if run is None else caller.is_client_of(run.spec)
+        if not is_client:
+            raise caller.refusal()
+        if run is None:
             raise _not_served(run_id)
-        run = check_allowed(run, caller)
         if run.released:
             raise _complete(run) if run.is_complete else _not_served(run_id)
         if self.memory.is_full:

@@ -22,6 +22,7 @@ from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, run_status
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
+from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import Claim
@@ -54,8 +55,9 @@ _get, _post = partial(_declare, "GET"), partial(_declare, "POST")
 
 @_post(SESSIONS, "Open a session for an agent outside the cluster.", 404, 429, 503)
 async def open_session(plane: DataPlane, request: Request, body: bodies.SessionBody) -> Answer:
-    session = await plane.open_session(body, request.scope["caller"])
-    return _place_of(session, request)
+    caller: Caller = request.scope["caller"]
+    session = await plane.open_session(body, caller)
+    return _place_of(plane.run(body.run_id), session, request)
 
 
 @_post(GROUPS, "Declare a group for agents outside the cluster.", 404, 409, 429, 503)
@@ -66,16 +68,22 @@ async def declare_group(plane: DataPlane, request: Request, run_id: str, body: b
         # of a held-out one, the policy version that is evaluated
         "group": places[0].group,
         "sessions": [
-            {**_place_of(session, request), "member": place.member}
+            {**_place_of(plane.run(run_id), session, request), "member": place.member}
             for session, place in zip(sessions, places, strict=True)
         ],
     }
 
 
-def _place_of(session: Session, request: Request) -> dict[str, Any]:
-    """Where the agent of an external session finds its endpoint."""
+def _place_of(run: ServedRun, session: Session, request: Request) -> dict[str, Any]:
+    """Where the agent of an external session finds its endpoint, and the key of this session alone."""
+    key = _keys(request).of_session(run.spec, session.session_id)
     base_url = f"{request.base_url}sessions/{session.session_id}/v1"
-    return {"session_id": session.session_id, "base_url": base_url}
+    return {"session_id": session.session_id, "base_url": base_url, "key": key}
+
+
+def _keys(request: Request) -> Keys:
+    caller: Caller = request.scope["caller"]
+    return caller.keys
 
 
 @_get(SESSION, "Get the turn tree of a session.", 503)
@@ -88,28 +96,42 @@ async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> N
     await endings.reward(run, session, body)
 
 
-@_post(SESSION + "/finish", "End a session.", recorded=True)
-async def finish(run: ServedRun, session: Session, body: bodies.FinishBody) -> None:
-    await endings.finish(run, session, body)
+@_post(SESSION + "/finish", "End a session.", 409, 503)
+async def finish(plane: DataPlane, request: Request, session_id: str, body: bodies.FinishBody) -> None:
+    caller: Caller = request.scope["caller"]
+    ended = plane.find_ended(session_id, caller)
+    if ended is not None and endings.answer_late(ended, session_id, body):
+        return
+    run, session = plane.find_session(session_id, caller)
+    await run.journal.attend(endings.finish(run, session, body))
 
 
 @_post(RUN + "/finished", "End several sessions.", recorded=True)
 async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
     for report in body.sessions:
         run.closing.check(report.session_id)
-    known = [report for report in body.sessions if report.session_id in run.sessions]
     # together, so that they share one write of the journal
-    finishing = (endings.finish(run, run.sessions[report.session_id], report) for report in known)
-    ends = await asyncio.gather(*finishing, return_exceptions=True)
-    refused = {}
-    for report, error in zip(known, ends, strict=True):
-        if isinstance(error, ApiError) and error.retry_after_s is None:
-            refused[report.session_id] = error.message
-        elif error is not None:
-            # a retry passes over those that have finished
-            raise error
-    finished = [report.session_id for report in known if report.session_id not in refused]
+    ends = await asyncio.gather(
+        *(_finish_one(run, report) for report in body.sessions), return_exceptions=True
+    )
+    finished, refused = [], {}
+    for report, end in zip(body.sessions, ends, strict=True):
+        if isinstance(end, ApiError) and end.retry_after_s is None:
+            refused[report.session_id] = end.message
+        elif isinstance(end, BaseException):
+            # a retry of the request finds that the others have finished
+            raise end
+        elif end:
+            finished.append(report.session_id)
     return {"finished": finished, "refused": refused}
+
+
+async def _finish_one(run: ServedRun, report: bodies.FinishedReport) -> bool:
+    """Whether the session has ended by this report, now or before."""
+    if (session := run.sessions.get(report.session_id)) is None:
+        return endings.answer_late(run, report.session_id, report)
+    await endings.finish(run, session, report)
+    return True
 
 
 # --- runs
@@ -126,13 +148,16 @@ async def status(run: ServedRun) -> Answer:
 
 
 @_post(RUN + "/claim", "Claim sessions for a runner.", 503)
-async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
+async def claim(run: ServedRun, request: Request, body: bodies.ClaimBody) -> Answer:
+    keys = _keys(request)
     body = body.model_copy(update={"wait_s": min(body.wait_s, MAX_WAIT_S)})
     sessions, released = await claiming.claim(run, body)
     return {
         "sessions": [
             {
                 "session_id": session.session_id,
+                # all that its agent is given: the runner's own key opens every route
+                "key": keys.of_session(run.spec, session.session_id),
                 "split": claim.place.split,
                 **_task(run, claim),
                 "group": claim.place.group,
@@ -148,8 +173,6 @@ async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
         "ended": [name for name in body.running or () if name not in run.sessions],
         "scored_elsewhere": claiming.is_scored_elsewhere(run),
         "released": released,
-        # the runner's own key may open more; agents get the one that opens their run and nothing else
-        "key": run.spec.agents_key,
     }
 
 

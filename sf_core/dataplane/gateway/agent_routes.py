@@ -31,7 +31,7 @@ def agent_routes(sessions: Lookup[Any]) -> list[Route]:
 def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
     def list_served(request: Request) -> list[str]:
         caller = request.scope["caller"]
-        return sessions.list_models(caller.session_id(request.scope), caller)
+        return sessions.list_models(caller)
 
     async def models(request: Request) -> Response:
         return _json(dialect_of(request.scope).model_list(list_served(request)))

@@ -1,13 +1,19 @@
-"""The sender of a request: the key that it shows and the session that it names.
+"""The sender of a request: the key that it shows, the session that it names, and what it may do.
+
+| who | may |
+|---|---|
+| the operator: shows the data plane's key | use every route |
+| a client: shows the key of the run; where the data plane has the account's key, also nobody's key | open sessions and groups of the run, work with these, and take turns outside of sessions |
+| an agent: shows the key of a session | ask for turns, token counts and models in that session |
 
 A key is given as bearer token, in `x-api-key` or `x-goog-api-key`, and to the agents' APIs also as `key` in
 the query. What follows its last colon, if anything, is a session id: `KEY:SESSION`, or `session:SESSION`
-where no key is asked for. The data plane's own key opens every route, a run's key the agents' routes of
-that run.
-"""
+where no key is asked for.
+"""  # noqa: E501 a table
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import urllib.parse
 from collections.abc import Callable, Iterable
@@ -18,87 +24,142 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.registry import AGENTS_PATH, dialect_of, is_for_agents
+from sf_core.dataplane.gateway.dialects.registry import (
+    AGENTS_PATH,
+    dialect_of,
+    is_for_clients,
+    named_in_path,
+)
 from sf_core.dataplane.gateway.endpoint import send_body
+from sf_core.dataplane.gateway.pages import explain_page, foreign_origin
+from sf_core.dataplane.sessions.session import Session
 
 KEY_HEADERS = (b"x-api-key", b"x-goog-api-key", b"authorization")
 """The first that is sent counts."""
 
 
 @dataclass(frozen=True, slots=True)
+class Keys:
+    """What a data plane knows of keys."""
+
+    operator: str = field(repr=False)
+    """The key that opens every route."""
+    welcomes_strangers: bool = False
+    """Whether those who show no valid key are clients of the runs that have no key."""
+    hosts: tuple[str, ...] = ()
+    """Host names, beside those of loopback, under which strangers may reach the data plane."""
+
+    def of_session(self, spec: RunSpec, session_id: str) -> str:
+        """Key of one session of a run. A restart of the data plane does not change the key; a run that starts
+        over has other keys."""
+        text = f"{spec.run_id}\n{spec.origin}\n{session_id}".encode()
+        return "sf-" + hmac.new(self.operator.encode(), text, hashlib.sha256).hexdigest()[:40]
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
     given: bytes = field(repr=False)
     """The whole key, as sent."""
-    plane_key: bytes | None = field(repr=False)
+    keys: Keys
     named_session: str | None
-    """Session id of the `x-session-id` header."""
+    """Session id in the URL, else in the `x-session-id` header, else in the key."""
+    fault: str | None
+    """Why it is refused as a stranger, because it may be a web page; None if it is none."""
 
     @classmethod
-    def of(cls, scope: Scope, plane_key: bytes | None) -> Caller:
+    def of(cls, scope: Scope, keys: Keys) -> Caller:
         headers = dict(scope["headers"])
         given = next(filter(None, map(headers.get, KEY_HEADERS)), b"").removeprefix(b"Bearer ")
         if not given and AGENTS_PATH.fullmatch(scope["path"]):
             given = dict(urllib.parse.parse_qsl(scope.get("query_string", b""))).get(b"key", b"")
-        named = headers.get(b"x-session-id")
-        return cls(given, plane_key, None if named is None else named.decode("latin-1"))
+        is_whole_key = _is_same(given, keys.operator)
+        first, _, last = (b"", b"", b"") if is_whole_key else given.rpartition(b":")
+        in_header = headers.get(b"x-session-id")
+        in_key = last if first else None
+        named = in_key if in_header is None else in_header
+        session_id = named_in_path(scope["path"]) or (None if named is None else named.decode("latin-1"))
+        return cls(given, keys, session_id, explain_page(scope, keys.hosts))
 
     @property
     def is_operator(self) -> bool:
-        """Whether it may use every route."""
-        return self.plane_key is None or self._shows(self.plane_key)
+        return self._shows(self.keys.operator)
 
-    def may_use(self, spec: RunSpec) -> bool:
-        """Whether it may act as an agent of the run."""
-        key = spec.agents_key
-        if self.plane_key is not None and self._shows(self.plane_key):
+    def is_client_of(self, spec: RunSpec) -> bool:
+        """Whether it may open sessions and groups of the run, and take turns outside of sessions."""
+        if self.is_operator:
             return True
-        return self.plane_key is None if key is None else self._shows(key.encode())
+        return self.is_welcome if spec.clients_key is None else self._shows(spec.clients_key)
 
-    def session_id(self, scope: Scope) -> str | None:
-        """The session id in the URL, else in the header, else in the key."""
-        in_path = scope["path_params"].get("session_id")
-        is_whole_key = self.plane_key is not None and hmac.compare_digest(self.given, self.plane_key)
-        first, last = (b"", b"") if is_whole_key else self._halves()
-        return in_path or self.named_session or (last.decode("latin-1") if first else None)
+    @property
+    def is_welcome(self) -> bool:
+        """Whether it is a client of the runs that have no key, whatever it shows."""
+        return self.keys.welcomes_strangers and self.fault is None
 
-    def _shows(self, key: bytes) -> bool:
+    def is_agent_of(self, spec: RunSpec, session_id: str) -> bool:
+        """Whether it shows the key of this session."""
+        return self._shows(self.keys.of_session(spec, session_id))
+
+    def owns(self, spec: RunSpec, session: Session) -> bool:
+        """Whether it may read, reward and finish the session: the operator, and for a session that a client
+        opened, the clients of the run."""
+        is_clients = session.is_external and not session.by_operator
+        return self.is_operator or (is_clients and self.is_client_of(spec))
+
+    def works_in(self, spec: RunSpec, session: Session) -> bool:
+        """Whether it may ask for turns in the session."""
+        return self.is_agent_of(spec, session.session_id) or self.owns(spec, session)
+
+    def refusal(self) -> ApiError:
+        """The error for a request that it may not send."""
+        if self.keys.welcomes_strangers and self.fault is not None:
+            return ApiError(403, self.fault, code="foreign_page")
+        # by these words LiteLLM knows that it is the key
+        return ApiError(401, "Incorrect API key provided: it is missing or wrong.", code="invalid_api_key")
+
+    def _shows(self, key: str) -> bool:
         # both are always compared, so that the time taken tells nothing about the key
-        whole = hmac.compare_digest(self.given, key)
-        first = hmac.compare_digest(self._halves()[0], key)
-        # an empty key opens nothing
-        return bool(key) and (whole or first)
+        whole = _is_same(self.given, key)
+        first = _is_same(self.given.rpartition(b":")[0], key)
+        return whole or first
 
-    def _halves(self) -> tuple[bytes, bytes]:
-        first, _, last = self.given.rpartition(b":")
-        return first, last
+
+def _is_same(given: bytes, key: str) -> bool:
+    # an empty key opens nothing
+    return hmac.compare_digest(given, key.encode()) and bool(key)
 
 
 class KeyCheck:
     """Middleware that checks every request and puts the Caller into the scope of those it lets through."""
 
-    def __init__(self, app: ASGIApp, key: str | None, specs: Callable[[], Iterable[RunSpec]]) -> None:
-        self._app = app
-        self._key = None if key is None else key.encode()
-        self._specs = specs
+    def __init__(self, app: ASGIApp, keys: Keys, specs: Callable[[], Iterable[RunSpec]]) -> None:
+        self._app, self._keys, self._specs = app, keys, specs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        caller = Caller.of(scope, self._key)
-        if caller.is_operator or self._is_agent(scope, caller):
+        caller = Caller.of(scope, self._keys)
+        if self._may_pass(scope, caller):
             await self._app({**scope, "caller": caller}, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            error = wrong_key()
+            error = caller.refusal()
             body = dialect_of(scope).error_body(error, scope["request_id"])
             await send_body(send, error.status, orjson.dumps(body))
 
-    def _is_agent(self, scope: Scope, caller: Caller) -> bool:
-        is_agents_route = scope["type"] == "http" and is_for_agents(scope["path"])
-        return is_agents_route and any(map(caller.may_use, self._specs()))
+    def _may_pass(self, scope: Scope, caller: Caller) -> bool:
+        """Whether some route may answer. Which session it may use is decided where the session is found."""
+        if scope["type"] == "websocket":
+            # engines are no pages, whatever key they show
+            headers = dict(scope["headers"])
+            return caller.is_operator and foreign_origin(headers, self._keys.hosts) is None
+        if caller.is_operator:
+            return True
+        if not is_for_clients(scope["path"]):
+            return False
+        return caller.is_welcome or any(self._knows(caller, spec) for spec in self._specs())
 
-
-def wrong_key() -> ApiError:
-    # by these words LiteLLM knows that it is the key
-    return ApiError(401, "Incorrect API key provided: it is missing or wrong.", code="invalid_api_key")
+    @staticmethod
+    def _knows(caller: Caller, spec: RunSpec) -> bool:
+        named = caller.named_session
+        return caller.is_client_of(spec) or (named is not None and caller.is_agent_of(spec, named))

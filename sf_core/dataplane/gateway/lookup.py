@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from starlette.types import Scope
 
+from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.keys import Caller, wrong_key
+from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.live_turn import LiveTurns
 
@@ -38,10 +40,9 @@ class Lookup(Generic[Host]):
         """The session of a request. Without a session id it is a new ad-hoc one
         of the newest run that serves this model. Raises ApiError, 503 if all that serve it have ended."""
         caller: Caller = scope["caller"]
-        session_id = caller.session_id(scope)
-        if session_id is None:
+        if caller.named_session is None:
             newest_first = reversed(self._runs.values())
-            usable = [run for run in newest_first if caller.may_use(run.turns.spec)]
+            usable = [run for run in newest_first if caller.is_client_of(run.turns.spec)]
             serving = [run for run in usable if run.turns.spec.served_model == model]
             if not serving:
                 served = sorted({run.turns.spec.served_model for run in usable})
@@ -51,28 +52,41 @@ class Lookup(Generic[Host]):
             if run.released:
                 raise run.refusal()
             return run.turns, Session(f"{run.turns.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
-        run, session = self.session(session_id, caller)
+        run, session = self._named(caller.named_session, caller, caller.works_in)
         if model != run.turns.spec.served_model:
             raise no_model(model)
         return run.turns, session
 
-    def session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
-        """An open session and its run. Raises ApiError 404, and 401 if the caller may not use it."""
+    def owned_session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
+        """An open session that the caller may read, reward and finish, and its run. Raises ApiError 404, and
+        401 if the caller may not."""
+        return self._named(session_id, caller, caller.owns)
+
+    def list_models(self, caller: Caller) -> list[str]:
+        """Names of the models that the caller may use, in its session if it names one."""
+        if caller.named_session is not None:
+            run, _ = self._named(caller.named_session, caller, caller.works_in)
+            return [run.turns.spec.served_model]
+        specs = [run.turns.spec for run in self._runs.values()]
+        return sorted({spec.served_model for spec in specs if caller.is_client_of(spec)})
+
+    def _named(
+        self, session_id: str, caller: Caller, is_allowed: Callable[[RunSpec, Session], bool]
+    ) -> tuple[Host, Session]:
         for run in self._runs.values():
             if (session := run.turns.sessions.get(session_id)) is not None:
-                return check_allowed(run, caller), session
+                if not is_allowed(run.turns.spec, session):
+                    raise caller.refusal()
+                return run, session
+        if not self._may_know(session_id, caller):
+            raise caller.refusal()
         raise ApiError(404, f"Session {session_id} is unknown or has ended.", code="session_not_found")
 
-    def list_models(self, session_id: str | None, caller: Caller) -> list[str]:
-        runs = self._runs.values() if session_id is None else [self.session(session_id, caller)[0]]
-        return sorted({run.turns.spec.served_model for run in runs if caller.may_use(run.turns.spec)})
-
-
-def check_allowed(run: Host, caller: Caller) -> Host:
-    """The run, if the caller may use it. Raises ApiError 401."""
-    if not caller.may_use(run.turns.spec):
-        raise wrong_key()
-    return run
+    def _may_know(self, session_id: str, caller: Caller) -> bool:
+        """Whether the caller is told that a session is not there."""
+        specs = [run.turns.spec for run in self._runs.values()]
+        is_known = any(caller.is_client_of(spec) or caller.is_agent_of(spec, session_id) for spec in specs)
+        return is_known or caller.is_operator or caller.is_welcome
 
 
 def no_model(model: str, when: str = "") -> ApiError:

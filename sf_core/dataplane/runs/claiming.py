@@ -60,26 +60,27 @@ async def claim(run: ServedRun, body: ClaimBody) -> tuple[list[Session], bool]:
     return sessions, _is_released(run, body.runner)
 
 
-async def open_session(run: ServedRun, body: SessionBody) -> Session:
+async def open_session(run: ServedRun, body: SessionBody, by_operator: bool) -> Session:
     """Open an external session, which no runner was given."""
     session_id = f"{run.spec.run_id}.open.{secrets.token_hex(8)}"
     facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
-    [session] = run.open([OpenedSession(session_id, **facts)])
+    [session] = run.open([OpenedSession(session_id, by_operator=by_operator, **facts)])
     await run.journal.flush()
     return session
 
 
-async def declare_group(run: ServedRun, body: GroupBody) -> list[Session]:
-    """Open the sessions of a group that agents outside work on; none if there is no place for it now."""
-    if known := [s for s in run.sessions.values() if body.name and s.claim and s.group == body.name]:
+async def declare_group(run: ServedRun, body: GroupBody, by_operator: bool) -> list[Session]:
+    """Open the sessions of a group that agents outside work on; none if there is no place for it now. A
+    client is not given the sessions that the operator opened under the same name."""
+    named = [s for s in run.sessions.values() if body.name and s.claim and s.group == body.name]
+    if known := [session for session in named if by_operator or not session.by_operator]:
         return known
     decide_claims = decide.declare if body.split == "train" else decide.claim_held_out
     claims = decide_claims(run.state.ledger, body.size or run.spec.rollout.group_size)
     facts = body.model_dump(include={"task_id", "environment", "metadata"})
+    facts |= {"group": body.name, "by_operator": by_operator}
     run_id = run.spec.run_id
-    sessions = run.open(
-        [OpenedSession(claim.session_id(run_id), claim, group=body.name, **facts) for claim in claims]
-    )
+    sessions = run.open([OpenedSession(claim.session_id(run_id), claim, **facts) for claim in claims])
     await run.journal.flush()
     return sessions
 

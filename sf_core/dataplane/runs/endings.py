@@ -14,11 +14,12 @@ from typing import Any
 
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, failures_text
-from sf_core.dataplane.bodies import FinishBody, RewardBody, RunSpec
+from sf_core.dataplane.bodies import FinishBody, RewardBody
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.runs import decide, events
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.ledger import Ledger
+from sf_core.dataplane.runs.results import digest_of, fault_of, fault_of_parts
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
@@ -51,10 +52,32 @@ async def reward(run: ServedRun, session: Session, body: RewardBody) -> None:
 
 async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
     """End a session as its agent or runner reports. Returns when the result is on disk. Raises ApiError
-    503 while the result of an earlier report is not."""
+    503 while the result of an earlier report is not, and 409 as `answer_late` does."""
+    if run.sessions.get(session.session_id) is not session:
+        # it ended before this report came
+        answer_late(run, session.session_id, report)
+        return
+    await _finish(run, session, report, digest_of(report))
+
+
+def answer_late(run: ServedRun, session_id: str, report: FinishBody) -> bool:
+    """Whether a session that has ended was ended by this very report, which its sender sends again. Others
+    change nothing and are counted. Raises ApiError 409 if another report ended it."""
+    digest = run.state.ends.find(session_id)
+    if digest is not None and digest == digest_of(report):
+        return True
+    if digest is None or report.status not in ("finished", "failed"):
+        run.counters["late_reports"] += 1
+        return False
+    run.counters["refused_reports"] += 1
+    log.warning("run %s: a second report on session %s differs and is refused", run.spec.run_id, session_id)
+    message = f"Session {session_id} has ended by another report: this report changes nothing."
+    raise ApiError(409, message, code="already_ended")
+
+
+async def _finish(run: ServedRun, session: Session, report: FinishBody, digest: str) -> None:
     with run.closing.holding(session):
-        if run.sessions.get(session.session_id) is not session:
-            return  # it ended before this report came
+        session.report = digest
         if session.is_external and (report.status == "unjudged" or report.judgements):
             raise WrongField("judgements", "Agents outside the cluster cannot ask judges: send a reward.")
         refusal = _end(run, session, report.or_earlier(session.earned))
@@ -88,7 +111,7 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
     if report.status == "failed":
         error = report.error or "no reason given"
         return _end_given(run, session, claim, _describe_failure(report, session, rules, error))
-    if refusal := fault_of(report, session) or _fault_of_parts(report, claim, run.spec):
+    if refusal := fault_of(report, session) or fault_of_parts(report, claim, run.spec):
         scored = report.model_copy(update={"cause": "reward"})
         _end_given(run, session, claim, _describe_failure(scored, session, rules, refusal.message))
         return refusal
@@ -98,7 +121,7 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
 def _end_opened(run: ServedRun, session: Session, report: FinishBody) -> ApiError | None:
     """End an external session. If it failed it leaves nothing; without a reward it stays open."""
     run.journal.check()
-    closed = events.Closed(session.session_id)
+    closed = events.Closed(session.session_id, session.report)
     if report.status == "failed":
         run.part(session, report.parting)
         run.record(closed)
@@ -135,6 +158,7 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
         result = FinishedSession(
             session.session_id, claim, earned, session.environment, None, None, [], "not_recorded"
         )
+        result.report = session.report
     ended = _decide_end(run.state.ledger, claim, result, error)
     if isinstance(ended, events.Failed):
         run.state.spent.add(result.judgements[len(session.judgements) :])
@@ -252,7 +276,7 @@ def _is_unjudged(run: ServedRun, session: Session) -> bool:
 async def _end_expired(run: ServedRun, session: Session) -> None:
     report = _report_expired(session, run.spec.rollout)
     try:
-        await finish(run, session, report)
+        await _finish(run, session, report, digest="")
     except Exception as raised:
         log.warning("run %s: a session that %s: %s", run.spec.run_id, report.error, raised)
 
@@ -271,7 +295,7 @@ def _decide_end(
     result.error = error
     can_train = result.min_version is not None
     if decide.worth(ledger, claim, result.status, can_train) is None:
-        return events.Failed(claim, result.status, error)
+        return events.Failed(claim, result.status, error, result.report)
     return events.finished(result)
 
 
@@ -297,33 +321,6 @@ def _refuse_unrecorded(session: Session, error: Exception) -> ApiError:
     log.error("session %s could not be recorded", session.session_id, exc_info=error)
     told = f"{type(error).__name__}: {error}"
     return ApiError(500, f"Session {session.session_id} could not be recorded: {told}.")
-
-
-def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | None:
-    """What is wrong with the reward that a session is given."""
-    if isinstance(report, FinishBody) and not report.has_reward:
-        return WrongField("reward", "A finished session needs a reward that is a finite number.")
-    for answer in report.step_rewards:
-        if session.find_turn_id(answer) is None:
-            sentence = f"step_rewards names {answer!r}, which is not the id of an answer of this session."
-            return WrongField("step_rewards", sentence)
-    return None
-
-
-def _fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError | None:
-    """What is wrong with the reward of a training session without the part that says whether it was right."""
-    success = spec.rollout.success
-    if success is None or success.part is None or claim.place.split == "holdout":
-        return None
-    given = sorted(name for name, value in report.reward_parts.items() if value is not None)
-    if success.part in given:
-        return None
-    parts = ", ".join(map(repr, given))
-    way_out = f"its parts are {parts}: set rollout.success.part to one of these, or return the missing part"
-    if not given:
-        way_out = "it has no parts: return a mapping of named parts, or remove rollout.success.part"
-    sentence = f"The reward has no part {success.part!r} (rollout.success.part); {way_out}."
-    return WrongField("reward_parts", sentence)
 
 
 def time_of(session: Session, rules: RolloutConfig) -> float:

@@ -51,6 +51,7 @@ class OpenedSession(msgspec.Struct, array_like=True):
     task_id: str = ""
     environment: str = ""
     metadata: dict[str, Any] = {}
+    by_operator: bool = False
 
 
 class Opened(Event):
@@ -99,6 +100,8 @@ class Closed(Event):
     """An external session ended without a result."""
 
     session_id: str
+    report: str = ""
+    """Digest of the report that ended it, as in Failed; empty if none did."""
 
 
 class Finished(Event):
@@ -115,6 +118,7 @@ class Failed(Event):
     claim: Claim
     reason: Reason
     error: str = ""
+    report: str = ""
 
 
 class Lost(Event):

@@ -7,18 +7,26 @@ Events change them (state.py), sealing.py writes them.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from sf_core.config.failures import REASONS
-from sf_core.dataplane.sessions.claims import SessionSlot
+from sf_core.dataplane.bodies import FinishBody, RewardBody, RunSpec
+from sf_core.dataplane.errors import ApiError, WrongField
+from sf_core.dataplane.journal.events import encode
+from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.sessions.session import Session
 from sf_core.recipes.outcomes import Outcome, Pick, Result, Success, TaskRef
 
 NUM_RECENT = 256
+
+MAX_OPENED_ENDS = 4096
+"""Reports on ended sessions of no group that are recognised when they come again."""
 
 
 class Results:
@@ -81,6 +89,33 @@ def result_of(finished: FinishedSession, success: Success | None) -> Result | No
     return Result(finished.reward, 0.0 if has_failed else score, tokens, finished.status, task_id)
 
 
+def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | None:
+    """What is wrong with the reward that a session is given."""
+    if isinstance(report, FinishBody) and not report.has_reward:
+        return WrongField("reward", "A finished session needs a reward that is a finite number.")
+    for answer in report.step_rewards:
+        if session.find_turn_id(answer) is None:
+            sentence = f"step_rewards names {answer!r}, which is not the id of an answer of this session."
+            return WrongField("step_rewards", sentence)
+    return None
+
+
+def fault_of_parts(report: FinishBody, claim: Claim, spec: RunSpec) -> ApiError | None:
+    """What is wrong with the reward of a training session without the part that says whether it was right."""
+    success = spec.rollout.success
+    if success is None or success.part is None or claim.place.split == "holdout":
+        return None
+    given = sorted(name for name, value in report.reward_parts.items() if value is not None)
+    if success.part in given:
+        return None
+    parts = ", ".join(map(repr, given))
+    way_out = f"its parts are {parts}: set rollout.success.part to one of these, or return the missing part"
+    if not given:
+        way_out = "it has no parts: return a mapping of named parts, or remove rollout.success.part"
+    sentence = f"The reward has no part {success.part!r} (rollout.success.part); {way_out}."
+    return WrongField("reward_parts", sentence)
+
+
 def row_of(outcome: Outcome, run_id: str) -> dict[str, Any]:
     """An outcome as a row of `outcomes` (storage/tables/outcomes.py)."""
     pick, results = outcome.pick, outcome.results
@@ -111,6 +146,44 @@ def outcome_of(row: Mapping[str, Any]) -> Outcome:
     told = zip(row["rewards"], row["scores"], row["tokens"], row["statuses"], strict=True)
     results = tuple(Result(*result, row["task_id"]) for result in told)
     return Outcome(row["number"], pick, row["size"], row["version"], results, row["verdict"])
+
+
+def digest_of(report: FinishBody) -> str:
+    """Names a report by all that it says."""
+    fields = [getattr(report, name) for name in FinishBody.model_fields]
+    return blake2b(encode(fields), digest_size=16).hexdigest()
+
+
+class Ends:
+    """Digests of the reports that ended sessions: of groups until their batch is sealed, of other sessions
+    the latest."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+        self._groups: defaultdict[tuple[Split, int], list[str]] = defaultdict(list)
+        self._opened: deque[str] = deque()
+        """Ids of the ended sessions of each group, and of those of no group."""
+
+    def note(self, session_id: str, claim: Claim | None, digest: str) -> None:
+        """Note the report that ended a session; an empty digest: no report did."""
+        if not digest:
+            return
+        self._digests[session_id] = digest
+        if claim is not None:
+            self._groups[claim.place.split, claim.place.group].append(session_id)
+            return
+        self._opened.append(session_id)
+        if len(self._opened) > MAX_OPENED_ENDS:
+            self._digests.pop(self._opened.popleft(), None)
+
+    def drop(self, split: Split, group: int) -> None:
+        """Forget the reports on the sessions of a group."""
+        for session_id in self._groups.pop((split, group), ()):
+            self._digests.pop(session_id, None)
+
+    def find(self, session_id: str) -> str | None:
+        """Digest of the report that ended a session; None if none is known."""
+        return self._digests.get(session_id)
 
 
 class RecentResults:

@@ -18,7 +18,7 @@ from sf_core.dataplane.runs import events
 from sf_core.dataplane.runs.events import RunEvent
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.ledger import Batch, Ledger
-from sf_core.dataplane.runs.results import RecentResults, Results, result_of
+from sf_core.dataplane.runs.results import Ends, RecentResults, Results, result_of
 from sf_core.dataplane.runs.runners import Scoring
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -53,6 +53,7 @@ class RunState:
         )
         self.sessions: dict[str, Session] = {}
         self.results = Results(memory)
+        self.ends = Ends()
         self.answers: dict[int, dict[str, Any]] = {}
         """Answers to the last seals, by batch, to be repeated on request."""
         self.revoked_leases: set[str] = set()
@@ -90,12 +91,14 @@ class RunState:
                 self._answer(sessions[session_id], event)
             case events.Unjudged(session_id) if session_id in sessions:
                 self._score_again(sessions[session_id], event)
-            case events.Closed(session_id):
+            case events.Closed(session_id, report):
                 self.forget(session_id)
+                self.ends.note(session_id, None, report)
             case events.Finished(result):
                 return self._finish(result)
-            case events.Failed(claim, reason, error):
+            case events.Failed(claim, reason, error, report):
                 self.forget(claim.session_id(self.spec.run_id))
+                self.ends.note(claim.session_id(self.spec.run_id), claim, report)
                 self.recent.note_failed(error)
                 if claim.place.split == "train":
                     self.recent.discarded[reason] += 1
@@ -113,6 +116,8 @@ class RunState:
                 self.answers.pop(index - 2, None)
                 self.spent.clear()
                 self.recent.discarded -= Counter(answer.get("discarded", {}))
+                for group in (*batch.groups, *batch.rejected):
+                    self.ends.drop("train", group)
                 for group in batch.groups:
                     self._drop_results(group)
                 return [dropped for group in batch.rejected for dropped in self._drop_group(group)]
@@ -176,6 +181,7 @@ class RunState:
     def close_evaluation(self, version: int) -> None:
         """Forget the results of an evaluation that is written, and earlier ones. After a restart the journal
         has those of the last one."""
+        self.ends.drop("holdout", version)
         evaluations = self.ledger.evaluations
         self.ledger.evaluations = {v: group for v, group in evaluations.items() if v >= version}
         for place in [p for p in self.results.by_place if p.split == "holdout" and p.group <= version]:
@@ -268,6 +274,7 @@ class RunState:
         # those of before were counted then
         self.spent.add(result.judgements[len(session.judgements) if session else 0 :])
         self.forget(result.session_id)
+        self.ends.note(result.session_id, result.claim, result.report)
         if (claim := result.claim) is None:
             self.results.keep_opened(result)
             return []

@@ -43,6 +43,8 @@ class FinishedSession:
     status: Status = "finished"
     error: str = ""
     """Why it failed, if it did."""
+    report: str = ""
+    """Digest of the report that ended it; empty if none did."""
     judgements: ClassVar[Sequence[Judgement]] = ()
     """What judges were asked for its reward, and what was noted."""
 
@@ -99,6 +101,7 @@ def finish_session(
         max((int(sampled.max()) for sampled in versions), default=None),
         trajectories,
         status,
+        report=session.report,
     )
 
 

@@ -69,6 +69,8 @@ class Session:
     floor: int = 0
     """Oldest policy version that may answer its requests."""
     group: str | None = None
+    by_operator: bool = False
+    """Whether the operator opened it: no client may read, reward or finish it then."""
     task_id: str = ""
     environment: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +89,8 @@ class Session:
     """What the agent's process wrote, likewise."""
     earned: RewardBody | None = None
     """The reward that it was given before its end."""
+    report: str = ""
+    """Digest of the report that ends it; empty until then, and if its time ends it."""
     started_at: float = field(default_factory=time.time)
     prompts: list[Prompt] = field(default_factory=list)
     """Prompts in the order of their first requests."""

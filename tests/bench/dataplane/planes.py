@@ -25,6 +25,7 @@ from starlette.applications import Starlette
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane_key import account_key, operator_key
 from sf_core.engines.drivers.connection import HEARTBEAT_S
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.protocol import Engine
@@ -85,7 +86,7 @@ class RecordingEngine(ScriptedEngine):
 
 @dataclass
 class ServedPlane:
-    """A data plane in a thread, its HTTP client, and engines in threads."""
+    """A data plane in a thread, the HTTP client of its operator, and engines in threads."""
 
     url: str
     http: httpx.Client
@@ -137,7 +138,9 @@ class ServedPlane:
 
         def serve() -> None:
             try:
-                self.reasons[lease] = serve_engine(self.url, None, greeting, engine, patience_s=patience())
+                self.reasons[lease] = serve_engine(
+                    self.url, operator_key(self.url), greeting, engine, patience_s=patience()
+                )
             except EngineKilledError:
                 self.reasons[lease] = "killed"
 
@@ -160,10 +163,16 @@ class ServedPlane:
         return list(self.post(f"/runs/{run_id}/claim", body)["sessions"])
 
 
+def operator_client(url: str) -> httpx.Client:
+    """A client that shows the operator's key."""
+    headers = {"Authorization": f"Bearer {operator_key(url)}"}
+    return httpx.Client(base_url=url, headers=headers, timeout=patience())
+
+
 @contextlib.contextmanager
 def attended(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlane]:
     """ServedPlane of the data plane at this URL; at the end its run is released and its engines end."""
-    with httpx.Client(base_url=url, timeout=patience()) as http:
+    with operator_client(url) as http:
         plane = ServedPlane(url, http, folder, model_dir)
         yield plane
         if http.get("/runs/run").status_code == 200:
@@ -177,8 +186,10 @@ def attended(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlane]:
 def running_app(
     heartbeat_s: float = HEARTBEAT_S, port: int = 0, key: str | None = None, **options: Any
 ) -> Iterator[str]:
-    """Serve the app with these DataplaneOptions from a thread; yields its URL."""
-    with serving(make_app(key, DataplaneOptions(**options)), heartbeat_s, port) as url:
+    """Serve the app with these DataplaneOptions from a thread; yields its URL. Without a key, the app takes
+    that of the account, as `sf dataplane` does."""
+    app = make_app(key or account_key(), DataplaneOptions(**options), welcomes_strangers=key is None)
+    with serving(app, heartbeat_s, port) as url:
         yield url
 
 
@@ -241,7 +252,7 @@ def converse(plane: ServedPlane, claim: dict[str, Any], num_turns: int, streamed
     messages: Any = []
     answers = []
     base_url = f"{plane.url}/sessions/{claim['session_id']}/v1"
-    with OpenAI(base_url=base_url, api_key="none", max_retries=20, timeout=patience()) as agent:
+    with OpenAI(base_url=base_url, api_key=claim["key"], max_retries=20, timeout=patience()) as agent:
         for turn in range(num_turns):
             messages.append({"role": "user", "content": f"{turn}?"})
             answers.append(ask_stream(agent, messages) if streamed else ask(agent, messages))

@@ -6,10 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
-from tests.bench.dataplane.planes import ServedPlane, running_process
-from tests.patience import patience
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_process
 
 
 @dataclass
@@ -28,9 +25,7 @@ class Restarts:
         url = self.process.enter_context(running_process(self.folder / "port", self.port, *options))
         if not hasattr(self, "plane"):
             self.port = int(url.rsplit(":", 1)[1])
-            self.plane = ServedPlane(
-                url, httpx.Client(base_url=url, timeout=patience()), self.folder, self.model_dir
-            )
+            self.plane = ServedPlane(url, operator_client(url), self.folder, self.model_dir)
 
     def kill(self) -> None:
         self.process.close()

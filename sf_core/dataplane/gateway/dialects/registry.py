@@ -29,13 +29,21 @@ AGENTS_PATH = re.compile(f"(?:{SESSIONS}/(?P<session_id>[^/]+))?(?P<below>(?:{'|
 """Paths of the agents' API, for the whole data plane or for one session."""
 
 
-def is_for_agents(path: str) -> bool:
-    """Whether a run's key opens the path: its agents' APIs, the commands on their sessions, and the
+def is_for_clients(path: str) -> bool:
+    """Whether others than the operator may use the path: the agents' APIs, the commands on sessions, and the
     declaration of groups."""
-    return path.startswith((*APIS, SESSIONS)) or _GROUPS_PATH.match(path) is not None
+    is_of_sessions = path == SESSIONS or path.startswith(f"{SESSIONS}/")
+    return path.startswith(APIS) or is_of_sessions or _GROUPS_PATH.match(path) is not None
+
+
+def named_in_path(path: str) -> str | None:
+    """Id of the session that the path names; None if it names none."""
+    named = _SESSION_PATH.match(path)
+    return named[1] if named else None
 
 
 _GROUPS_PATH = compile_path(GROUPS)[0]
+_SESSION_PATH = re.compile(f"{SESSIONS}/([^/]+)")
 _ANSWERING = [(compile_path(path)[0], dialect) for dialect in DIALECTS for path in dialect.paths]
 _COUNTING = [
     (compile_path(path)[0], dialect) for dialect in DIALECTS if dialect.count for path in dialect.count.paths
