@@ -131,7 +131,7 @@ def test_samples_are_turns_of_one_prompt(
 ) -> None:
     served_plane.register()
     served_plane.connect(lambda prompt, seed: say(renderer, f"seed {seed}"))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     if streamed:
         chunks = stream(served_plane, opened["session_id"], n=3, seed=5)
         texts, usage = ["", "", ""], chunks[-1].usage
@@ -272,7 +272,7 @@ def test_however_a_client_appends_an_answer_its_tokens_are_the_recorded_ones(
     said = [answer for text in texts for _ in HOW_APPENDED for answer in (text, "done")]
     served_plane.connect(answering(renderer, *said))
     for text, append in itertools.product(texts, HOW_APPENDED):
-        opened = served_plane.post("/sessions", {"run_id": "run"})["session_id"]
+        opened = served_plane.client.post("/sessions", {"run_id": "run"})["session_id"]
         message = ask(served_plane, opened, tools=[CALC]).choices[0].message
         results: list[Any] = [
             {"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls or []

@@ -85,7 +85,9 @@ def test_each_held_out_session_has_a_task_of_its_own(served_plane: ServedPlane, 
         begin(served_plane, claim, claim["session_id"])
         end(served_plane, claim, claim["session_id"])
 
-    DataplaneClient(served_plane.url, "run").wait_for_evaluation(0, timeout_s=60, absence_timeout_s=60)
+    DataplaneClient(served_plane.url, "run", served_plane.key).wait_for_evaluation(
+        0, timeout_s=60, absence_timeout_s=60
+    )
 
 
 def test_agents_outside_name_their_tasks_as_they_like(served_plane: ServedPlane, renderer: Renderer) -> None:

@@ -318,7 +318,7 @@ def test_a_session_that_an_agent_opened_and_that_cannot_be_exported_ends(
     served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(served_plane, renderer)
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     fail_to_export(monkeypatch, opened["session_id"])
     assert ask(served_plane, opened, HI) == 200
     path = f"/sessions/{opened['session_id']}"

@@ -174,7 +174,7 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     plane.http.headers["Authorization"] = "Bearer key-of-the-run"
     plane.register(max_tokens=8, key="key-of-the-run")
     plane.connect(script)
-    opened = plane.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
+    opened = plane.client.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
     path = f"/sessions/{opened['session_id']}"
     tools = [{"type": "function", **CALC["function"]}]
     body = {"model": "policy", "instructions": "be brief", "input": "hi", "tools": tools}

@@ -20,7 +20,7 @@ from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import ServedPlane, running_app
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app
 from tests.patience import join, patience, wait_until
 
 BUDGET = 48
@@ -120,7 +120,7 @@ class Disturbances:
 
 @pytest.fixture(scope="module")
 def shared_plane(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[ServedPlane]:
-    with running_app() as url, httpx.Client(base_url=url, timeout=patience()) as http:
+    with running_app() as url, operator_client(url) as http:
         yield ServedPlane(url, http, tmp_path_factory.mktemp("runs"), model_dir)
 
 

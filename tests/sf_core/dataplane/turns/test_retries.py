@@ -28,7 +28,7 @@ from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
 from tests.bench.dataplane.conversations import user
-from tests.bench.dataplane.planes import ServedPlane, running_app, say
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app, say
 from tests.bench.dataplane.router import ClusterEngine, scripted
 from tests.bench.dataplane.specs import SPEC, changed
 from tests.patience import join, patience, until, wait_until
@@ -71,7 +71,7 @@ def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]
 
 @contextlib.contextmanager
 def agent_of(url: str, folder: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
-    with httpx.Client(base_url=url, timeout=patience()) as http:
+    with operator_client(url) as http:
         plane = ServedPlane(url, http, folder, model_dir)
         plane.register(group_size=1, groups_per_batch=1)
         plane.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))

@@ -27,7 +27,7 @@ def client(url: str, key: str = "none", **options: Any) -> genai.Client:
 
 def opened(plane: ServedPlane) -> str:
     """URL of a new session, as its agent gives it to the client."""
-    return str(plane.post("/sessions", {"run_id": "run"})["base_url"]).removesuffix("/v1")
+    return str(plane.client.post("/sessions", {"run_id": "run"})["base_url"]).removesuffix("/v1")
 
 
 def tree(plane: ServedPlane, url: str) -> dict[str, Any]:

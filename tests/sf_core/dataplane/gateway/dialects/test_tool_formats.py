@@ -96,7 +96,7 @@ def test_calls_free_and_forced_are_calls_and_extend_the_tokens(
 ) -> None:
     renderer = serve_family(served_plane, tmp_path / "model", tool_format, special=special)
     served_plane.connect(answering(renderer, call, forced_rest, "two"))
-    session_id = served_plane.post("/sessions", {"run_id": "run"})["session_id"]
+    session_id = served_plane.client.post("/sessions", {"run_id": "run"})["session_id"]
     messages = list(HI)
     url = f"{served_plane.url}/sessions/{session_id}/v1"
     with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience()) as agent:
