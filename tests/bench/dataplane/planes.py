@@ -112,9 +112,15 @@ class ServedPlane:
         """The operator's key."""
         return operator_key(self.url)
 
-    def agent_key(self, session_id: str | None) -> str:
-        """The key of the agent of this session: that session's if it was claimed, else the word for none."""
-        return self.keys.get(session_id or "", "none")
+    def agent_key(self, session: str | None) -> str:
+        """The key of the agent of a session, which its id or a path of it names: the session's if it was
+        claimed, else a word that is no key."""
+        session_id = (session or "").removeprefix("/sessions/").partition("/")[0]
+        return self.keys.get(session_id, "none")
+
+    def agent_headers(self, session: str | None) -> dict[str, str]:
+        """Headers with `agent_key`."""
+        return {"Authorization": f"Bearer {self.agent_key(session)}"}
 
     def register(self, **changes: Any) -> dict[str, Any]:
         spec = changed(

@@ -22,8 +22,9 @@ from tests.patience import join, patience, wait_until
 HI: Any = [{"role": "user", "content": "hi"}]
 
 
-def client(plane: ServedPlane, session_id: str | None = None, key: str = "none") -> OpenAI:
+def client(plane: ServedPlane, session_id: str | None = None) -> OpenAI:
     base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
+    key = plane.agent_key(session_id)
     return OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0, timeout=patience())
 
 

@@ -184,7 +184,7 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
         with ThreadPoolExecutor(1) as agent:
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             path = f"/sessions/{claim['session_id']}"
-            agent.submit(plane.post, f"{path}/v1/chat/completions", body).result(patience())
+            agent.submit(plane.post, f"{path}/v1/chat/completions", body, claim["key"]).result(patience())
         held = figures(plane)
         assert held["sf_memory_bytes",] > held["sf_memory_bound_bytes",] == 4096
         finish(plane, claim)

@@ -34,7 +34,7 @@ from tests.patience import join, patience, wait_until
 def work(plane: ServedPlane, claim: dict[str, Any], reward: float = 1.0) -> None:
     """Do what an agent and its runner do: one turn, then the report."""
     session = f"/sessions/{claim['session_id']}"
-    with OpenAI(base_url=f"{plane.url}{session}/v1", api_key="none", max_retries=0) as agent:
+    with OpenAI(base_url=f"{plane.url}{session}/v1", api_key=claim["key"], max_retries=0) as agent:
         messages: Any = [{"role": "user", "content": f"task {claim['task_index']}"}]
         agent.chat.completions.create(model="policy", messages=messages)
     finish(plane, claim, reward)

@@ -123,7 +123,7 @@ def test_contents_have_thought_parts(
     thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
-    url = f"{thinking.url}/sessions/{thinking.post('/sessions', {'run_id': 'run'})['session_id']}"
+    url = f"{thinking.url}/sessions/{thinking.client.post('/sessions', {'run_id': 'run'})['session_id']}"
     asked: Any = {"role": "user", "parts": [{"text": "hi"}]}
     with genai.Client(api_key="none", vertexai=False, http_options={"base_url": url}) as agent:
         if streamed:
