@@ -182,8 +182,8 @@ class ServedPlane:
 
     def dial(self) -> ClientConnection:
         """Socket of an engine that has not said hello."""
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return connect(self.url.replace("http", "ws", 1) + "/engines", additional_headers=headers)
+        url = self.url.replace("http", "ws", 1) + "/engines"
+        return connect(url, additional_headers=operator_headers(self.url))
 
     def live_engines(self, run_id: str = "run") -> list[dict[str, Any]]:
         return [engine for engine in self.get(f"/runs/{run_id}")["engines"] if engine["version"] is not None]
@@ -200,10 +200,14 @@ class ServedPlane:
         return answer
 
 
+def operator_headers(url: str) -> dict[str, str]:
+    """Headers with the operator's key."""
+    return {"Authorization": f"Bearer {operator_key(url)}"}
+
+
 def operator_client(url: str) -> httpx.Client:
     """A client that shows the operator's key."""
-    headers = {"Authorization": f"Bearer {operator_key(url)}"}
-    return httpx.Client(base_url=url, headers=headers, timeout=patience())
+    return httpx.Client(base_url=url, headers=operator_headers(url), timeout=patience())
 
 
 @contextlib.contextmanager
