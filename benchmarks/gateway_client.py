@@ -10,7 +10,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -40,14 +40,15 @@ class Connection(asyncio.Protocol):
         _, connection = await asyncio.get_running_loop().create_connection(cls, *address)
         return connection
 
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+    async def post(self, path: str, body: bytes, key: str = "none") -> tuple[int, bytes]:
         """Status and raw body, with the chunk headers of a stream. Raises ConnectionError."""
         assert self._transport is not None
         self._data.clear()
         self.arrivals = []
         self._answered = asyncio.get_running_loop().create_future()
         head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
-        self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        head += f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
         await self._answered
         end = self._data.index(_END_OF_HEAD)
         return int(self._data[9:12]), bytes(self._data[end + len(_END_OF_HEAD) :])
@@ -100,6 +101,11 @@ class Target:
     model: str
     paths: list[str]
     """Paths of the chat endpoint, one per session; reused from the start when they run out."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the sessions, by path."""
+
+    def key(self, path: str) -> str:
+        return self.keys.get(path, "none")
 
 
 @dataclass(slots=True)
@@ -200,7 +206,7 @@ async def converse(
         start = time.perf_counter()
         if start >= until:
             break
-        status, answer = await connection.post(path, body)
+        status, answer = await connection.post(path, body, target.key(path))
         times.append((start, time.perf_counter()))
         if status != 200:
             raise ValueError(f"status {status}: {answer[:300].decode(errors='replace')}")

@@ -9,6 +9,7 @@ from collections.abc import Collection
 import typer
 
 from benchmarks.emulation.engine import FIRST_ID, MAX_SLEEP_S, NUM_IDS, EmulatedEngine
+from sf_core.dataplane_key import operator_key
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
@@ -88,7 +89,9 @@ def main(
     hello = Hello(run_id, 1, lease, 0, lease, lease, max_running)
 
     delay_s = token_delay_ms / 1000
-    serve_engine(url, operator_key(url), hello, SteppingEngine(delay_s) if stepping else EmulatedEngine(delay_s))
+    serve_engine(
+        url, operator_key(url), hello, SteppingEngine(delay_s) if stepping else EmulatedEngine(delay_s)
+    )
 
 
 if __name__ == "__main__":

@@ -105,7 +105,9 @@ async def long_sessions(gateway: Gateway, turns: int, count: int = 8, window: in
             before = gateway.cpu_s()
             for path, messages in zip(target.paths, histories, strict=True):
                 messages.append({"role": "user", "content": "go on"})
-                status, answer = await connection.post(path, chat_body(MODEL, messages, sampled))
+                status, answer = await connection.post(
+                    path, chat_body(MODEL, messages, sampled), target.key(path)
+                )
                 if status != 200 or content_of(answer) != expected:
                     raise ValueError(f"turn {turn}: status {status}: {answer[:200]!r}")
                 messages.append({"role": "assistant", "content": expected})
@@ -132,7 +134,7 @@ async def interruptions(gateway: Gateway, num_streams: int, num_tokens: int = 80
         streams = [await Connection.open(target.address) for _ in session_ids]
         body = chat_body(MODEL, [{"role": "user", "content": "go"}], num_tokens, stream=True)
         answers = [
-            asyncio.ensure_future(stream.post(path, body))
+            asyncio.ensure_future(stream.post(path, body, target.key(path)))
             for stream, path in zip(streams, target.paths, strict=True)
         ]
         await asyncio.sleep(0.5)

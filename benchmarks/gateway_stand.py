@@ -20,6 +20,7 @@ from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane_key import operator_key
 from sf_core.models.builtin import make_policy
 
 MODEL = "policy"
@@ -36,6 +37,8 @@ class Gateway:
     process: Process
     http: httpx.Client
     engines: dict[str, Process] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    """Keys of the claimed sessions, which agents get."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -88,6 +91,7 @@ class Gateway:
         """Ids of claimed sessions, which the run keeps as long as the context lasts; then it is released."""
         claimed = self.post(f"/runs/{run_id}/claim", runner="load", max=count, running=[])["sessions"]
         ids = [session["session_id"] for session in claimed]
+        self.keys |= {session["session_id"]: session["key"] for session in claimed}
         done = threading.Event()
 
         def keep_alive() -> None:
@@ -104,7 +108,8 @@ class Gateway:
             self.post(f"/runs/{run_id}/release")
 
     def target(self, session_ids: list[str]) -> Target:
-        return Target(self.address, MODEL, [f"/sessions/{name}/v1/chat/completions" for name in session_ids])
+        keys = {f"/sessions/{name}/v1/chat/completions": self.keys[name] for name in session_ids}
+        return Target(self.address, MODEL, list(keys), keys)
 
     def cpu_s(self) -> float:
         """CPU seconds so far of the data plane, in ns steps."""
@@ -124,7 +129,8 @@ def gateway(
         make_policy(str(folder / "model"), RunConfig().policy.model_copy(update=shape), seed=0)
     url = start_dataplane(stack, folder, memory_mb=memory_mb)()
     process = stack.processes["dataplane"]
-    with httpx.Client(base_url=url, timeout=120) as http:
+    headers = {"Authorization": f"Bearer {operator_key(url)}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=120) as http:
         running = Gateway(stack, folder, process, http)
         yield running
         for part in [*running.engines.values(), process]:

@@ -96,7 +96,7 @@ async def _stream(gateway: Gateway, session_ids: list[str], dialect: Streaming, 
     cpu_s, started = gateway.cpu_s(), time.perf_counter()
     answers = await asyncio.gather(
         *(
-            connection.post(f"/sessions/{name}/v1/{dialect.path}", body)
+            connection.post(f"/sessions/{name}/v1/{dialect.path}", body, gateway.keys[name])
             for connection, name in zip(connections, session_ids, strict=True)
         )
     )

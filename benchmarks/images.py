@@ -40,7 +40,7 @@ import numpy as np
 import typer
 from PIL import Image, ImageDraw
 
-from benchmarks.gateway_client import Connection
+from benchmarks.gateway_client import Connection, Target
 from benchmarks.gateway_stand import gateway
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.supervisor import Supervisor
@@ -127,8 +127,7 @@ def load_gateway(stack: Supervisor, folder: Path, name: str, screens: list[list[
 
             async def play_all() -> list[list[tuple[float, int]]]:
                 plays = [
-                    play(target.address, path, screens[i] if screens else None)
-                    for i, path in enumerate(target.paths)
+                    play(target, path, screens[i] if screens else None) for i, path in enumerate(target.paths)
                 ]
                 return await asyncio.gather(*plays)
 
@@ -146,9 +145,13 @@ def load_gateway(stack: Supervisor, folder: Path, name: str, screens: list[list[
     }
 
 
-async def play(address: tuple[str, int], path: str, screens: list[bytes] | None) -> list[tuple[float, int]]:
+async def play(target: Target, path: str, screens: list[bytes] | None) -> list[tuple[float, int]]:
     """Seconds and bytes sent of each turn of a session."""
-    connection, messages, turns = await Connection.open(address), list[Any](), list[tuple[float, int]]()
+    connection, messages, turns = (
+        await Connection.open(target.address),
+        list[Any](),
+        list[tuple[float, int]](),
+    )
     for number in range(TURNS):
         text: Line = {"type": "text", "text": f"screen {number} of {path}"}
         shown: list[Line] = [{"type": "text", "text": "a screen"}]
@@ -158,7 +161,7 @@ async def play(address: tuple[str, int], path: str, screens: list[bytes] | None)
         messages.append({"role": "user", "content": [*shown, text]})
         body = json.dumps({"model": "policy", "messages": messages, "max_tokens": NUM_TOKENS}).encode()
         start = time.perf_counter()
-        status, answer = await connection.post(path, body)
+        status, answer = await connection.post(path, body, target.key(path))
         turns.append((time.perf_counter() - start, len(body)))
         assert status == 200, answer
         messages.append(json.loads(answer)["choices"][0]["message"])

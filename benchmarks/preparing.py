@@ -17,6 +17,7 @@ from benchmarks.gateway_stand import Gateway, gateway
 from sf_core.agents.runner import AgentRunner
 from sf_core.cli.stack.local import local_stack
 from sf_core.config import RolloutConfig
+from sf_core.dataplane_key import operator_key
 from sf_core.types import Endpoint, Task
 
 PLACES, AHEAD = 4, 8
@@ -45,7 +46,7 @@ async def sessions(ours: Gateway, ahead: int, number: int) -> dict[str, float]:
         now = asked[task.task_id] = time.perf_counter()
         if free:
             waits.append(now - free.pop(0))
-        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
             words: Any = [{"role": "user", "content": "4"}]
             await client.chat.completions.create(model=endpoint.model, messages=words, max_tokens=1)
         await asyncio.sleep(WORK_S)
@@ -57,7 +58,7 @@ async def sessions(ours: Gateway, ahead: int, number: int) -> dict[str, float]:
     ids = iter(range(10**6))
     runner = AgentRunner(
         url=str(ours.http.base_url),
-        key=None,
+        key=operator_key(str(ours.http.base_url)),
         run_id=run_id,
         runner_id="a0",
         # equal tasks of a group would have equal names
