@@ -163,16 +163,16 @@ class ServedPlane:
         return list(self.post(f"/runs/{run_id}/claim", body)["sessions"])
 
 
-def operator_client(url: str) -> httpx.Client:
-    """A client that shows the operator's key."""
-    headers = {"Authorization": f"Bearer {operator_key(url)}"}
+def operator_client(url: str, key: str | None = None) -> httpx.Client:
+    """A client that shows the operator's key, by default that of the account."""
+    headers = {"Authorization": f"Bearer {key or operator_key(url)}"}
     return httpx.Client(base_url=url, headers=headers, timeout=patience())
 
 
 @contextlib.contextmanager
-def attended(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlane]:
+def attended(url: str, folder: Path, model_dir: str, key: str | None = None) -> Iterator[ServedPlane]:
     """ServedPlane of the data plane at this URL; at the end its run is released and its engines end."""
-    with operator_client(url) as http:
+    with operator_client(url, key) as http:
         plane = ServedPlane(url, http, folder, model_dir)
         yield plane
         if http.get("/runs/run").status_code == 200:
