@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute
 
 from sf_core.dataplane.bodies import MAX_INDEX
 from sf_core.dataplane.control.control_route import JSON, ControlRoute
+from sf_core.dataplane.gateway.dialects.registry import is_for_clients
 
 Schema = dict[str, Any]
 
@@ -32,6 +33,7 @@ _ERROR: Schema = {
 REFUSALS = {
     400: "The request is invalid. The message names the cause.",
     401: "The key is missing or wrong.",
+    403: "The request has no valid key, and a web page may have sent it. The message names the header.",
     404: "An object that the path or the body names does not exist.",
     405: "The path does not support this method.",
     409: "The request conflicts with the state of the run.",
@@ -49,17 +51,19 @@ def make_document(routes: Iterable[BaseRoute]) -> Schema:
         if isinstance(route, ControlRoute):
             path = re.sub(r":\w+}", "}", route.path)
             paths.setdefault(path, {})[route.method.lower()] = _describe(route, components)
-    keys = {"bearer": {"type": "http", "scheme": "bearer"}}
-    keys["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "SeamlessFlow data plane", "version": "1"},
         "paths": paths,
-        "components": {"schemas": components, "securitySchemes": keys},
-        "security": [{}, *({name: []} for name in keys)],
+        "components": {"schemas": components, "securitySchemes": _KEYS},
+        "security": _accept(_KEYS),
     }
 
 
+_KEYS: Schema = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _INDEX: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INDEX}
 _NAME: Schema = {"type": "string", "minLength": 1}
 _WAIT_S: Schema = {"name": "wait_s", "in": "query", "schema": {"type": "number", "minimum": 0}}
@@ -71,6 +75,7 @@ def _describe(route: ControlRoute, components: dict[str, Schema]) -> Schema:
         for name in route.param_convertors
     ]
     statuses = {400, 401, 405, *route.refusals}
+    statuses |= {403} if is_for_clients(route.path) else set()
     statuses |= {404} if parameters else set()
     statuses |= {413} if "body" in route.takes else set()
     statuses |= {503} if route.recorded else set()
@@ -81,10 +86,17 @@ def _describe(route: ControlRoute, components: dict[str, Schema]) -> Schema:
         "responses": {"200": {"description": "Done.", "content": answer}}
         | {str(code): _refusal(code) for code in sorted(statuses)},
     }
+    if is_for_clients(route.path):
+        described["security"] = [{}, *_accept(_KEYS)]
     if "body" in route.takes:
         content = {JSON: {"schema": _body(route.takes["body"], components)}}
         described["requestBody"] = {"required": True, "content": content}
     return described
+
+
+def _accept(keys: Schema) -> list[Schema]:
+    """Each of these keys opens a route by itself."""
+    return [{name: []} for name in keys]
 
 
 def _refusal(status: int) -> Schema:
