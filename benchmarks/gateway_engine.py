@@ -88,7 +88,9 @@ def main(
     hello = Hello(run_id, 1, lease, 0, lease, lease, max_running)
 
     delay_s = token_delay_ms / 1000
-    serve_engine(url, None, hello, SteppingEngine(delay_s) if stepping else EmulatedEngine(delay_s))
+    serve_engine(
+        url, operator_key(url), hello, SteppingEngine(delay_s) if stepping else EmulatedEngine(delay_s)
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.openapi import make_document
 from sf_core.dataplane.gateway.dialects.registry import AGENTS_PATH
-from tests.bench.dataplane.planes import ServedPlane, answering, attended, running_app
+from tests.bench.dataplane.planes import ServedPlane, answering, attended, operator_headers, running_app
 from tests.bench.refusals import check_sentence
 from tests.patience import patience
 
@@ -32,9 +32,9 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-API = schemathesis.openapi.from_dict(make_document(make_app().routes))
+API = schemathesis.openapi.from_dict(make_document(make_app("key").routes))
 API.config.phases.coverage.enabled = False
-WIDE = schemathesis.openapi.from_dict(make_document(make_app().routes))
+WIDE = schemathesis.openapi.from_dict(make_document(make_app("key").routes))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def test_every_control_route_is_described_and_nothing_else(served: tuple[ServedP
     paths = served[0].get("/openapi.json")["paths"]
     described = {(path, method.upper()) for path, methods in paths.items() for method in methods}
     routes = [
-        route for route in make_app().routes if isinstance(route, Route) and not AGENTS_PATH.match(route.path)
+        route
+        for route in make_app("key").routes
+        if isinstance(route, Route) and not AGENTS_PATH.match(route.path)
     ]
     served_methods = {
         (re.sub(r":\w+}", "}", route.path), method) for route in routes for method in route.methods or ()
@@ -88,7 +90,8 @@ def test_answers_are_as_described_for_many_more_requests(
 def check(case: schemathesis.Case, plane: ServedPlane, session_id: str) -> None:
     """Check one case; half of them name existing things, or all would be refused for the same reason."""
     name_what_is_there(case, plane.run_dir, plane.model_dir, session_id)
-    response = case.call(base_url=plane.url, timeout=patience())
+    headers = operator_headers(plane.url)
+    response = case.call(base_url=plane.url, headers=headers, timeout=patience())
     checks = CHECKS
     if response.status_code == 503 and response.json()["error"].get("code") == "run_not_served":
         # no failure: a run of that name may be starting

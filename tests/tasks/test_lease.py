@@ -185,7 +185,7 @@ def test_a_lease_that_failed_while_others_did_its_work_is_an_error_at_the_end(
 def test_leases_that_cannot_be_released_do_not_hide_how_the_run_ended(
     leases: Leases, served_plane: ServedPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert httpx.get(f"{served_plane.url}/runs/run").status_code == 404
+    assert served_plane.http.get("/runs/run").status_code == 404
     with leases:
         pass
     [message] = [record.message for record in caplog.records if record.name == "tasks.lease"]

@@ -33,7 +33,7 @@ _ERROR: Schema = {
 REFUSALS = {
     400: "The request is invalid. The message names the cause.",
     401: "The key is missing or wrong.",
-    403: "The request has no valid key, and a web page may have sent it. The message names the header.",
+    403: "The request shows no valid key, and a web page can have sent it. The message names the cause.",
     404: "An object that the path or the body names does not exist.",
     405: "The path does not support this method.",
     409: "The request conflicts with the state of the run.",
@@ -74,8 +74,7 @@ def _describe(route: ControlRoute, components: dict[str, Schema]) -> Schema:
         {"name": name, "in": "path", "required": True, "schema": _INDEX if name == "index" else _NAME}
         for name in route.param_convertors
     ]
-    statuses = {400, 401, 405, *route.refusals}
-    statuses |= {403} if is_for_clients(route.path) else set()
+    statuses = {400, 401, 403, 405, *route.refusals}
     statuses |= {404} if parameters else set()
     statuses |= {413} if "body" in route.takes else set()
     statuses |= {503} if route.recorded else set()

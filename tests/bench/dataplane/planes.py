@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import uvicorn.server
 from msgspec.structs import replace
 from openai import OpenAI
 from starlette.applications import Starlette
+from websockets.sync.client import ClientConnection, connect
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
@@ -96,6 +99,28 @@ class ServedPlane:
     threads: list[threading.Thread] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     engines: dict[str, RecordingEngine] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    """Keys of the sessions that were claimed, which runners give to their agents."""
+
+    @functools.cached_property
+    def client(self) -> ServedPlane:
+        """The same data plane, for a client without a key."""
+        return dataclasses.replace(self, http=httpx.Client(base_url=self.url, timeout=patience()))
+
+    @property
+    def key(self) -> str | None:
+        """The operator's key."""
+        return operator_key(self.url)
+
+    def agent_key(self, session: str | None) -> str:
+        """The key of the agent of a session, which its id or a path of it names: the session's if it was
+        claimed, else a word that is no key."""
+        session_id = (session or "").removeprefix("/sessions/").partition("/")[0]
+        return self.keys.get(session_id, "none")
+
+    def agent_headers(self, session: str | None) -> dict[str, str]:
+        """Headers with `agent_key`."""
+        return {"Authorization": f"Bearer {self.agent_key(session)}"}
 
     def register(self, **changes: Any) -> dict[str, Any]:
         spec = changed(
@@ -114,8 +139,10 @@ class ServedPlane:
         )
         return self.post("/runs", changed(spec, **changes))
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        response = self.http.post(path, json=body or {})
+    def post(self, path: str, body: dict[str, Any] | None = None, key: str | None = None) -> dict[str, Any]:
+        """The response to this body. The request shows the key of `http`, unless another is given."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        response = self.http.post(path, json=body or {}, headers=headers)
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -139,7 +166,7 @@ class ServedPlane:
         def serve() -> None:
             try:
                 self.reasons[lease] = serve_engine(
-                    self.url, operator_key(self.url), greeting, engine, patience_s=patience()
+                    self.url, self.key, greeting, engine, patience_s=patience()
                 )
             except EngineKilledError:
                 self.reasons[lease] = "killed"
@@ -153,6 +180,11 @@ class ServedPlane:
             )
         )
 
+    def dial(self) -> ClientConnection:
+        """Socket of an engine that has not said hello."""
+        url = self.url.replace("http", "ws", 1) + "/engines"
+        return connect(url, additional_headers=operator_headers(self.url))
+
     def live_engines(self, run_id: str = "run") -> list[dict[str, Any]]:
         return [engine for engine in self.get(f"/runs/{run_id}")["engines"] if engine["version"] is not None]
 
@@ -160,12 +192,22 @@ class ServedPlane:
         self, count: int = 1, runner: str = "a0", running: list[str] | None = None, run_id: str = "run"
     ) -> list[dict[str, Any]]:
         body = {"runner": runner, "max": count, "wait_s": 0.0, "running": running or []}
-        return list(self.post(f"/runs/{run_id}/claim", body)["sessions"])
+        return list(self.note_keys(self.post(f"/runs/{run_id}/claim", body))["sessions"])
+
+    def note_keys(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a claim, whose keys the agents of its sessions then have."""
+        self.keys |= {claim["session_id"]: claim["key"] for claim in answer["sessions"]}
+        return answer
+
+
+def operator_headers(url: str) -> dict[str, str]:
+    """Headers with the operator's key."""
+    return {"Authorization": f"Bearer {operator_key(url)}"}
 
 
 def operator_client(url: str, key: str | None = None) -> httpx.Client:
     """A client that shows the operator's key, by default that of the account."""
-    headers = {"Authorization": f"Bearer {key or operator_key(url)}"}
+    headers = operator_headers(url) if key is None else {"Authorization": f"Bearer {key}"}
     return httpx.Client(base_url=url, headers=headers, timeout=patience())
 
 
@@ -180,6 +222,7 @@ def attended(url: str, folder: Path, model_dir: str, key: str | None = None) -> 
             http.post("/runs/run/release")
         for thread in plane.threads:
             join(thread)
+        plane.client.http.close()
 
 
 @contextlib.contextmanager

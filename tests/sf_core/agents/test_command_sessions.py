@@ -146,9 +146,9 @@ def test_the_output_of_an_answer_that_is_scored_elsewhere_waits_for_its_reward(
     # a runner that scores is there
     plane_process.post("/runs/run/claim", {"runner": "w0", "max": 0, "work": "reward"})
     [claim] = plane_process.claim()
-    base = f"{plane_process.url}/sessions/{claim['session_id']}/v1"
+    path = f"/sessions/{claim['session_id']}/v1/chat/completions"
     body = {"model": "policy", "messages": [{"role": "user", "content": "6 * 7?"}]}
-    plane_process.http.post(f"{base}/chat/completions", json=body).raise_for_status()
+    plane_process.post(path, body, claim["key"])
     told = {"session_id": claim["session_id"], "status": "answered", "answer": '"42"'}
     plane_process.post("/runs/run/finished", {"sessions": [{**told, "output": "what it wrote"}]})
     [given] = plane_process.post("/runs/run/claim", {"runner": "w0", "max": 1, "work": "reward"})["sessions"]

@@ -19,7 +19,14 @@ from sf_core.dataplane.control.plane import sweep_run
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Task
 from sf_core.user_code import name_function
-from tests.bench.dataplane.planes import ServedPlane, attended, running_process, say
+from tests.bench.dataplane.planes import (
+    ServedPlane,
+    attended,
+    operator_client,
+    operator_headers,
+    running_process,
+    say,
+)
 from tests.bench.dataplane.run_driver import Driver
 from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import agent as ask
@@ -190,7 +197,8 @@ def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
     async def work() -> None:
         working = asyncio.ensure_future(make_runner(plane_process.url, **changes).run())
         counted = f"rejected_groups.{reason}"
-        async with httpx.AsyncClient(base_url=plane_process.url) as http:
+        headers = operator_headers(plane_process.url)
+        async with httpx.AsyncClient(base_url=plane_process.url, headers=headers) as http:
             while counted not in (status := (await http.get("/runs/run")).json())["counters"]:
                 assert not working.done()
                 await asyncio.sleep(0.02)
@@ -234,7 +242,7 @@ def test_what_is_ready_outlives_a_restart_of_the_data_plane(
 
     with ExitStack() as plane:
         url = plane.enter_context(running_process(tmp_path / "port", port, *folder))
-        with httpx.Client(base_url=url) as http:
+        with operator_client(url) as http:
             served_plane = ServedPlane(url, http, tmp_path, model_dir)
             usual = {"group_size": 1, "groups_per_batch": 3, "num_batches": 1}
             served_plane.register(prepare_ahead=2, **usual)

@@ -41,10 +41,13 @@ class Stand:
 @contextlib.asynccontextmanager
 async def sending(folder: Path, model_dir: str) -> AsyncIterator[Stand]:
     spec = SPEC | {"run_dir": str(folder / "run"), "model_dir": model_dir}
-    app = make_app(options=DataplaneOptions(str(folder / "plane")))
+    app = make_app("operator", DataplaneOptions(str(folder / "plane")))
+    headers = {"Authorization": "Bearer operator"}
     async with (
         asyncio.timeout(60),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://plane") as http,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://plane", headers=headers
+        ) as http,
     ):
         stand = Stand(http, spec)
         sender = asyncio.ensure_future(stand.reports.send(http))

@@ -21,7 +21,7 @@ from sf_core.dataplane.control import plane as plane_module
 from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Scored, Task
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import ServedPlane, attended, running_app, say
+from tests.bench.dataplane.planes import ServedPlane, attended, operator_headers, running_app, say
 from tests.bench.proxies import SilentProxy
 from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import agent
@@ -116,7 +116,7 @@ def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_ru
 
 
 @pytest.mark.parametrize("key", ["key-of-the-run", None])
-def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
+def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
     plane_process: ServedPlane,
     renderer: Renderer,
     key: str | None,
@@ -124,26 +124,37 @@ def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
     plane_process.register(key=key, group_size=1, groups_per_batch=2, num_batches=1)
     plane_process.connect(lambda prompt, seed: say(renderer, "42"))
     endpoints: list[Endpoint] = []
+    statuses: list[list[int]] = []
 
     async def keyed_agent(task: Task, endpoint: Endpoint) -> str:
         endpoints.append(endpoint)
+        own = endpoint.base_url.removesuffix("/v1")
+        asked = (f"{endpoint.base_url}/models", own, f"{plane_process.url}/runs/run")
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as http:
+            statuses.append([(await http.get(url)).status_code for url in asked])
         return await agent(task, endpoint)
 
     runner = make_runner(plane_process.url, agent=keyed_agent)
 
     async def work() -> None:
         working = asyncio.ensure_future(runner.run())
+        operator = operator_headers(plane_process.url)
         async with httpx.AsyncClient(base_url=plane_process.url) as http:
-            while not (await http.get("/runs/run/batches/0", params={"wait_s": 10})).json()["ready"]:
+            waited = {"params": {"wait_s": 10}, "headers": operator}
+            while not (await http.get("/runs/run/batches/0", **waited)).json()["ready"]:
                 assert not working.done()
             question = {"model": "policy", "messages": []}
             stranger = await http.post("/v1/chat/completions", json=question)
             assert stranger.status_code == (400 if key is None else 404)
-            await http.post("/runs/run/release")
+            await http.post("/runs/run/release", headers=operator)
         await working
 
     asyncio.run(asyncio.wait_for(work(), patience()))
-    assert {endpoint.api_key for endpoint in endpoints} == {key or "none"}
+    keys = {endpoint.api_key for endpoint in endpoints}
+    assert len(keys) == len(endpoints) >= 2
+    assert keys.isdisjoint({"none", "key-of-the-run", plane_process.key})
+    # its turns, and neither its tree nor its run
+    assert statuses == [[200, 401, 401]] * len(endpoints)
     assert plane_process.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
 
 
@@ -312,7 +323,7 @@ def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
     async def work(url: str) -> None:
         working = asyncio.ensure_future(make_runner(url, agent=hanging_agent, concurrency=1).run())
         first = await asyncio.to_thread(begun.get, timeout=patience())
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(base_url=url, headers=operator_headers(url)) as http:
             # the data plane ends it, as one that ran too long
             await http.post(first.removesuffix("/v1") + "/finish", json={"status": "failed"})
             assert await asyncio.to_thread(begun.get, timeout=patience()) != first

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.config import PolicyConfig
+from sf_core.dataplane_key import account_key
 from sf_core.models.builtin import make_policy
 from sf_core.reports import cleanup, states
 from sf_core.reports.cleanup import Keep, find_spare_checkpoints, find_spare_weights, find_spares
@@ -56,7 +57,7 @@ def served(
     """A data plane that serves a run of this name."""
     model = root.parent / "model"
     make_policy(str(model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {key or account_key()}"}
     with running_app(key=key, port=port) as url, httpx.Client(base_url=url, headers=headers) as http:
         ServedPlane(url, http, root, str(model)).register(run_id=name, run_dir=str(root / name))
         yield url, http

@@ -62,7 +62,7 @@ class Sampled:
         """Ask for `length` sampled tokens, end of turn included; returns the conversation with the answer."""
         self.lengths.append(length)
         base = f"{self.plane.url}/sessions/{claim['session_id']}/v1"
-        with OpenAI(base_url=base, api_key="none", max_retries=0) as agent:
+        with OpenAI(base_url=base, api_key=claim["key"], max_retries=0) as agent:
             answer = agent.chat.completions.create(model="policy", messages=messages)
         return [*messages, {"role": "assistant", "content": answer.choices[0].message.content}]
 
@@ -195,7 +195,7 @@ def test_a_batch_of_which_nothing_trains_is_refused_with_the_reason(sampled: Sam
         sampled.lengths.append(3)
         path = f"/sessions/{claim['session_id']}/v1/chat/completions"
         body = {"model": "policy", "messages": [user("a")], "response_format": {"type": "json_object"}}
-        sampled.plane.post(path, body)
+        sampled.plane.post(path, body, claim["key"])
         sampled.finish(claim, 1.0)
     with pytest.raises(
         ValueError, match="no token of iteration 1 can be trained on, because every answer followed a schema"

@@ -14,6 +14,7 @@ from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import RolloutConfig
 from sf_core.config.rollout_config import JudgeConfig
+from sf_core.dataplane_key import operator_key
 from sf_core.types import Task
 
 
@@ -32,7 +33,7 @@ def make_scorer(url: str, name: str, judge_url: str) -> AgentRunner:
     client.FIRST_PAUSE_S = 0.01
     return AgentRunner(
         url=url,
-        key=None,
+        key=operator_key(url),
         run_id="run",
         runner_id=name,
         tasks=make_task,

@@ -156,6 +156,6 @@ def test_of_the_data_plane_it_reaches_its_own_turns_only(
     plane_process.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
     [claim] = plane_process.claim()
     url = f"{plane_process.url}/sessions/{claim['session_id']}/v1"
-    endpoint = type(ENDPOINT)(url, "key-of-the-run", "policy")
+    endpoint = type(ENDPOINT)(url, claim["key"], "policy")
     ended = asyncio.run(agent(sys.executable, "-c", EARN)(TASK, endpoint))
     assert ended.answer.split() == ["403"] * 7 + ["200"]

@@ -33,7 +33,7 @@ def fill_batch(plane: ServedPlane) -> None:
     for i, claim in enumerate(plane.claim(4)):
         session = f"/sessions/{claim['session_id']}"
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-        plane.post(f"{session}/v1/chat/completions", body)
+        plane.post(f"{session}/v1/chat/completions", body, claim["key"])
         plane.post(f"{session}/finish", {"status": "finished", "reward": float(i)})
 
 
@@ -69,9 +69,7 @@ def test_a_batch_that_is_not_ready_is_waited_for(answering_plane: ServedPlane) -
     assert "2 of 2 groups" in early.json()["error"]["message"]
     found: list[pa.Table] = []
     waiting = threading.Thread(
-        target=lambda: found.append(
-            read(httpx.get(answering_plane.url + PATH.format(0), params={"wait_s": 20}))
-        )
+        target=lambda: found.append(read(answering_plane.http.get(PATH.format(0), params={"wait_s": 20})))
     )
     waiting.start()
     fill_batch(answering_plane)
@@ -126,7 +124,8 @@ def test_the_trainer_of_the_page_makes_a_loss_ready_batch(answering_plane: Serve
     page: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(compile(snippet, "docs/guides/training/your-trainer.md", "exec"), page)
-    batch = page["loss_ready"](page["read_batch"](answering_plane.url + PATH.format(0) + "?wait_s=5"))
+    url = answering_plane.url + PATH.format(0) + "?wait_s=5"
+    batch = page["loss_ready"](page["read_batch"](url, answering_plane.key))
     rows = to_rows(read_trajectories(sealed_file(answering_plane)))
     for i, row in enumerate(rows):
         length = len(row.token_ids)

@@ -45,7 +45,7 @@ def test_a_flow_ends_with_the_counts_if_all_groups_of_ten_batches_were_dropped(
     dropped = "9 dropped since the last batch: equal_rewards 9"
     assert (status["waiting_for"], status["fault"]) == (f"1 of 1 groups; 0 are in flight; {dropped}", "")
     play(served_plane)
-    client = DataplaneClient(served_plane.url, "run")
+    client = DataplaneClient(served_plane.url, "run", served_plane.key)
     with pytest.raises(RuntimeError) as ended:
         client.wait_for_batch(0, timeout_s=60, absence_timeout_s=60)
     assert str(ended.value) == (
@@ -119,7 +119,9 @@ def test_held_out_sessions_need_no_part_and_failed_ones_are_wrong(
 # --- sessions that are cut
 
 
-def test_a_cut_session_is_like_any_that_has_ended(served_plane: ServedPlane, renderer: Renderer) -> None:
+def test_a_cut_session_has_ended_for_its_agent_and_its_runner(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
     register(served_plane, renderer, spare_sessions=1)
     names = sessions(claim(served_plane, "a0", 3))
     for name in names:
@@ -128,15 +130,26 @@ def test_a_cut_session_is_like_any_that_has_ended(served_plane: ServedPlane, ren
         end(served_plane, name)
     cut = names[0]
     assert claim(served_plane, "a0", 0, "agent", cut)["ended"] == [cut], "its runner stops it"
+    ended = names[1]
+    asked = {"model": "policy", "messages": []}
+    late = [
+        served_plane.http.post(
+            f"/sessions/{name}/v1/chat/completions",
+            json=asked,
+            headers={"Authorization": f"Bearer {served_plane.agent_key(name)}"},
+        )
+        for name in (cut, ended)
+    ]
+    assert [response.status_code for response in late] == [404, 404]
+    assert late[0].text.replace(cut, ended) == late[1].text
+    # no report has ended it, so none is repeated and none contradicts another
     refused = served_plane.http.post(f"/sessions/{cut}/finish", json={"status": "finished", "reward": 1.0})
-    ended = served_plane.http.post(f"/sessions/{names[1]}/finish", json={"status": "finished", "reward": 1.0})
-    assert (refused.status_code, ended.status_code) == (404, 404)
-    assert refused.text.replace(cut, names[1]) == ended.text
-    assert end(served_plane, cut) == end(served_plane, names[1]) == {"finished": [], "refused": {}}
-    late = served_plane.http.post(
-        f"/sessions/{cut}/v1/chat/completions", json={"model": "policy", "messages": []}
-    )
-    assert late.status_code == 404
+    assert (refused.status_code, "is unknown or has ended" in refused.text) == (404, True)
+    assert end(served_plane, cut) == {"finished": [], "refused": {}}
+    assert served_plane.get("/runs/run")["counters"]["late_reports"] == 2
+    assert end(served_plane, ended) == {"finished": [ended], "refused": {}}
+    refusal = f"Session {ended} has ended by another report: this report changes nothing."
+    assert end(served_plane, ended, 0.0) == {"finished": [], "refused": {ended: refusal}}
     assert served_plane.get("/runs/run")["counters"]["finished_sessions"] == 2
 
     tokens = len(say(renderer, "answer"))

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 from websockets.sync.server import ServerConnection, serve
 from websockets.uri import parse_uri
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.engine_socket import Outbox
+from sf_core.dataplane_key import operator_key
 from sf_core.engines import wire
 from sf_core.engines.drivers import connection
 from sf_core.engines.drivers.serve import serve_engine
@@ -33,7 +33,7 @@ from sf_core.engines.drivers.spans import BUSY_GAP_S, MAX_SPAN_S, Spans
 from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, WeightsRef
-from tests.bench.dataplane.planes import ServedPlane, running_app, say
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app, say
 from tests.bench.engines.self_running import SelfRunningEngine
 from tests.bench.proxies import SilentProxy
 from tests.patience import join, patience, wait_until
@@ -53,7 +53,7 @@ def drive(request: pytest.FixtureRequest) -> Callable[[ScriptedEngine], Engine]:
 
 
 def refusal(plane: ServedPlane, **hello: Any) -> str:
-    return serve_engine(plane.url, None, replace(HELLO, **hello), make(), patience_s=5)
+    return serve_engine(plane.url, plane.key, replace(HELLO, **hello), make(), patience_s=5)
 
 
 def test_an_engine_is_told_the_current_weights(served_plane: ServedPlane, renderer: Renderer) -> None:
@@ -66,7 +66,7 @@ def test_an_engine_is_told_the_current_weights(served_plane: ServedPlane, render
             super().take_weights(weights)
 
     engine = Seeing(lambda prompt, seed: [1])
-    thread = threading.Thread(target=serve_engine, args=(served_plane.url, None, HELLO, engine))
+    thread = threading.Thread(target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, engine))
     thread.start()
     wait_until(lambda: bool(served_plane.live_engines()))
     served_plane.post("/runs/run/release")
@@ -100,7 +100,7 @@ def test_no_proxy_stands_between_an_engine_and_its_data_plane(
 ) -> None:
     served_plane.register()
     served_plane.post("/runs/run/release")
-    assert serve_engine(served_plane.url, None, HELLO, drive(make())) == "released"
+    assert serve_engine(served_plane.url, served_plane.key, HELLO, drive(make())) == "released"
     assert not proxy.was_asked()
 
 
@@ -124,7 +124,7 @@ def test_of_all_starts_that_have_said_hello_the_latest_serves(
     lease = f"r0-{uuid4()}"
     with ExitStack() as stack:
         for count, epoch in enumerate(epochs):
-            socket = stack.enter_context(connect(served_plane.url.replace("http", "ws", 1) + "/engines"))
+            socket = stack.enter_context(served_plane.dial())
             socket.send(wire.pack(wire.Hello("run", 1, lease, epoch, f"{epoch}", lease, 8)))
             answer = socket.recv()
             assert isinstance(answer, bytes)
@@ -187,7 +187,7 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
 
     def serve_it() -> None:
         try:
-            serve_engine(url, None, HELLO, make(), patience_s=patience(0.5))
+            serve_engine(url, operator_key(url), HELLO, make(), patience_s=patience(0.5))
         except ConnectionError as error:
             failures.append(str(error))
 
@@ -196,7 +196,7 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
     with subprocess.Popen(command) as process:
         wait_until(port_file.exists)
         url = f"http://127.0.0.1:{port_file.read_text()}"
-        plane = ServedPlane(url, httpx.Client(base_url=url, timeout=patience()), tmp_path, model_dir)
+        plane = ServedPlane(url, operator_client(url), tmp_path, model_dir)
         plane.register()
         thread = threading.Thread(target=serve_it)
         thread.start()
@@ -212,7 +212,9 @@ def connect_silently(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     protocol = ClientProtocol(parse_uri(url.replace("http", "ws", 1) + "/engines"), max_size=None)
-    protocol.send_request(protocol.connect())
+    request = protocol.connect()
+    request.headers["Authorization"] = f"Bearer {operator_key(url)}"
+    protocol.send_request(request)
     connection.sendall(b"".join(protocol.data_to_send()))
     protocol.receive_data(connection.recv(65536))
     for frame in (replace(HELLO, lease_id="silent"), wire.Updated(0)):
@@ -226,7 +228,7 @@ def test_what_a_dead_engine_had_continues_elsewhere(
 ) -> None:
     with (
         running_app(heartbeat_s=patience(1.0)) as url,
-        httpx.Client(base_url=url, timeout=patience()) as http,
+        operator_client(url) as http,
     ):
         plane = ServedPlane(url, http, tmp_path, model_dir)
         plane.register()
@@ -304,7 +306,7 @@ def test_what_the_engine_raises_ends_the_lease(
             raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        serve_engine(served_plane.url, None, HELLO, drive(Broken(lambda prompt, seed: [1])))
+        serve_engine(served_plane.url, served_plane.key, HELLO, drive(Broken(lambda prompt, seed: [1])))
     wait_until(lambda: served_plane.get("/runs/run")["engines"] == [])
 
 
@@ -368,7 +370,9 @@ def test_loading_sampling_waiting_and_yielding_are_told_apart(
     recorded = Recorded()
 
     engine = drive(ScriptedEngine(lambda prompt, seed: say(renderer, "x")))
-    thread = threading.Thread(target=serve_engine, args=(served_plane.url, None, HELLO, engine, recorded))
+    thread = threading.Thread(
+        target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, engine, recorded)
+    )
     thread.start()
     wait_until(lambda: bool(served_plane.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -408,7 +412,9 @@ def test_a_lost_engine_is_made_again_and_its_requests_go_on(
 ) -> None:
     served_plane.register()
     engine = Losing(lambda prompt, seed: say(renderer, "still here"))
-    thread = threading.Thread(target=serve_engine, args=(served_plane.url, None, HELLO, drive(engine)))
+    thread = threading.Thread(
+        target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, drive(engine))
+    )
     thread.start()
     wait_until(lambda: bool(served_plane.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -444,7 +450,7 @@ def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
 ) -> None:
     served_plane.register()
     engine = drive(Picky(lambda prompt, seed: say(renderer, "x")))
-    thread = threading.Thread(target=serve_engine, args=(served_plane.url, None, HELLO, engine))
+    thread = threading.Thread(target=serve_engine, args=(served_plane.url, served_plane.key, HELLO, engine))
     thread.start()
     wait_until(lambda: bool(served_plane.live_engines()))
     published = served_plane.post("/runs/run/weights", {"version": 1, "uri": "w1"})
@@ -480,7 +486,9 @@ def test_an_engine_yields_while_its_weights_are_on_their_way(
     recorded, engine = Recorded(), Fetching(lambda prompt, seed: [1])
     reasons: list[str] = []
     thread = threading.Thread(
-        target=lambda: reasons.append(serve_engine(served_plane.url, None, HELLO, drive(engine), recorded))
+        target=lambda: reasons.append(
+            serve_engine(served_plane.url, served_plane.key, HELLO, drive(engine), recorded)
+        )
     )
     thread.start()
     wait_until(lambda: bool(served_plane.get("/runs/run")["engines"]))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines import wire
@@ -35,13 +35,13 @@ HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_t
 @pytest.fixture
 def opened(served_plane: ServedPlane) -> dict[str, Any]:
     served_plane.register(version=VERSION, weights_uri="w3", iteration=VERSION)
-    return served_plane.post("/sessions", {"run_id": "run"})
+    return served_plane.client.post("/sessions", {"run_id": "run"})
 
 
 @contextmanager
 def engine(plane: ServedPlane, lease: str = "r0") -> Iterator[ClientConnection]:
     """Socket of a serving engine, through which the test sends its tokens."""
-    with connect(plane.url.replace("http", "ws", 1) + "/engines") as socket:
+    with plane.dial() as socket:
         socket.send(wire.pack(replace(HELLO, lease_id=lease, engine_id=lease, worker=lease)))
         socket.recv()
         socket.send(wire.pack(wire.Updated(VERSION)))
@@ -238,7 +238,7 @@ def test_the_lease_of_an_engine_that_is_dropped_ends_with_the_reason(
 ) -> None:
     engine = drive(Spoiled(lambda prompt, seed: [5] * 8))
     with ThreadPoolExecutor(1) as pool:
-        lease = pool.submit(serve_engine, served_plane.url, None, HELLO, engine)
+        lease = pool.submit(serve_engine, served_plane.url, served_plane.key, HELLO, engine)
         wait_until(lambda: bool(served_plane.live_engines()))
         with asking(served_plane, opened) as asked:
             reason = (

@@ -21,13 +21,13 @@ def use(session: dict[str, Any], key: str = "none") -> None:
 
 
 def finish(plane: ServedPlane, session: dict[str, Any], **report: Any) -> None:
-    plane.post(f"/sessions/{session['session_id']}/finish", {"status": "finished", **report})
+    plane.client.post(f"/sessions/{session['session_id']}/finish", {"status": "finished", **report})
 
 
 def test_a_declared_group_fills_a_batch(served_plane: ServedPlane, renderer: Renderer) -> None:
     served_plane.register(**OUTSIDE)
     served_plane.connect(answering(renderer, "one", "two"))
-    group = served_plane.post(GROUPS, {"task_id": "ticket", "size": 3})
+    group = served_plane.client.post(GROUPS, {"task_id": "ticket", "size": 3})
     assert [session["member"] for session in group["sessions"]] == [0, 1, 2]
     for number, session in enumerate(group["sessions"]):
         use(session)
@@ -44,7 +44,7 @@ def test_a_session_goes_on_whose_group_does_not_count_any_more(
 ) -> None:
     served_plane.register(**OUTSIDE)
     served_plane.connect(answering(renderer, "one"))
-    failing, going_on = served_plane.post(GROUPS, {})["sessions"]
+    failing, going_on = served_plane.client.post(GROUPS, {})["sessions"]
     use(going_on)
     finish(served_plane, failing, status="failed")
     use(going_on)
@@ -58,32 +58,32 @@ def test_what_no_batch_has_a_place_for_is_to_be_declared_later(
 ) -> None:
     served_plane.register(**OUTSIDE, lag_bound=0)
     served_plane.connect(answering(renderer, "one"))
-    first = served_plane.post(GROUPS, {"name": "first"})
-    assert served_plane.post(GROUPS, {"name": "first"})["sessions"] == first["sessions"]
-    refused = served_plane.http.post(GROUPS, json={"name": "second"})
+    first = served_plane.client.post(GROUPS, {"name": "first"})
+    assert served_plane.client.post(GROUPS, {"name": "first"})["sessions"] == first["sessions"]
+    refused = served_plane.client.http.post(GROUPS, json={"name": "second"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "no_place")
     assert float(refused.headers["retry-after"]) > 0
     for session in first["sessions"]:
         use(session)
         finish(served_plane, session, reward=1.0)
     served_plane.post("/runs/run/batches/0/seal", {"attempt": 1})
-    assert served_plane.http.post(GROUPS, json={"name": "second"}).status_code == 429
+    assert served_plane.client.http.post(GROUPS, json={"name": "second"}).status_code == 429
     served_plane.post("/runs/run/weights", {"version": 1, "uri": "w"})
-    assert served_plane.post(GROUPS, {"name": "second"})["sessions"]
+    assert served_plane.client.post(GROUPS, {"name": "second"})["sessions"]
 
 
 def test_a_run_that_takes_none_says_which_setting_lets_it(served_plane: ServedPlane) -> None:
     served_plane.register()
-    refused = served_plane.http.post(GROUPS, json={})
+    refused = served_plane.client.http.post(GROUPS, json={})
     assert refused.status_code == 409
     said = refused.json()["error"]["message"]
     assert (
         "takes no groups from outside, because rollout.outside_groups is 0: set rollout.outside_groups"
         in said
     )
-    unknown = served_plane.http.post("/runs/nobodys/groups", json={})
+    unknown = served_plane.client.http.post("/runs/nobodys/groups", json={})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "run_not_served")
-    wrong = served_plane.http.post(GROUPS, json={"size": 0})
+    wrong = served_plane.client.http.post(GROUPS, json={"size": 0})
     assert (wrong.status_code, "size" in wrong.text) == (400, True)
 
 
@@ -91,9 +91,9 @@ def test_held_out_tasks_are_worked_on_from_outside(served_plane: ServedPlane, re
     served_plane.register(**OUTSIDE)
     served_plane.connect(answering(renderer, "one"))
     held_out = {"split": "holdout", "size": 5}
-    assert served_plane.http.post(GROUPS, json=held_out).status_code == 429
+    assert served_plane.client.http.post(GROUPS, json=held_out).status_code == 429
     served_plane.post("/runs/run/evaluations/0", {"num_tasks": 3})
-    tasks = served_plane.post(GROUPS, held_out)
+    tasks = served_plane.client.post(GROUPS, held_out)
     assert (tasks["group"], [session["member"] for session in tasks["sessions"]]) == (0, [0, 1, 2])
     for session in tasks["sessions"]:
         use(session)

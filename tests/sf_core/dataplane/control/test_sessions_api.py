@@ -38,14 +38,16 @@ def test_a_session_is_opened_used_looked_at_and_finished(
 ) -> None:
     served_plane.register()
     served_plane.connect(answering(renderer, "one", "two"))
-    opened = served_plane.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
+    opened = served_plane.client.post(
+        "/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}}
+    )
     first = ask(opened["base_url"])
     answer = {"role": "assistant", "content": first.choices[0].message.content}
     ask(opened["base_url"], messages=[*HI, answer, {"role": "user", "content": "more"}])
     ask(opened["base_url"], messages=[*HI, answer, {"role": "user", "content": "else"}])
     path = f"/sessions/{opened['session_id']}"
-    served_plane.post(path + "/reward", {"reward": 0.5, "reward_parts": {"style": 0.5}})
-    tree = served_plane.get(path)
+    served_plane.client.post(path + "/reward", {"reward": 0.5, "reward_parts": {"style": 0.5}})
+    tree = served_plane.client.get(path)
     carried = {"task_id": "t7", "metadata": {"seed": 3}, "policy": "policy", "group": None, "reward": 0.5}
     assert carried.items() <= tree.items()
     assert [prompt["parent_turn"] for prompt in tree["prompts"]] == [None, 0, 0]
@@ -54,8 +56,8 @@ def test_a_session_is_opened_used_looked_at_and_finished(
     assert [turn["message"]["content"] for turn in tree["turns"]] == ["one", "two", "two"]
     assert tree["turns"][0]["num_tokens"] == len(say(renderer, "one"))
     assert (tree["turns"][0]["versions"], tree["turns"][0]["finish_reason"]) == ([0, 0], "stop")
-    served_plane.post(path + "/finish", {"status": "finished"})
-    assert served_plane.http.get(path).status_code == 404
+    served_plane.client.post(path + "/finish", {"status": "finished"})
+    assert served_plane.client.http.get(path).status_code == 404
     with pytest.raises(openai.NotFoundError, match="is unknown or has ended"):
         ask(opened["base_url"])
 
@@ -65,12 +67,12 @@ def test_a_session_is_looked_at_whose_messages_hold_integers_of_any_size(
 ) -> None:
     served_plane.register()
     served_plane.connect(answering(renderer, "one"))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     arguments = {"x": 2**70}
     made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
     called = {"role": "assistant", "content": "", "tool_calls": [made]}
     ask(opened["base_url"], messages=[*HI, called, {"role": "tool", "tool_call_id": "c", "content": "2"}])
-    tree = json.loads(served_plane.http.get(f"/sessions/{opened['session_id']}").content)
+    tree = json.loads(served_plane.client.http.get(f"/sessions/{opened['session_id']}").content)
     [call] = tree["prompts"][0]["messages"][1]["tool_calls"]
     assert call["function"]["arguments"] == arguments
 
@@ -80,7 +82,7 @@ def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewar
 ) -> None:
     served_plane.register()
     served_plane.connect(answering(renderer, "one", "two"))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     path, ask_for = f"/sessions/{opened['session_id']}", {"model": "policy", "max_tokens": 4}
     first = ask(opened["base_url"])
     answer = {"role": "assistant", "content": first.choices[0].message.content}
@@ -89,20 +91,22 @@ def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewar
     ids = [
         first.id,
         *(
-            served_plane.post(f"{path}/v1/responses", {"model": "policy", "input": "b", **o})["id"]
+            served_plane.client.post(f"{path}/v1/responses", {"model": "policy", "input": "b", **o})["id"]
             for o in STORED
         ),
-        served_plane.post(f"{path}/v1/completions", {**ask_for, "prompt": "c"})["id"],
-        served_plane.post(f"{path}/v1/messages", {**ask_for, "messages": [{"role": "user", "content": "d"}]})[
-            "id"
-        ],
-        served_plane.post(f"{path}/v1/models/policy:generateContent", GOOGLES)["responseId"],
+        served_plane.client.post(f"{path}/v1/completions", {**ask_for, "prompt": "c"})["id"],
+        served_plane.client.post(
+            f"{path}/v1/messages", {**ask_for, "messages": [{"role": "user", "content": "d"}]}
+        )["id"],
+        served_plane.client.post(f"{path}/v1/models/policy:generateContent", GOOGLES)["responseId"],
     ]
     for wrong in ("chatcmpl-1", first.id.replace(".open.", ".open.0")):
-        response = served_plane.http.post(path + "/reward", json={"reward": 1, "step_rewards": {wrong: 1.0}})
+        response = served_plane.client.http.post(
+            path + "/reward", json={"reward": 1, "step_rewards": {wrong: 1.0}}
+        )
         assert (response.status_code, "is not the id of an answer" in response.text) == (400, True)
     steps = {answer_id: float(number) for number, answer_id in enumerate(ids, 1)}
-    served_plane.post(path + "/finish", {"status": "finished", "reward": 0.0, "step_rewards": steps})
+    served_plane.client.post(path + "/finish", {"status": "finished", "reward": 0.0, "step_rewards": steps})
     wait_until(lambda: bool(stored(served_plane.run_dir / "run")))
     rows = [row for _, row in stored(served_plane.run_dir / "run")]
     earned = [[span.reward for span in row.turns if span.role == "assistant"] for row in rows]
@@ -112,7 +116,7 @@ def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewar
 def test_a_session_is_named_by_url_header_or_key(served_plane: ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
     served_plane.connect(answering(renderer, "hello"))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     session_id, v1 = opened["session_id"], f"{served_plane.url}/v1"
     ask(opened["base_url"])
     ask(v1, default_headers={"X-Session-Id": session_id})
@@ -129,7 +133,7 @@ def test_a_reward_given_before_counts_when_a_training_session_finishes(
     served_plane.connect(answering(renderer, "hello"))
     [claim] = served_plane.claim()
     path = f"/sessions/{claim['session_id']}"
-    ask(f"{served_plane.url}{path}/v1")
+    ask(f"{served_plane.url}{path}/v1", claim["key"])
     served_plane.post(path + "/reward", {"reward": 0.25})
     served_plane.post(path + "/finish", {"status": "finished"})
     assert served_plane.get("/runs/run/batches/0")["ready"]
@@ -142,19 +146,19 @@ def test_a_finished_session_becomes_rows_of_its_run(served_plane: ServedPlane, r
     facts = {"run_id": "run", "policy": "policy", "group": "thursday", "task_id": "t7", "environment": "e"}
     paths = {}
     for reward in (0.0, 1.0):
-        session = served_plane.post("/sessions", facts | {"metadata": {"seed": 3}})
+        session = served_plane.client.post("/sessions", facts | {"metadata": {"seed": 3}})
         paths[f"/sessions/{session['session_id']}"] = reward
         ask(session["base_url"])
-    assert served_plane.get(next(iter(paths)))["group"] == "thursday"
+    assert served_plane.client.get(next(iter(paths)))["group"] == "thursday"
     for path, reward in paths.items():
-        refused = served_plane.http.post(path + "/finish", json={"status": "finished"})
+        refused = served_plane.client.http.post(path + "/finish", json={"status": "finished"})
         assert (refused.status_code, "needs a reward" in refused.text) == (400, True)
-        served_plane.post(path + "/finish", {"status": "finished", "reward": reward, "task_id": "t8"})
-    given_up = served_plane.post("/sessions", facts)
+        served_plane.client.post(path + "/finish", {"status": "finished", "reward": reward, "task_id": "t8"})
+    given_up = served_plane.client.post("/sessions", facts)
     ask(given_up["base_url"])
-    served_plane.post(f"/sessions/{given_up['session_id']}/finish", {"status": "failed"})
-    unused = served_plane.post("/sessions", facts)["session_id"]
-    served_plane.post(f"/sessions/{unused}/finish", {"status": "finished", "reward": 1.0})
+    served_plane.client.post(f"/sessions/{given_up['session_id']}/finish", {"status": "failed"})
+    unused = served_plane.client.post("/sessions", facts)["session_id"]
+    served_plane.client.post(f"/sessions/{unused}/finish", {"status": "finished", "reward": 1.0})
     wait_until(lambda: len(stored(served_plane.run_dir / "run")) == 2)
     rows = [row for version, row in stored(served_plane.run_dir / "run") if version == 0]
     assert {f"/sessions/{row.session_id}": row.reward for row in rows} == paths
@@ -165,13 +169,13 @@ def test_a_finished_session_becomes_rows_of_its_run(served_plane: ServedPlane, r
 
 def test_a_session_for_another_policy_is_refused(served_plane: ServedPlane) -> None:
     served_plane.register()
-    response = served_plane.http.post("/sessions", json={"run_id": "run", "policy": "another"})
+    response = served_plane.client.http.post("/sessions", json={"run_id": "run", "policy": "another"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_opened_sessions_end_with_their_run(served_plane: ServedPlane) -> None:
     served_plane.register()
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     served_plane.register(attempt=2)
     assert served_plane.get(f"/sessions/{opened['session_id']}")["turns"] == []
     served_plane.post("/runs/run/release")
@@ -181,12 +185,12 @@ def test_opened_sessions_end_with_their_run(served_plane: ServedPlane) -> None:
 def test_an_opened_session_that_runs_too_long_ends(served_plane: ServedPlane, renderer: Renderer) -> None:
     served_plane.register(session_timeout_s=0.5)
     served_plane.connect(answering(renderer, "hello"))
-    path = "/sessions/" + served_plane.post("/sessions", {"run_id": "run"})["session_id"]
+    path = "/sessions/" + served_plane.client.post("/sessions", {"run_id": "run"})["session_id"]
     wait_until(lambda: served_plane.http.get(path).status_code == 404)
 
 
 def open_session(served_plane: ServedPlane) -> httpx.Response:
-    return served_plane.http.post("/sessions", json={"run_id": "run"})
+    return served_plane.client.http.post("/sessions", json={"run_id": "run"})
 
 
 def check_asked_again(response: httpx.Response) -> None:
@@ -245,7 +249,7 @@ def test_a_paused_run_opens_sessions_whose_requests_wait(
     served_plane.register()
     served_plane.connect(answering(renderer, "hello"))
     served_plane.post("/runs/run/pause", {})
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(ask, opened["base_url"])
         wait_until(lambda: served_plane.get("/runs/run")["requests_waiting"] == 1)
@@ -272,25 +276,82 @@ def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlan
         yield served_plane
 
 
-def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked_plane: ServedPlane) -> None:
-    opened = locked_plane.post("/sessions", {"run_id": "red"})
+RED = {"run_id": "red"}
+REWARD = {"reward": 1.0}
+ENDED = {"status": "failed"}
+
+
+def status(plane: ServedPlane, path: str, key: str, body: dict[str, Any] | None = None) -> int:
+    """Status of the response to a GET, or to a POST if there is a body."""
+    headers = {"Authorization": f"Bearer {key}"}
+    if body is None:
+        return plane.client.http.get(path, headers=headers).status_code
+    return plane.client.http.post(path, json=body, headers=headers).status_code
+
+
+def test_a_run_key_opens_the_sessions_of_its_clients_only(locked_plane: ServedPlane) -> None:
+    opened = locked_plane.client.post("/sessions", RED, "red-run-key")
     path = f"/sessions/{opened['session_id']}"
-
-    def status(path: str, key: str, method: str = "GET", **options: Any) -> int:
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.request(method, locked_plane.url + path, headers=headers, **options).status_code
-
     for key in ("red-run-key", "plane", "red-run-key:some-session", "plane:some-session"):
-        assert status(path, key) == 200
+        for allowed in (path, f"{path}/v1/models"):
+            assert status(locked_plane, allowed, key) == 200
+        assert status(locked_plane, f"{path}/reward", key, REWARD) == 200
     for key in ("blue-run-key", "wrong", "red-run-ke", "wrong:red-run-key"):
-        assert status(path, key) == 401
-    assert status("/sessions", "red-run-key", "POST", json={"run_id": "red"}) == 200
-    assert status("/sessions", "blue-run-key", "POST", json={"run_id": "red"}) == 401
-    # it takes no groups from outside
-    assert status("/runs/red/groups", "red-run-key", "POST", json={}) == 409
-    assert status("/runs/red/groups", "blue-run-key", "POST", json={}) == 401
-    for route in ("/runs/red", "/healthz", "/runs/red/batches/0"):
-        assert (status(route, "red-run-key"), status(route, "plane")) == (401, 200)
+        for refused in (path, f"{path}/v1/models"):
+            assert status(locked_plane, refused, key) == 401
+        for refused, body in ((f"{path}/reward", REWARD), (f"{path}/finish", ENDED)):
+            assert status(locked_plane, refused, key, body) == 401
+    assert status(locked_plane, "/sessions", "blue-run-key", RED) == 401
+    # the run takes no groups from outside
+    assert status(locked_plane, "/runs/red/groups", "red-run-key", {}) == 409
+    assert status(locked_plane, "/runs/red/groups", "blue-run-key", {}) == 401
+    for route in ("/runs/red", "/healthz", "/metrics", "/runs/red/batches/0"):
+        keys = ("red-run-key", opened["key"], "plane")
+        assert [status(locked_plane, route, key) for key in keys] == [401, 401, 200]
+    assert status(locked_plane, f"{path}/finish", "red-run-key", ENDED) == 200
+
+
+@pytest.mark.parametrize("how", ["claimed", "opened by the operator"])
+def test_no_run_key_opens_the_sessions_of_the_operator(locked_plane: ServedPlane, how: str) -> None:
+    if how == "claimed":
+        [session] = locked_plane.claim(run_id="red")
+    else:
+        session = locked_plane.post("/sessions", RED)
+    path = f"/sessions/{session['session_id']}"
+    ends = ((f"{path}/reward", REWARD), (f"{path}/finish", ENDED))
+    for key in ("red-run-key", "blue-run-key", "wrong"):
+        assert [status(locked_plane, at, key) for at in (path, f"{path}/v1/models")] == [401, 401]
+        assert [status(locked_plane, at, key, body) for at, body in ends] == [401, 401]
+    assert [status(locked_plane, at, "plane") for at in (path, f"{path}/v1/models")] == [200, 200]
+    assert [status(locked_plane, at, "plane", body) for at, body in ends] == [200, 200]
+
+
+@pytest.mark.parametrize("how", ["claimed", "opened by the operator", "opened by a client"])
+def test_a_session_key_opens_the_agents_routes_of_its_session_only(
+    locked_plane: ServedPlane, how: str
+) -> None:
+    if how == "claimed":
+        session, other = locked_plane.claim(2, run_id="red")
+    else:
+        opener = "plane" if how == "opened by the operator" else "red-run-key"
+        session, other = [locked_plane.client.post("/sessions", RED, opener) for _ in range(2)]
+    key, session_id = session["key"], session["session_id"]
+    path = f"/sessions/{session_id}"
+    for allowed in (key, f"{key}:{session_id}"):
+        assert status(locked_plane, f"{path}/v1/models", allowed) == 200
+    assert status(locked_plane, "/v1/models", f"{key}:{session_id}") == 200
+    for refused in (f"/sessions/{other['session_id']}/v1/models", "/v1/models", path):
+        assert status(locked_plane, refused, key) == 401
+    assert status(locked_plane, "/v1/models", f"{key}:{other['session_id']}") == 401
+    for refused, body in (
+        ("/sessions", RED),
+        ("/runs/red/groups", {}),
+        (f"{path}/reward", REWARD),
+        (f"{path}/finish", ENDED),
+        ("/runs/red/finished", {"sessions": [ENDED | {"session_id": session_id}]}),
+        ("/runs/red/claim", {"runner": "a0", "max": 1}),
+    ):
+        assert status(locked_plane, refused, key, body) == 401
 
 
 def test_a_run_key_sees_the_policy_of_its_run_only(locked_plane: ServedPlane) -> None:
@@ -305,9 +366,10 @@ def test_a_run_key_sees_the_policy_of_its_run_only(locked_plane: ServedPlane) ->
 
 
 def test_a_key_and_a_session_fit_into_one_value(locked_plane: ServedPlane) -> None:
-    opened = locked_plane.post("/sessions", {"run_id": "red"})
-    with OpenAI(base_url=f"{locked_plane.url}/v1", api_key=f"red-run-key:{opened['session_id']}") as agent:
-        assert [model.id for model in agent.models.list()] == ["red"]
+    opened = locked_plane.client.post("/sessions", RED, "red-run-key")
+    for key in ("red-run-key", opened["key"]):
+        with OpenAI(base_url=f"{locked_plane.url}/v1", api_key=f"{key}:{opened['session_id']}") as agent:
+            assert [model.id for model in agent.models.list()] == ["red"]
     with (
         OpenAI(base_url=f"{locked_plane.url}/v1", api_key=f"blue-run-key:{opened['session_id']}") as agent,
         pytest.raises(openai.AuthenticationError),

@@ -60,7 +60,7 @@ def test_openai_agents_calls_tools_and_answers(
     served_plane.register(context_length=8192, max_tokens=256)
     two_calls = "Let me see. " + call("weather", city="Rome") + "\n" + call("weather", city="Oslo")
     served_plane.connect(answering(renderer, two_calls, "Sunny in both."))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     set_tracing_disabled(True)
     key = f"session:{opened['session_id']}"
     agent = Agent(name="guide", instructions="Be brief.", tools=[weather], model="policy")
@@ -117,7 +117,7 @@ def test_mini_swe_agent_solves_its_task(
     first = "I write the answer. " + call("bash", command="echo 42 > answer.txt")
     last = "Done. " + call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
     served_plane.connect(answering(renderer, first, last))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     key = f"session:{opened['session_id']}"
     environment = os.environ | {
         "OPENAI_BASE_URL": f"{served_plane.url}/v1",
@@ -187,7 +187,7 @@ def all_raise(policy: str, nobody: str, ways: tuple[bool, ...]) -> list[list[Any
 def test_litellm_knows_what_is_wrong_with_a_request(served_plane: ServedPlane, mini: Path) -> None:
     ways = (False, True)
     served_plane.register()
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     told = ask_litellm(mini, served_plane.url, f"session:{opened['session_id']}", ways)
     assert told == all_raise("ContextWindowExceededError", "NotFoundError", ways)
     with running_app(key="secret") as url:
@@ -262,7 +262,7 @@ def test_a_harness_as_a_command_writes_a_file_in_one_row(
     programs = from_npm(package)
     served_plane.register(context_length=200_000, max_tokens=512)
     served_plane.connect(answering(renderer, "I write it. " + first, "Done."))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     endpoint = Endpoint(f"{served_plane.url}/sessions/{opened['session_id']}/v1", "none", "policy")
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}
     setting = Command(command=("bash", "-c", command), answer="file:answer.txt", variables=path)

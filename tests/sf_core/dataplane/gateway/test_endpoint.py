@@ -22,8 +22,9 @@ from tests.patience import join, patience, wait_until
 HI: Any = [{"role": "user", "content": "hi"}]
 
 
-def client(plane: ServedPlane, session_id: str | None = None, key: str = "none") -> OpenAI:
+def client(plane: ServedPlane, session_id: str | None = None) -> OpenAI:
     base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
+    key = plane.agent_key(session_id)
     return OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0, timeout=patience())
 
 
@@ -131,7 +132,7 @@ def test_samples_are_turns_of_one_prompt(
 ) -> None:
     served_plane.register()
     served_plane.connect(lambda prompt, seed: say(renderer, f"seed {seed}"))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     if streamed:
         chunks = stream(served_plane, opened["session_id"], n=3, seed=5)
         texts, usage = ["", "", ""], chunks[-1].usage
@@ -272,7 +273,7 @@ def test_however_a_client_appends_an_answer_its_tokens_are_the_recorded_ones(
     said = [answer for text in texts for _ in HOW_APPENDED for answer in (text, "done")]
     served_plane.connect(answering(renderer, *said))
     for text, append in itertools.product(texts, HOW_APPENDED):
-        opened = served_plane.post("/sessions", {"run_id": "run"})["session_id"]
+        opened = served_plane.client.post("/sessions", {"run_id": "run"})["session_id"]
         message = ask(served_plane, opened, tools=[CALC]).choices[0].message
         results: list[Any] = [
             {"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls or []

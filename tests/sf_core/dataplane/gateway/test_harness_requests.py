@@ -21,14 +21,14 @@ def test_a_session_of_a_harness_is_one_row_beside_its_title(
     recorded = json.loads(path.read_text())
     served_plane.register(context_length=32768, max_tokens=256)
     served_plane.connect(answering(renderer, *recorded["answers"]))
-    at = f"/sessions/{served_plane.post('/sessions', {'run_id': 'run'})['session_id']}"
+    at = f"/sessions/{served_plane.client.post('/sessions', {'run_id': 'run'})['session_id']}"
     refused = []
     for body in recorded["requests"]:
-        response = served_plane.http.post(at + recorded["path"], json=body)
+        response = served_plane.client.http.post(at + recorded["path"], json=body)
         if response.status_code != 200:
             refused.append(response.json()["error"]["message"].split(" is not supported")[0])
     assert refused == recorded["refused"]
-    tree = served_plane.get(at)
+    tree = served_plane.client.get(at)
     assert len(tree["turns"]) == len(recorded["answers"])
     assert list(tree["branch_reasons"]) == recorded["branch_reasons"]
     # ids of calls are those of another session: they count as the recorded ones

@@ -6,17 +6,17 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.keys import Caller
+from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.gateway.lookup import Lookup
 from sf_core.dataplane.runs.run import ServedRun
 from tests.sf_core.dataplane.runs.test_run import make_run
 
-ANYBODY = Caller(b"", None, None)
+STRANGER = Caller(b"", Keys("operator's key", welcomes_strangers=True), None, None)
 
 
 def serving(runs: dict[str, ServedRun], model: str) -> str:
     """Id of the run that answers a request for this model without a session."""
-    scope = {"caller": ANYBODY, "path_params": {}}
+    scope = {"caller": STRANGER, "path_params": {}}
     run, _ = Lookup(runs).find_session(scope, model)
     return run.spec.run_id
 

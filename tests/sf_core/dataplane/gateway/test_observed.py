@@ -40,7 +40,8 @@ def figures(plane: ServedPlane) -> dict[tuple[str, ...], float]:
 
 
 def ask(plane: ServedPlane, path: str = CHAT, **options: Any) -> httpx.Response:
-    return plane.http.post(path, json={"model": "policy", "messages": HI} | options)
+    body = {"model": "policy", "messages": HI} | options
+    return plane.http.post(path, json=body, headers=plane.agent_headers(path))
 
 
 def test_figures_count_what_agents_asked_and_got(served_plane: ServedPlane, renderer: Renderer) -> None:
@@ -252,7 +253,7 @@ def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
     endless = renderer.encode(" fox").tolist() * 500_000
     served_plane.connect(lambda prompt, seed: endless, tokens_per_step=500)
     body = orjson.dumps({"model": "policy", "messages": HI, "stream": True, "logprobs": True})
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         deaf.connect((served_plane.http.base_url.host, served_plane.http.base_url.port))

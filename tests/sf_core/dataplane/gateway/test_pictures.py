@@ -283,7 +283,8 @@ def ask_until_answered(plane: ServedPlane, path: str, body: Fields) -> str:
 
     def has_answer() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            response = httpx.post(plane.url + path, json={"model": "policy", **body}, timeout=patience())
+            asked = {"model": "policy", **body}
+            response = plane.http.post(path, json=asked, headers=plane.agent_headers(path))
             if response.status_code == 200:
                 answers.append(response.json()["choices"][0]["message"]["content"])
         return bool(answers)

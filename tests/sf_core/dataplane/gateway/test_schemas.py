@@ -77,36 +77,36 @@ def lend(plane: ServedPlane, lease: str = "r0") -> None:
     plane.lend(engine, Hello("run", 1, lease, 0, lease, lease, 8))
 
 
-Ask = Callable[[str], Any]
+Ask = Callable[[str, str], Any]
 
 
-def chat(url: str) -> Any:
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+def chat(url: str, key: str) -> Any:
+    with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
         answer = client.chat.completions.parse(model="policy", messages=MESSAGES, response_format=Sum)
         return answer.choices[0].message.parsed
 
 
-def chat_streamed(url: str) -> Any:
+def chat_streamed(url: str, key: str) -> Any:
     with (
-        OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        OpenAI(base_url=f"{url}/v1", api_key=key) as client,
         client.chat.completions.stream(model="policy", messages=MESSAGES, response_format=Sum) as events,
     ):
         return events.get_final_completion().choices[0].message.parsed
 
 
-def responses(url: str) -> Any:
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+def responses(url: str, key: str) -> Any:
+    with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
         return client.responses.parse(model="policy", input=MESSAGES, text_format=Sum).output_parsed
 
 
-def messages(url: str) -> Any:
-    with Anthropic(base_url=url, api_key="none") as client:
+def messages(url: str, key: str) -> Any:
+    with Anthropic(base_url=url, api_key=key) as client:
         answer = client.messages.parse(model="policy", messages=MESSAGES, max_tokens=200, output_format=Sum)
         return answer.parsed_output
 
 
-def gemini(url: str, **config: Any) -> Any:
-    with genai.Client(api_key="none", http_options={"base_url": url}) as client:
+def gemini(url: str, key: str, **config: Any) -> Any:
+    with genai.Client(api_key=key, http_options={"base_url": url}) as client:
         answer = client.models.generate_content(
             model="policy",
             contents="what is the sum of 12 and 30?",
@@ -115,18 +115,18 @@ def gemini(url: str, **config: Any) -> Any:
         return answer.parsed
 
 
-def gemini_by_type(url: str) -> Any:
+def gemini_by_type(url: str, key: str) -> Any:
     class Words(BaseModel):
         kind: Literal["sum", "product"]
         is_even: bool | None
 
-    answer = gemini(url, response_schema=Words)
+    answer = gemini(url, key, response_schema=Words)
     assert isinstance(answer, Words)
     return Sum(kind=answer.kind, terms=[], is_even=bool(answer.is_even))
 
 
-def gemini_by_json_schema(url: str) -> Any:
-    return Sum.model_validate(gemini(url, response_json_schema=SCHEMA))
+def gemini_by_json_schema(url: str, key: str) -> Any:
+    return Sum.model_validate(gemini(url, key, response_json_schema=SCHEMA))
 
 
 @pytest.mark.parametrize(
@@ -134,19 +134,17 @@ def gemini_by_json_schema(url: str) -> Any:
 )
 def test_a_client_gets_an_answer_of_its_type_from_any_policy(constrained: ServedPlane, ask: Ask) -> None:
     [claim] = constrained.claim()
-    answer = ask(f"{constrained.url}/sessions/{claim['session_id']}")
+    answer = ask(f"{constrained.url}/sessions/{claim['session_id']}", claim["key"])
     assert isinstance(answer, Sum)
     assert constrained.get("/runs/run")["counters"]["constrained_turns"] == 1
 
 
 def test_samples_of_one_request_follow_its_schema_and_may_call_its_tools(constrained: ServedPlane) -> None:
     [claim] = constrained.claim()
-    url = f"{constrained.url}/sessions/{claim['session_id']}/v1"
+    path = f"/sessions/{claim['session_id']}/v1/chat/completions"
     body = {"model": "policy", "messages": MESSAGES, "n": 12, "tools": [CALC]}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
-    answer = httpx.post(
-        f"{url}/chat/completions", json=body | {"response_format": form}, timeout=patience()
-    ).json()
+    answer = constrained.post(path, body | {"response_format": form}, claim["key"])
     contents = [choice["message"]["content"] for choice in answer["choices"]]
     is_json = [content.startswith("{") for content in contents]
     assert {*is_json} == {True, False}
@@ -200,9 +198,8 @@ def content_of(plane: ServedPlane, path: str, form: dict[str, Any], *said: str) 
     """The answer to a question, or to the next one after an answer."""
     later = [{"role": "assistant", "content": said[0]}, {"role": "user", "content": "more"}] if said else []
     body = {"model": "policy", "messages": [*MESSAGES, *later], **form}
-    response = httpx.post(f"{plane.url}{path}/v1/chat/completions", json=body, timeout=patience())
-    assert response.status_code == 200, response.text
-    return str(response.json()["choices"][0]["message"]["content"])
+    answer = plane.post(f"{path}/v1/chat/completions", body, plane.agent_key(path))
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def trained(plane: ServedPlane, paths: list[str]) -> list[Trajectory]:

@@ -138,7 +138,7 @@ def test_a_session_that_ends_on_a_full_disk_is_finished_when_there_is_room(
     restarts: Restarts, renderer: Renderer
 ) -> None:
     plane, claim = restarts.plane, open_session(restarts, renderer)
-    opened = plane.post("/sessions", {"run_id": "run"})
+    opened = plane.client.post("/sessions", {"run_id": "run"})
     for session in (claim, opened):
         assert plane.http.post(path_of(session), json=BODY).status_code == 200
     end: dict[str, Any] = {"status": "finished", "reward": 1.0}

@@ -68,7 +68,7 @@ class Stand:
 
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Stand]:
-    app, folder = make_app(), Path(tmp_path_factory.mktemp("run"))
+    app, folder = make_app(account_key()), Path(tmp_path_factory.mktemp("run"))
     generations: list[Generation] = []
 
     async def ask(_: Request) -> Response:

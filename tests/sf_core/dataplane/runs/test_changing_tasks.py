@@ -30,13 +30,13 @@ def begin(plane: ServedPlane, claim: dict[str, Any], task_id: str) -> None:
 def end(plane: ServedPlane, claim: dict[str, Any], task_id: str) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
-    assert plane.http.post(path, json=body).status_code == 200
+    assert plane.http.post(path, json=body, headers=plane.agent_headers(path)).status_code == 200
     report = {"status": "finished", "reward": 1.0, "task_id": task_id, "environment": "e"}
     plane.post(f"/sessions/{claim['session_id']}/finish", report)
 
 
 def wait(plane: ServedPlane) -> None:
-    DataplaneClient(plane.url, "run").wait_for_batch(0, timeout_s=0.1, absence_timeout_s=60)
+    DataplaneClient(plane.url, "run", plane.key).wait_for_batch(0, timeout_s=0.1, absence_timeout_s=60)
 
 
 @pytest.mark.parametrize("first", [begin, end])
@@ -85,12 +85,14 @@ def test_each_held_out_session_has_a_task_of_its_own(served_plane: ServedPlane, 
         begin(served_plane, claim, claim["session_id"])
         end(served_plane, claim, claim["session_id"])
 
-    DataplaneClient(served_plane.url, "run").wait_for_evaluation(0, timeout_s=60, absence_timeout_s=60)
+    DataplaneClient(served_plane.url, "run", served_plane.key).wait_for_evaluation(
+        0, timeout_s=60, absence_timeout_s=60
+    )
 
 
 def test_agents_outside_name_their_tasks_as_they_like(served_plane: ServedPlane, renderer: Renderer) -> None:
     serve(served_plane, renderer, outside_groups=1, groups_per_batch=1)
-    declared = served_plane.post("/runs/run/groups", {"size": 2})["sessions"]
+    declared = served_plane.client.post("/runs/run/groups", {"size": 2})["sessions"]
     for session in declared:
         end(served_plane, session, session["session_id"])
 

@@ -31,7 +31,8 @@ def ask(served_plane: ServedPlane, claim: dict[str, Any], *messages: Any) -> int
     """Send a request; returns the HTTP status."""
     body = {"model": "policy", "messages": list(messages), "tools": [CALC]}
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
-    return served_plane.http.post(path, json=body).status_code
+    headers = served_plane.agent_headers(path)
+    return served_plane.http.post(path, json=body, headers=headers).status_code
 
 
 def end(served_plane: ServedPlane, claim: dict[str, Any], **report: Any) -> None:
@@ -318,13 +319,14 @@ def test_a_session_that_an_agent_opened_and_that_cannot_be_exported_ends(
     served_plane: ServedPlane, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(served_plane, renderer)
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     fail_to_export(monkeypatch, opened["session_id"])
     assert ask(served_plane, opened, HI) == 200
     path = f"/sessions/{opened['session_id']}"
-    answer = served_plane.http.post(path + "/finish", json={"status": "finished", "reward": 1.0})
+    client = served_plane.client.http
+    answer = client.post(path + "/finish", json={"status": "finished", "reward": 1.0})
     assert (answer.status_code, "ValueError" in answer.text) == (500, True)
-    assert served_plane.http.get(path).status_code == 404
+    assert client.get(path).status_code == 404
     assert served_plane.get("/runs/run")["sessions_running"] == 0
 
 

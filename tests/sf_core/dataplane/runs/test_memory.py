@@ -171,8 +171,8 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
     with running_app(memory_mb=4 * KB) as url, attended(url, tmp_path, model_dir) as plane:
         plane.register(group_size=1, groups_per_batch=1)
         plane.connect(lambda prompt, seed: renderer.encode("yes").tolist())
-        opened = [plane.post("/sessions", {"run_id": "run"})["session_id"] for _ in range(2)]
-        refused = plane.http.post("/sessions", json={"run_id": "run"})
+        opened = [plane.client.post("/sessions", {"run_id": "run"})["session_id"] for _ in range(2)]
+        refused = plane.client.http.post("/sessions", json={"run_id": "run"})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
         error = refused.json()["error"]
         assert (error["code"], error["message"]) == (
@@ -184,7 +184,7 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
         with ThreadPoolExecutor(1) as agent:
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             path = f"/sessions/{claim['session_id']}"
-            agent.submit(plane.post, f"{path}/v1/chat/completions", body).result(patience())
+            agent.submit(plane.post, f"{path}/v1/chat/completions", body, claim["key"]).result(patience())
         held = figures(plane)
         assert held["sf_memory_bytes",] > held["sf_memory_bound_bytes",] == 4096
         finish(plane, claim)
@@ -193,4 +193,4 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
             plane.post(f"/sessions/{name}/finish", {"status": "failed"})
         plane.post("/runs/run/batches/0/seal", {"attempt": 1})
         assert figures(plane)["sf_memory_bytes",] == 0
-        plane.post("/sessions", {"run_id": "run"})
+        plane.client.post("/sessions", {"run_id": "run"})

@@ -71,7 +71,9 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(
     served_plane.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
     [claim] = served_plane.claim()
     one = [{"role": "user", "content": "one"}]
-    with OpenAI(base_url=f"{served_plane.url}/sessions/{claim['session_id']}/v1", api_key="none") as agent:
+    with OpenAI(
+        base_url=f"{served_plane.url}/sessions/{claim['session_id']}/v1", api_key=claim["key"]
+    ) as agent:
         first = [{"role": "assistant", "content": ask(agent, one)}]
         ask_stream(agent, [*one, *first, *one])
         ask(agent, [*one, *first, *one, *first, *one])
@@ -127,7 +129,7 @@ def test_a_turn_nobody_waits_for_is_kept_but_never_trained(
     )
     [claim] = served_plane.claim()
     base = f"{served_plane.url}/sessions/{claim['session_id']}/v1"
-    with OpenAI(base_url=base, api_key="none", max_retries=0) as agent:
+    with OpenAI(base_url=base, api_key=claim["key"], max_retries=0) as agent:
         hello: Any = [{"role": "user", "content": "hello"}]
         chunks = iter(agent.chat.completions.create(model="policy", messages=hello, stream=True))
         next(chunks)

@@ -8,11 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from openai import OpenAI
-from websockets.sync.client import connect
 
 from sf_core import waits
 from sf_core.dataplane.bodies import ClaimBody, RunSpec
@@ -28,7 +26,7 @@ from sf_core.dataplane.sessions.memory import Memory
 from sf_core.engines import wire
 from sf_core.engines.scripted import scripted_logprob
 from storage.tables.trajectories import read_trajectories
-from tests.bench.dataplane.planes import ServedPlane, running_process, say
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_process, say
 from tests.bench.dataplane.specs import SPEC, changed
 from tests.patience import join, patience, wait_until
 
@@ -36,7 +34,7 @@ from tests.patience import join, patience, wait_until
 def work(plane: ServedPlane, claim: dict[str, Any], reward: float = 1.0) -> None:
     """Do what an agent and its runner do: one turn, then the report."""
     session = f"/sessions/{claim['session_id']}"
-    with OpenAI(base_url=f"{plane.url}{session}/v1", api_key="none", max_retries=0) as agent:
+    with OpenAI(base_url=f"{plane.url}{session}/v1", api_key=claim["key"], max_retries=0) as agent:
         messages: Any = [{"role": "user", "content": f"task {claim['task_index']}"}]
         agent.chat.completions.create(model="policy", messages=messages)
     finish(plane, claim, reward)
@@ -73,7 +71,7 @@ def test_a_long_wait_is_in_the_status_until_the_next_stage(
     answering_plane: ServedPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waits, "FIRST_S", 0.05)
-    client = DataplaneClient(answering_plane.url, "run")
+    client = DataplaneClient(answering_plane.url, "run", answering_plane.key)
     client.report_stage(0, "rollout")
     with pytest.raises(TimeoutError, match=r"waited \d+ s, since .*, for batch 0: 2 of 2 groups"):
         client.wait_for_batch(0, timeout_s=0.3, absence_timeout_s=60)
@@ -92,17 +90,21 @@ def test_a_batch_that_nobody_works_on_is_given_up_by_a_setting_that_is_named(
         r"rollout\.absence_timeout_s allows; 2 of 2 groups; .*no agent runner is connected"
     )
     with pytest.raises(TimeoutError, match=absent):
-        DataplaneClient(answering_plane.url, "run").wait_for_batch(0, timeout_s=60, absence_timeout_s=0.02)
+        DataplaneClient(answering_plane.url, "run", answering_plane.key).wait_for_batch(
+            0, timeout_s=60, absence_timeout_s=0.02
+        )
 
 
 def test_an_engine_that_loads_is_not_absent(served_plane: ServedPlane) -> None:
     served_plane.register()
     served_plane.claim(1)
-    with connect(served_plane.url.replace("http", "ws", 1) + "/engines") as engine:
+    with served_plane.dial() as engine:
         engine.send(wire.pack(wire.Hello("run", 1, "r0", 0, "r0", "r0", 8)))
         engine.recv()
         with pytest.raises(TimeoutError, match=r"waited .* for batch 0: .*; no engine is loaded yet"):
-            DataplaneClient(served_plane.url, "run").wait_for_batch(0, timeout_s=0.1, absence_timeout_s=0.02)
+            DataplaneClient(served_plane.url, "run", served_plane.key).wait_for_batch(
+                0, timeout_s=0.1, absence_timeout_s=0.02
+            )
 
 
 def test_a_batch_goes_from_claims_to_trajectories_in_the_run_directory(answering_plane: ServedPlane) -> None:
@@ -273,7 +275,7 @@ def test_release_sends_everyone_home(answering_plane: ServedPlane) -> None:
 
 
 def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(answering_plane: ServedPlane) -> None:
-    client = DataplaneClient(answering_plane.url, "run")
+    client = DataplaneClient(answering_plane.url, "run", answering_plane.key)
     client.start_evaluation(0, 2)
     with ThreadPoolExecutor() as pool:
         waits = [
@@ -337,7 +339,7 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
     """Invariant 9: what was acknowledged is on disk. Engines come back by themselves."""
     with (
         running_process(tmp_path / "port", port=0) as url,
-        httpx.Client(base_url=url, timeout=patience()) as http,
+        operator_client(url) as http,
     ):
         before = ServedPlane(url, http, tmp_path, model_dir)
         before.register()
@@ -354,7 +356,7 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
     port = int(url.rsplit(":", 1)[1])
     with (
         running_process(tmp_path / "port", port) as url,
-        httpx.Client(base_url=url, timeout=patience()) as http,
+        operator_client(url) as http,
     ):
         after = ServedPlane(url, http, tmp_path, model_dir)
         after.register()

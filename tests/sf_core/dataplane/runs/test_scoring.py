@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import pytest
 from openai import AsyncOpenAI
 
@@ -17,8 +16,8 @@ from sf_core.cli.stack.local import free_port
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
-from tests.bench.dataplane.planes import ServedPlane, running_process, say
-from tests.patience import join, patience, wait_until
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_process, say
+from tests.patience import join, wait_until
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def scored_plane(served_plane: ServedPlane, renderer: Renderer) -> ServedPlane:
 
 def claim(plane: ServedPlane, runner: str, count: int, work: str = "agent", *running: str) -> dict[str, Any]:
     body = {"runner": runner, "work": work, "max": count, "running": list(running)}
-    return plane.post("/runs/run/claim", body)
+    return plane.note_keys(plane.post("/runs/run/claim", body))
 
 
 def sessions(answer: dict[str, Any]) -> list[str]:
@@ -40,7 +39,7 @@ def sessions(answer: dict[str, Any]) -> list[str]:
 
 def ask(plane: ServedPlane, session_id: str) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
-    plane.post(f"/sessions/{session_id}/v1/chat/completions", body)
+    plane.post(f"/sessions/{session_id}/v1/chat/completions", body, plane.agent_key(session_id))
 
 
 def answer_all(plane: ServedPlane, claimed: dict[str, Any]) -> list[str]:
@@ -147,7 +146,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
     port = free_port()
     with (
         running_process(tmp_path / "port", port, *options) as url,
-        httpx.Client(base_url=url, timeout=patience()) as http,
+        operator_client(url) as http,
     ):
         before = ServedPlane(url, http, tmp_path, model_dir)
         before.register()
@@ -157,7 +156,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
         given = sessions(claim(before, "s0", 1, "reward"))
     with (
         running_process(tmp_path / "port", port, *options) as url,
-        httpx.Client(base_url=url, timeout=patience()) as http,
+        operator_client(url) as http,
     ):
         after = ServedPlane(url, http, tmp_path, model_dir)
         after.register()
@@ -193,7 +192,7 @@ def run_runner(
     given: dict[str, Any] = {"agent": ask_for_an_answer, "reward": lambda task, answer: 0.0} | code
     runner = AgentRunner(
         url=plane.url,
-        key=None,
+        key=plane.key,
         run_id="run",
         runner_id=name,
         tasks=tasks,

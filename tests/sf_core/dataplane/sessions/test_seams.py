@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.bench.dataplane.planes import ServedPlane, running_app, say
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app, say
 from tests.patience import join, patience, wait_until
 
 TEXT = "naïve 数学 <STOP> übergröße 楽しい"
@@ -110,7 +110,7 @@ def _streamed(text: str) -> dict[str, Any]:
 def interrupter(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
 ) -> Iterator[Interrupter]:
-    with running_app() as url, httpx.Client(base_url=url, timeout=patience()) as http:
+    with running_app() as url, operator_client(url) as http:
         plane = ServedPlane(url, http, Path(tmp_path_factory.mktemp("runs")), model_dir)
         yield Interrupter(plane, renderer)
         plane.post("/runs/run/release")

@@ -20,7 +20,7 @@ from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import ServedPlane, running_app
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app
 from tests.patience import join, patience, wait_until
 
 BUDGET = 48
@@ -38,6 +38,7 @@ def converse(
 ) -> list[dict[str, Any]]:
     """An agent that asks, reads the whole answer and goes on. Returns usage and text of each turn."""
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
+    headers = plane.agent_headers(path)
     messages: list[dict[str, Any]] = []
     turns = []
     for turn in range(num_turns):
@@ -45,7 +46,7 @@ def converse(
         body = {"model": "policy", "messages": messages, "max_tokens": BUDGET}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-            response = httpx.post(plane.url + path, json=body, timeout=patience())
+            response = httpx.post(plane.url + path, json=body, headers=headers, timeout=patience())
             events = [httpx_json(line) for line in response.text.split("\n\n") if line.startswith("data: {")]
             assert "error" not in events[-1], events[-1]
             choices = [event["choices"][0] for event in events if event["choices"]]
@@ -55,7 +56,7 @@ def converse(
                 "tokens": events[-1]["usage"]["completion_tokens"],
             }
         else:
-            response = httpx.post(plane.url + path, json=body, timeout=patience())
+            response = httpx.post(plane.url + path, json=body, headers=headers, timeout=patience())
             assert response.status_code == 200, response.text
             [choice] = response.json()["choices"]
             answer = {
@@ -120,7 +121,7 @@ class Disturbances:
 
 @pytest.fixture(scope="module")
 def shared_plane(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[ServedPlane]:
-    with running_app() as url, httpx.Client(base_url=url, timeout=patience()) as http:
+    with running_app() as url, operator_client(url) as http:
         yield ServedPlane(url, http, tmp_path_factory.mktemp("runs"), model_dir)
 
 
@@ -229,7 +230,7 @@ def test_a_next_turn_goes_where_its_branch_is_cached(shared_plane: ServedPlane) 
         """Ask and append the answer; returns the engine that gave it."""
         before = shared_plane.get(f"/runs/{run_id}")["engines"]
         body = {"model": "policy", "messages": messages}
-        answer = shared_plane.post(f"/sessions/{claim['session_id']}/v1/chat/completions", body)
+        answer = shared_plane.post(f"/sessions/{claim['session_id']}/v1/chat/completions", body, claim["key"])
         messages.append(answer["choices"][0]["message"])
         after = shared_plane.get(f"/runs/{run_id}")["engines"]
         [lease] = [b["id"] for b, a in zip(before, after, strict=True) if a["tokens"] > b["tokens"]]
@@ -253,13 +254,16 @@ def test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back(shared
         run_id=run_id, run_dir=str(shared_plane.run_dir / run_id), max_waiting=1, request_patience_s=0.5
     )
     [claim] = shared_plane.claim(1, run_id=run_id)
-    path = f"{shared_plane.url}/sessions/{claim['session_id']}/v1/chat/completions"
+    path = f"/sessions/{claim['session_id']}/v1/chat/completions"
+    headers = shared_plane.agent_headers(path)
     body = {"model": "policy", "messages": [{"role": "user", "content": "0?"}]}
     answers: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: answers.append(httpx.post(path, json=body, timeout=patience())))
+    waiting = threading.Thread(
+        target=lambda: answers.append(shared_plane.http.post(path, json=body, headers=headers))
+    )
     waiting.start()
     wait_until(lambda: shared_plane.get(f"/runs/{run_id}")["requests_waiting"] == 1)
-    refused = httpx.post(path, json=body)
+    refused = shared_plane.http.post(path, json=body, headers=headers)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
     join(waiting)
     assert (answers[0].status_code, answers[0].headers["retry-after"]) == (503, "5")

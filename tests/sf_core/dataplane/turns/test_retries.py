@@ -28,7 +28,7 @@ from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.opening import open_turns
 from sf_core.dataplane.turns.request import TurnRequest
 from tests.bench.dataplane.conversations import user
-from tests.bench.dataplane.planes import ServedPlane, running_app, say
+from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app, say
 from tests.bench.dataplane.router import ClusterEngine, scripted
 from tests.bench.dataplane.specs import SPEC, changed
 from tests.patience import join, patience, until, wait_until
@@ -42,12 +42,13 @@ class Agent:
     def __init__(self, plane: ServedPlane) -> None:
         self.server = plane
         [self.claim] = plane.claim()
+        self.key = {"Authorization": f"Bearer {self.claim['key']}"}
         self._path = f"/sessions/{self.claim['session_id']}/v1/chat/completions"
         self._threads = ThreadPoolExecutor(4)
 
     def ask(self, headers: dict[str, str] | None = None, content: str = "hi") -> dict[str, Any]:
         body = {"model": "policy", "messages": [{"role": "user", "content": content}]}
-        response = self.server.http.post(self._path, json=body, headers=headers)
+        response = self.server.http.post(self._path, json=body, headers=self.key | (headers or {}))
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -58,7 +59,7 @@ class Agent:
         """Send a request whose connection breaks before its answer."""
         with pytest.raises(httpx.ReadTimeout):
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-            httpx.post(self.server.url + self._path, json=body, timeout=0.2)
+            httpx.post(self.server.url + self._path, json=body, headers=self.key, timeout=0.2)
         # what comes in the same turn of its event loop is a second client to the server, not the same again
         self.server.get("/runs/run")
 
@@ -71,7 +72,7 @@ def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]
 
 @contextlib.contextmanager
 def agent_of(url: str, folder: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
-    with httpx.Client(base_url=url, timeout=patience()) as http:
+    with operator_client(url) as http:
         plane = ServedPlane(url, http, folder, model_dir)
         plane.register(group_size=1, groups_per_batch=1)
         plane.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
@@ -171,7 +172,9 @@ def test_a_retry_of_several_samples_gets_the_same_ones(agent: Agent, streamed: b
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": streamed}
     path = f"/sessions/{agent.claim['session_id']}/v1/chat/completions"
     post = agent.server.http.post
-    first, again, other = (texts(post(path, json=body, headers=headers)) for headers in ({}, RETRY, {}))
+    first, again, other = (
+        texts(post(path, json=body, headers=agent.key | headers)) for headers in ({}, RETRY, {})
+    )
     assert len(set(first)) == 2
     assert again == first
     assert not set(other) & set(first)

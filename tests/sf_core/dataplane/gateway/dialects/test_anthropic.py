@@ -21,7 +21,9 @@ TOOL: Any = {
 
 def client(plane: ServedPlane, session_id: str | None = None) -> anthropic.Anthropic:
     base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
-    return anthropic.Anthropic(base_url=base, api_key="none", max_retries=0, timeout=patience())
+    return anthropic.Anthropic(
+        base_url=base, api_key=plane.agent_key(session_id), max_retries=0, timeout=patience()
+    )
 
 
 def ask(plane: ServedPlane, session_id: str | None = None, messages: Any = HI, **options: Any) -> Any:

@@ -15,7 +15,9 @@ from tests.patience import patience
 
 def complete(plane: ServedPlane, prompt: Any, session_id: str | None = None, **options: Any) -> Any:
     base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
-    with OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=patience()) as agent:
+    with OpenAI(
+        base_url=f"{base}/v1", api_key=plane.agent_key(session_id), max_retries=0, timeout=patience()
+    ) as agent:
         answer = agent.completions.create(model="policy", prompt=prompt, **options)
         return list(answer) if options.get("stream") else answer
 

@@ -27,7 +27,7 @@ def client(url: str, key: str = "none", **options: Any) -> genai.Client:
 
 def opened(plane: ServedPlane) -> str:
     """URL of a new session, as its agent gives it to the client."""
-    return str(plane.post("/sessions", {"run_id": "run"})["base_url"]).removesuffix("/v1")
+    return str(plane.client.post("/sessions", {"run_id": "run"})["base_url"]).removesuffix("/v1")
 
 
 def tree(plane: ServedPlane, url: str) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def test_a_session_is_named_by_the_key_in_the_header_or_the_query(
         assert agent.models.generate_content(model="policy", contents="hi").text == "yes"
     for version in ("v1", "v1beta"):
         path = f"/{version}/models/policy:generateContent?key={key}"
-        assert served_plane.post(path, {"contents": [HI]})["candidates"][0]["content"]["parts"] == [
+        assert served_plane.client.post(path, {"contents": [HI]})["candidates"][0]["content"]["parts"] == [
             {"text": "yes"}
         ]
     assert len(tree(served_plane, url)["turns"]) == 3

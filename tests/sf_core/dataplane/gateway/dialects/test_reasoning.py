@@ -51,7 +51,7 @@ def test_chat_has_reasoning_content(
     thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
-    session_id = thinking.post("/sessions", {"run_id": "run"})["session_id"]
+    session_id = thinking.client.post("/sessions", {"run_id": "run"})["session_id"]
     with v1(thinking, session_id) as agent:
         if streamed:
             deltas = [
@@ -78,7 +78,7 @@ def test_responses_have_a_reasoning_item(
     thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
-    session_id = thinking.post("/sessions", {"run_id": "run"})["session_id"]
+    session_id = thinking.client.post("/sessions", {"run_id": "run"})["session_id"]
     with v1(thinking, session_id) as agent:
         if streamed:
             with agent.responses.stream(model="policy", input=HI) as stream:
@@ -101,7 +101,7 @@ def test_messages_have_a_thinking_block(
     thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
-    session_id = thinking.post("/sessions", {"run_id": "run"})["session_id"]
+    session_id = thinking.client.post("/sessions", {"run_id": "run"})["session_id"]
     url = f"{thinking.url}/sessions/{session_id}"
     options: Any = {"model": "policy", "max_tokens": 100}
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as agent:
@@ -123,7 +123,7 @@ def test_contents_have_thought_parts(
     thinking: ServedPlane, renderer: Renderer, streamed: bool, echoed: bool
 ) -> None:
     thinking.connect(answering(renderer, THOUGHT))
-    url = f"{thinking.url}/sessions/{thinking.post('/sessions', {'run_id': 'run'})['session_id']}"
+    url = f"{thinking.url}/sessions/{thinking.client.post('/sessions', {'run_id': 'run'})['session_id']}"
     asked: Any = {"role": "user", "parts": [{"text": "hi"}]}
     with genai.Client(api_key="none", vertexai=False, http_options={"base_url": url}) as agent:
         if streamed:
@@ -148,7 +148,7 @@ def test_a_forced_call_closes_the_reasoning_the_template_opens(
     assert opened.opens_thinking
     rest = ' "calc", "arguments": {"expression": "1+1"}}\n</tool_call>'
     thinking.connect(answering(renderer, rest, "hm\n</think>\n\nYes."), run_id="open")
-    session_id = thinking.post("/sessions", {"run_id": "open"})["session_id"]
+    session_id = thinking.client.post("/sessions", {"run_id": "open"})["session_id"]
     with v1(thinking, session_id) as agent:
         options: Any = {"model": "policy", "messages": HI}
         [choice] = agent.chat.completions.create(**options, tools=[CALC], tool_choice="required").choices
@@ -163,7 +163,7 @@ def test_a_forced_call_closes_the_reasoning_the_template_opens(
 
 def test_reasoning_may_come_before_a_call(thinking: ServedPlane, renderer: Renderer) -> None:
     thinking.connect(answering(renderer, "<think>\nhm\n</think>\n\n" + tool_call_text(expression="1+1")))
-    session_id = thinking.post("/sessions", {"run_id": "run"})["session_id"]
+    session_id = thinking.client.post("/sessions", {"run_id": "run"})["session_id"]
     with v1(thinking, session_id) as agent:
         message = agent.chat.completions.create(model="policy", messages=HI, tools=[CALC]).choices[0].message
     assert (message.reasoning_content, message.content) == ("hm", None)

@@ -26,7 +26,9 @@ TOOL: Any = {"type": "function", "strict": False, **CALC["function"]}
 
 def client(plane: ServedPlane, session_id: str | None = None) -> OpenAI:
     base = plane.url if session_id is None else f"{plane.url}/sessions/{session_id}"
-    return OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=patience())
+    return OpenAI(
+        base_url=f"{base}/v1", api_key=plane.agent_key(session_id), max_retries=0, timeout=patience()
+    )
 
 
 def ask(plane: ServedPlane, session_id: str | None = None, given: Any = "hi", **options: Any) -> Any:

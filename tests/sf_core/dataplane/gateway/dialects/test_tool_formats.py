@@ -96,9 +96,8 @@ def test_calls_free_and_forced_are_calls_and_extend_the_tokens(
 ) -> None:
     renderer = serve_family(served_plane, tmp_path / "model", tool_format, special=special)
     served_plane.connect(answering(renderer, call, forced_rest, "two"))
-    session_id = served_plane.post("/sessions", {"run_id": "run"})["session_id"]
     messages = list(HI)
-    url = f"{served_plane.url}/sessions/{session_id}/v1"
+    url = served_plane.client.post("/sessions", {"run_id": "run"})["base_url"]
     with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience()) as agent:
         options: Any
         for options in ({}, {"tool_choice": CALC_CHOICE}):
@@ -129,7 +128,7 @@ def test_of_special_tokens_only_marks_are_read_and_none_is_shown(
     broken = "<tool_call>calc<|x|></tool_call>"
     said = ["<think>\nh<|x|>m\n</think>\n\nYes<|x|>." + call + broken, "<think>hm</think>" + call]
     served_plane.connect(answering(renderer, *said))
-    url = f"{served_plane.url}/sessions/{served_plane.post('/sessions', {'run_id': 'run'})['session_id']}/v1"
+    url = served_plane.client.post("/sessions", {"run_id": "run"})["base_url"]
 
     def ask(**options: Any) -> tuple[str, str, list[str]]:
         with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience()) as agent:
@@ -157,7 +156,7 @@ def test_tools_are_refused_where_calls_have_no_known_form(served_plane: ServedPl
     renderer = Renderer(str(folder))
     assert renderer.tool_format == ""
     served_plane.connect(answering(renderer, "no <tool_call>"))
-    url = f"{served_plane.url}/sessions/{served_plane.post('/sessions', {'run_id': 'run'})['session_id']}/v1"
+    url = served_plane.client.post("/sessions", {"run_id": "run"})["base_url"]
     request: Any = {"model": "policy", "messages": HI, "tools": [CALC]}
     for choice in ("auto", "required"):
         refused = httpx.post(f"{url}/chat/completions", json=request | {"tool_choice": choice})

@@ -44,7 +44,7 @@ DIALECTS = pytest.mark.parametrize("path", REQUESTS)
 
 def ask(plane: ServedPlane, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     body = {"model": "policy"} | REQUESTS.get(path, {}) | fields
-    response = httpx.post(plane.url + path, json=body)
+    response = httpx.post(plane.url + path, json=body, headers=plane.agent_headers(path))
     return response.status_code, response.json()
 
 
