@@ -254,10 +254,10 @@ class DataplaneConfig(Settings):
     """The data plane: the process between agents and engines."""
 
     url: PublicAddress | None = None
-    """Address of a running `sf dataplane`. The environment variable SF_DATAPLANE_KEY contains the key of the
-    data plane. If the address contains a password, leave this setting empty and set the environment variable
-    SF_DATAPLANE_URL to the address. Empty, without SF_DATAPLANE_URL: the command starts a data plane on the
-    loopback address."""
+    """Address of a running `sf dataplane`. The environment variable SF_DATAPLANE_KEY contains the key of a
+    data plane on another machine. If the address contains a password, leave this setting empty and set the
+    environment variable SF_DATAPLANE_URL to the address. Empty, without SF_DATAPLANE_URL: the command starts
+    a data plane on the loopback address."""
 
 
 class StorageConfig(Settings):

@@ -79,6 +79,12 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
             f"{share:.0%} of the answers were cut off by rollout.max_tokens ({config.rollout.max_tokens}) "
             "or engine.context_length",
         )
+    if refused := rollout.get("refused_reports"):
+        yield (
+            "reports",
+            f"{refused} reports on sessions that had ended by another report were refused: check that only "
+            "one program finishes each session",
+        )
     if rewards_teach and (earned := _find_constant(view, number)) is not None:
         yield (
             "constant",

@@ -97,6 +97,10 @@ class RunSeries:
             failures_of(i.stages["rollout"]) for i in self.iterations if "rollout" in i.stages
         )
 
+    def count_reports(self, kind: str) -> int:
+        """Reports of this kind on sessions that had ended (`late_reports`, `refused_reports`)."""
+        return sum(i.stages["rollout"].data.get(kind, 0) for i in self.iterations if "rollout" in i.stages)
+
     @property
     def held_out_failures(self) -> dict[str, int]:
         """Numbers of failed held-out sessions, by the reason."""

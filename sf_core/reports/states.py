@@ -150,7 +150,7 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
         return "released" if status["released"] else "running"
     except DataplaneError as error:
         if error.status in (401, 403):
-            raise _explain_unknown(run, url, f"refused the key ({error}); set SF_DATAPLANE_KEY") from None
+            raise _explain_unknown(run, url, f"refused the key ({error})") from None
         if error.status >= 500:
             raise _explain_unknown(run, url, f"fails ({error}); try again") from None
         return "no"

@@ -69,7 +69,7 @@ def test_each_command_has_its_part_with_its_options() -> None:
 
 def test_each_route_has_its_part() -> None:
     page = routes_page()
-    for route in make_app("key").routes:
+    for route in make_app("key-of-the-page").routes:
         if isinstance(route, Route):
             path = re.sub(r":\w+}", "}", route.path)
             shown = path.partition("/sessions/{session_id}")[2] if AGENTS_PATH.match(path) else path

@@ -13,7 +13,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Use what runs have made": ("ls", "inspect", "report", "export", "serve", "replay", "gc"),
     "Host a stack or a cluster": (
         *("up", "down", "setup-server"),
-        *("server", "scheduler", "dataplane", "worker"),
+        *("server", "scheduler", "dataplane", "worker", "key"),
     ),
 }
 """Names of all commands, in the order of the help."""
@@ -22,6 +22,7 @@ _WORDS = {
     **dict.fromkeys(("output", "out", "prompts", "port_file"), "FILE"),
     **dict.fromkeys(("journal_dir", "record", "folder", "root"), "FOLDER"),
     **dict.fromkeys(("host", "scheduler"), "ADDRESS"),
+    "allowed_host": "HOST",
     **dict.fromkeys(("run", "runs", "where"), "RUN"),
     **{"endpoint": "URL", "to": "FORMAT", "overrides": "KEY=VALUE", "device_kind": "KIND"},
 }

@@ -67,6 +67,8 @@ class ControlRoute(Route):
         """All that a handler may take."""
         plane: DataPlane = request.app.state.plane
         given = {"plane": plane, "request": request, **request.path_params}
+        if "session" in self.takes:
+            given["run"], given["session"] = plane.find_session(given["session_id"], request.scope["caller"])
         if "body" in self.takes:
             given["body"] = _parse_body(self.takes["body"], await read_body(request.receive))
         if "wait_s" in self.takes:
@@ -75,8 +77,6 @@ class ControlRoute(Route):
             raise ApiError(404, f"The number of a batch or version must be at most {MAX_INDEX}.")
         if "run_id" in given and ("run" in self.takes or self.recorded):
             given["run"] = plane.run(given["run_id"])
-        if "session" in self.takes:
-            given["run"], given["session"] = plane.find_session(given["session_id"], request.scope["caller"])
         return given
 
 

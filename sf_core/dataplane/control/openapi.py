@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute
 
 from sf_core.dataplane.bodies import MAX_INDEX
 from sf_core.dataplane.control.control_route import JSON, ControlRoute
+from sf_core.dataplane.gateway.dialects.registry import is_for_clients
 
 Schema = dict[str, Any]
 
@@ -50,17 +51,19 @@ def make_document(routes: Iterable[BaseRoute]) -> Schema:
         if isinstance(route, ControlRoute):
             path = re.sub(r":\w+}", "}", route.path)
             paths.setdefault(path, {})[route.method.lower()] = _describe(route, components)
-    keys = {"bearer": {"type": "http", "scheme": "bearer"}}
-    keys["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "SeamlessFlow data plane", "version": "1"},
         "paths": paths,
-        "components": {"schemas": components, "securitySchemes": keys},
-        "security": [{}, *({name: []} for name in keys)],
+        "components": {"schemas": components, "securitySchemes": _KEYS},
+        "security": _accept(_KEYS),
     }
 
 
+_KEYS: Schema = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _INDEX: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INDEX}
 _NAME: Schema = {"type": "string", "minLength": 1}
 _WAIT_S: Schema = {"name": "wait_s", "in": "query", "schema": {"type": "number", "minimum": 0}}
@@ -82,10 +85,17 @@ def _describe(route: ControlRoute, components: dict[str, Schema]) -> Schema:
         "responses": {"200": {"description": "Done.", "content": answer}}
         | {str(code): _refusal(code) for code in sorted(statuses)},
     }
+    if is_for_clients(route.path):
+        described["security"] = [{}, *_accept(_KEYS)]
     if "body" in route.takes:
         content = {JSON: {"schema": _body(route.takes["body"], components)}}
         described["requestBody"] = {"required": True, "content": content}
     return described
+
+
+def _accept(keys: Schema) -> list[Schema]:
+    """Each of these keys opens a route by itself."""
+    return [{name: []} for name in keys]
 
 
 def _refusal(status: int) -> Schema:

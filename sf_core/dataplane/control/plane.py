@@ -132,11 +132,14 @@ class DataPlane:
         return self.sessions.owned_session(session_id, caller)
 
     def find_ended(self, session_id: str, caller: Caller) -> ServedRun | None:
-        """The run whose session of this id has ended; None if it has not, or the caller is no client of the
-        run."""
+        """The run whose session of this id has ended, if the caller may report on it; None if it may not, or
+        the session has not ended."""
         named = [run for run in self.runs.values() if session_id.startswith(f"{run.spec.run_id}.")]
         run = max(named, key=lambda run: len(run.spec.run_id), default=None)
-        if run is None or session_id in run.sessions or not caller.is_client_of(run.spec):
+        if run is None or session_id in run.sessions:
+            return None
+        is_own = run.state.ends.is_external(session_id) and caller.is_client_of(run.spec)
+        if not (caller.is_operator or is_own):
             return None
         run.closing.check(session_id)
         return run

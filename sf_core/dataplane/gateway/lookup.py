@@ -41,8 +41,7 @@ class Lookup(Generic[Host]):
         of the newest run that serves this model. Raises ApiError, 503 if all that serve it have ended."""
         caller: Caller = scope["caller"]
         if caller.named_session is None:
-            newest_first = reversed(self._runs.values())
-            usable = [run for run in newest_first if caller.is_client_of(run.turns.spec)]
+            usable = self._usable(caller)
             serving = [run for run in usable if run.turns.spec.served_model == model]
             if not serving:
                 served = sorted({run.turns.spec.served_model for run in usable})
@@ -67,8 +66,15 @@ class Lookup(Generic[Host]):
         if caller.named_session is not None:
             run, _ = self._named(caller.named_session, caller, caller.works_in)
             return [run.turns.spec.served_model]
-        specs = [run.turns.spec for run in self._runs.values()]
-        return sorted({spec.served_model for spec in specs if caller.is_client_of(spec)})
+        return sorted({run.turns.spec.served_model for run in self._usable(caller)})
+
+    def _usable(self, caller: Caller) -> list[Host]:
+        """The runs of which the caller is a client, newest first. Raises ApiError 401 if there are only
+        others."""
+        usable = [run for run in reversed(self._runs.values()) if caller.is_client_of(run.turns.spec)]
+        if self._runs and not usable:
+            raise caller.refusal()
+        return usable
 
     def _named(
         self, session_id: str, caller: Caller, is_allowed: Callable[[RunSpec, Session], bool]

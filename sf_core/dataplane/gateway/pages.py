@@ -44,10 +44,11 @@ def explain_page(scope: Scope, hosts: Collection[str]) -> str | None:
 def foreign_origin(headers: Mapping[bytes, bytes], hosts: Collection[str]) -> str | None:
     """The origin of the page that causes a request, if it is not one of this server; None for programs."""
     origin = headers.get(b"origin", b"").decode("latin-1")
+    if origin and _host_of(origin) in hosts:
+        return None
     if origin and origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1"):
-        return None if _host_of(origin) in hosts else origin
-    site = headers.get(b"sec-fetch-site", b"none")
-    return None if site in OWN_SITES or origin else "not named"
+        return origin
+    return None if headers.get(b"sec-fetch-site", b"none") in OWN_SITES else "not named"
 
 
 def _host_of(url: str) -> str:

@@ -66,10 +66,12 @@ def answer_late(run: ServedRun, session_id: str, report: FinishBody) -> bool:
     digest = run.state.ends.find(session_id)
     if digest is not None and digest == digest_of(report):
         return True
-    if digest is None or report.status not in ("finished", "failed"):
-        run.counters["late_reports"] += 1
+    is_another = digest is not None and report.status in ("finished", "failed")
+    kind = "refused_reports" if is_another else "late_reports"
+    run.counters[kind] += 1
+    run.state.recent.reports[kind] += 1
+    if not is_another:
         return False
-    run.counters["refused_reports"] += 1
     log.warning("run %s: a second report on session %s differs and is refused", run.spec.run_id, session_id)
     message = f"Session {session_id} has ended by another report: this report changes nothing."
     raise ApiError(409, message, code="already_ended")

@@ -160,30 +160,43 @@ class Ends:
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
+        self._external: set[str] = set()
+        """Those on which agents outside worked, also if no report ended them."""
         self._groups: defaultdict[tuple[Split, int], list[str]] = defaultdict(list)
         self._opened: deque[str] = deque()
         """Ids of the ended sessions of each group, and of those of no group."""
 
     def note(self, session_id: str, claim: Claim | None, digest: str) -> None:
         """Note the report that ended a session; an empty digest: no report did."""
-        if not digest:
+        is_external = claim is None or claim.is_outside
+        if not (digest or is_external):
             return
+        if is_external:
+            self._external.add(session_id)
         self._digests[session_id] = digest
         if claim is not None:
             self._groups[claim.place.split, claim.place.group].append(session_id)
             return
         self._opened.append(session_id)
         if len(self._opened) > MAX_OPENED_ENDS:
-            self._digests.pop(self._opened.popleft(), None)
+            self._forget(self._opened.popleft())
 
     def drop(self, split: Split, group: int) -> None:
         """Forget the reports on the sessions of a group."""
         for session_id in self._groups.pop((split, group), ()):
-            self._digests.pop(session_id, None)
+            self._forget(session_id)
 
     def find(self, session_id: str) -> str | None:
         """Digest of the report that ended a session; None if none is known."""
-        return self._digests.get(session_id)
+        return self._digests.get(session_id) or None
+
+    def is_external(self, session_id: str) -> bool:
+        """Whether an agent outside is known to have worked on the ended session."""
+        return session_id in self._external
+
+    def _forget(self, session_id: str) -> None:
+        self._digests.pop(session_id, None)
+        self._external.discard(session_id)
 
 
 class RecentResults:
@@ -195,6 +208,9 @@ class RecentResults:
         """Sessions that failed and are retried or excluded, since the last one that counted."""
         self.discarded: Counter[str] = Counter()
         """Training sessions that failed and were retried or excluded since the last batch, by reason."""
+        self.reports: Counter[str] = Counter()
+        """Reports on sessions that had ended, since the last batch: `late_reports` changed nothing, and
+        `refused_reports` differed from the reports that ended the sessions."""
 
     def note_finished(self, result: FinishedSession) -> None:
         """Count a session with its reward, also one whose failure counts as the policy's."""

@@ -113,8 +113,10 @@ class Sealer:
             "failures": count_failures(session.status for session in sessions),
             "discarded": dict(state.recent.discarded),
             "last_error": state.recent.last_error,
+            **state.recent.reports,
             "max_lag": index - min(min_versions, default=index),
         }
+        state.recent.reports.clear()
         await run.record_now(Sealed(index, batch, answer))
         await run.compact()
         run.counters["sealed_groups"] += len(batch.groups)

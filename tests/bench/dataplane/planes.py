@@ -205,15 +205,16 @@ def operator_headers(url: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {operator_key(url)}"}
 
 
-def operator_client(url: str) -> httpx.Client:
-    """A client that shows the operator's key."""
-    return httpx.Client(base_url=url, headers=operator_headers(url), timeout=patience())
+def operator_client(url: str, key: str | None = None) -> httpx.Client:
+    """A client that shows the operator's key, by default that of the account."""
+    headers = operator_headers(url) if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=url, headers=headers, timeout=patience())
 
 
 @contextlib.contextmanager
-def attended(url: str, folder: Path, model_dir: str) -> Iterator[ServedPlane]:
+def attended(url: str, folder: Path, model_dir: str, key: str | None = None) -> Iterator[ServedPlane]:
     """ServedPlane of the data plane at this URL; at the end its run is released and its engines end."""
-    with operator_client(url) as http:
+    with operator_client(url, key) as http:
         plane = ServedPlane(url, http, folder, model_dir)
         yield plane
         if http.get("/runs/run").status_code == 200:
