@@ -27,10 +27,14 @@ from sf_core.stages.run import OpenRun, RunRef
 def main(iterations: int = 12, warmup: int = 2) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
+        env = {
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PYTHONPATH": str(Path.cwd()),
+            "SF_CACHE_DIR": str(folder / "cache"),
+        }
         with local_stack(folder / "logs", env) as stack:
             services = start_services(stack, folder, RunConfig().cluster.workers)()
-            env = {**stack.env, "PREFECT_API_URL": services.api, "SF_CACHE_DIR": str(folder / "cache")}
+            env = {**stack.env, "PREFECT_API_URL": services.api}
             baseline = json.loads(
                 _python(["-m", "benchmarks.nothing", services.scheduler, str(iterations)], env).splitlines()[
                     -1

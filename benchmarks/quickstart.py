@@ -33,7 +33,11 @@ WARMUP = 2
 def main(iterations: int = 23) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
+        env = {
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PYTHONPATH": str(Path.cwd()),
+            "SF_CACHE_DIR": str(folder / "cache"),
+        }
         with local_stack(folder / "logs", env) as stack:
             services = start_services(stack, folder, RunConfig().cluster.workers)()
             places = {
@@ -44,9 +48,7 @@ def main(iterations: int = 23) -> None:
                 "storage.root": folder,
             }
             config = load_config(str(CONFIG), [f"{name}={value}" for name, value in places.items()])
-            run_flow(
-                config, folder, {**stack.env, **services.addresses, "SF_CACHE_DIR": str(folder / "cache")}
-            )
+            run_flow(config, folder, {**stack.env, **services.addresses})
         print(json.dumps(measure(RunDirectory(config.run_dir))))
 
 

@@ -54,10 +54,14 @@ def compare_arms(
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
+        env = {
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PYTHONPATH": str(Path.cwd()),
+            "SF_CACHE_DIR": str(folder / "cache"),
+        }
         with local_stack(folder / "logs", env) as stack:
             services = start_services(stack, folder, RunConfig().cluster.workers)()
-            env = {**stack.env, **services.addresses, "SF_CACHE_DIR": str(folder / "cache")}
+            env = {**stack.env, **services.addresses}
             for seed in seeds:
                 for name, own in arms.items():
                     config = _config(f"{name}-{seed}", own, seed, iterations, every, folder, services)

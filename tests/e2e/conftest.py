@@ -141,7 +141,9 @@ def running_cluster(folder: Path, cache: Path, workers: Mapping[str, WorkerConfi
         "PYTHONPATH": f"{ROOT}:{folder / 'user'}",
         "SF_CACHE_DIR": str(cache),
     }
-    with local_stack(folder / "logs", env) as stack:
+    # the operator's key is there, also for the commands and flows that this process starts
+    with pytest.MonkeyPatch.context() as patch, local_stack(folder / "logs", env) as stack:
+        patch.setenv("SF_CACHE_DIR", str(cache))
         yield Cluster(stack, folder, start_services(stack, folder, workers)())
 
 

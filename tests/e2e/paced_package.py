@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 
+from sf_core.dataplane_key import operator_key
 from sf_core.types import Endpoint, Task
 from storage.run_directory import STAGES
 from tests.e2e.echo_package import reward, tasks
@@ -46,7 +47,9 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
 async def has_come_to(endpoint: Endpoint, stage: str) -> bool:
     """Whether the run has reached this stage of its first iteration."""
     root, _, session = endpoint.base_url.partition("/sessions/")
-    async with httpx.AsyncClient() as client:
+    # the endpoint's key opens the turns of its session only
+    headers = {"Authorization": f"Bearer {operator_key(root)}"}
+    async with httpx.AsyncClient(headers=headers) as client:
         status = (await client.get(f"{root}/runs/{session.rsplit('.', 3)[0]}")).raise_for_status().json()
     # the first evaluation is a stage of its own, and before the first stage there is none
     is_there = status.get("stage") in STAGES[STAGES.index(stage) :]

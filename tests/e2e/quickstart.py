@@ -30,12 +30,12 @@ def sf(
     """Run `sf` in a folder, on these services; without them, training starts its own."""
     env = os.environ | {
         "PREFECT_HOME": str(folder / "prefect"),
-        "SF_CACHE_DIR": str(folder / "cache"),
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "200",
     }
     env.pop("PREFECT_API_URL", None)
-    env |= on.addresses if on else {}
+    # the cache of running services has the key of their data plane
+    env |= on.addresses if on else {"SF_CACHE_DIR": str(folder / "cache")}
     return subprocess.run(
         [sys.executable, "-m", "sf_core", *arguments],
         env=env,

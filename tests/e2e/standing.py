@@ -14,6 +14,7 @@ import psutil
 from sf_core.child_processes import MARK
 from sf_core.cli.stack.local import Ports, Services
 from sf_core.cli.stack.supervisor import call
+from tests.bench.dataplane.planes import operator_headers
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import LOOKS_OFTEN
 from tests.e2e.quickstart import ROOT
@@ -80,6 +81,7 @@ class Stack:
 
     def dataplane_answers(self) -> bool:
         try:
-            return httpx.get(f"{self.services.dataplane}/metrics", timeout=2).is_success
+            headers = operator_headers(self.services.dataplane)
+            return httpx.get(f"{self.services.dataplane}/metrics", headers=headers, timeout=2).is_success
         except httpx.HTTPError:
             return False

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import httpx
 import pytest
 from playwright.sync_api import Browser, expect
 from prefect.client.schemas.actions import DeploymentUpdate
@@ -24,6 +23,7 @@ from sf_core.recipes.gates import Mixed
 from sf_core.recipes.outcomes import Success
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import read_outcomes
+from tests.bench.dataplane.planes import operator_client
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
@@ -73,7 +73,8 @@ def submit(server: Server, deployment: UUID, ui: PrefectUi) -> FlowRun:
 
 
 def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
-    status = httpx.get(f"{cluster.services.dataplane}/runs/{config.run_id}").raise_for_status().json()
+    with operator_client(cluster.services.dataplane) as plane:
+        status = plane.get(f"/runs/{config.run_id}").raise_for_status().json()
     return list(status["engines"])
 
 

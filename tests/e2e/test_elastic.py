@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import httpx
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +18,7 @@ from sf_core.cli.stack.local import start_dask_worker
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.scheduling.cluster import read_workers, tell_holders
 from storage.run_directory import RunDirectory
+from tests.bench.dataplane.planes import operator_client
 from tests.e2e.conftest import Cluster, holders, is_committed, spans
 from tests.e2e.invariants import check_result, manifests
 from tests.patience import patience, wait_until
@@ -61,28 +61,28 @@ def connected(cluster: Cluster) -> set[str]:
 
 def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lost(cluster: Cluster) -> None:
     config = cluster.config("elastic", "async", train={"iterations": 4})
-    url = f"{cluster.services.dataplane}/runs/elastic"
+    plane, url = operator_client(cluster.services.dataplane), "/runs/elastic"
     with restored(cluster):
         process = cluster.start(config)
         wait_until(lambda: is_committed(config, 1, "publish") or process.poll() is not None, "2")
         # nothing ends while nothing is sampled: there is time to join
-        httpx.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
+        plane.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
         start_worker(cluster, "r1", "rollout")
 
         def versions() -> dict[str, int | None]:
-            return {engine["worker"]: engine["version"] for engine in httpx.get(url).json()["engines"]}
+            return {engine["worker"]: engine["version"] for engine in plane.get(url).json()["engines"]}
 
         wait_until(
             lambda: versions().get("r1") is not None or process.poll() is not None,
             "r1",
             every_s=0.1,
         )
-        newest = httpx.get(url).json()["version"]
+        newest = plane.get(url).json()["version"]
         assert versions() == {"r0": newest, "r1": newest}, cluster.log(config)[-2000:]
         held = tell_holders(cluster.services.scheduler, "another")
         assert re.fullmatch(r"workers a0, (c0, )?r0, r1(, t0)? are held by run elastic", held)
         end_worker(cluster, "r0")
-        httpx.post(f"{url}/resume", json={}).raise_for_status()
+        plane.post(f"{url}/resume", json={}).raise_for_status()
         cluster.finish(config, process)
     check_result(config)
     sampled = [span for span in spans(config, "rollout") if span.worker == "r1"]
@@ -105,11 +105,11 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
         evaluate={"num_tasks": 1},
         cluster={"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 0.5}}},
     )
-    url = f"{cluster.services.dataplane}/runs/elastic-runners"
+    plane, url = operator_client(cluster.services.dataplane), "/runs/elastic-runners"
 
     def holders() -> set[str]:
         """Workers of runners that are not retiring."""
-        answer = httpx.get(url)
+        answer = plane.get(url)
         runners = answer.json()["runners"] if answer.is_success else {}
         return {name.partition(":")[0] for name, runner in runners.items() if not runner["retiring"]}
 
@@ -162,14 +162,14 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
     cluster: Cluster,
 ) -> None:
     config = cluster.config("loan-lost", rollout={"overlap": False})
-    url = f"{cluster.services.dataplane}/runs/loan-lost"
+    plane, url = operator_client(cluster.services.dataplane), "/runs/loan-lost"
     with restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
         patience_s = client.run_on_scheduler(give_up_after, 3.0)
         try:
             process = cluster.start(config)
             wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
-            httpx.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
-            wait_until(lambda: httpx.get(url).json().get("iteration") == 1, "iteration 1", every_s=0.1)
+            plane.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
+            wait_until(lambda: plane.get(url).json().get("iteration") == 1, "iteration 1", every_s=0.1)
             assert not is_committed(config, 1, "rollout")
             end_worker(cluster, "t0")
             wait_until(lambda: client.run_on_scheduler(num_unrunnable) > 0, "its loans to wait", every_s=0.2)
@@ -180,11 +180,11 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
         start_worker(cluster, "t0", "rollout", "train")
 
         def serving() -> set[str]:
-            engines = httpx.get(url).json()["engines"]
+            engines = plane.get(url).json()["engines"]
             return {engine["worker"] for engine in engines if engine["version"] is not None}
 
         wait_until(lambda: serving() == {"r0", "t0"} or process.poll() is not None, "t0", every_s=0.2)
-        httpx.post(f"{url}/resume", json={}).raise_for_status()
+        plane.post(f"{url}/resume", json={}).raise_for_status()
         cluster.finish(config, process)
     check_result(config)
     assert "t0 gets a new lease" in cluster.log(config)

@@ -17,8 +17,8 @@ from sf_core.cli.stack.local import Services, local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Supervisor
 from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.dataplane_key import operator_key
 from sf_core.scheduling.cluster import read_workers
-from sf_core.surroundings import dataplane_key
 from tests.e2e.conftest import ROOT, Cluster, is_committed, spans
 from tests.e2e.hosts import Host, hosts
 from tests.e2e.invariants import check_result
@@ -183,7 +183,8 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
 
     mended = time.time()
     lost.mend()
-    status = DataplaneClient(cluster.services.dataplane, "cut-off", dataplane_key()).status
+    url = cluster.services.dataplane
+    status = DataplaneClient(url, "cut-off", operator_key(url)).status
     wait_until(lambda: worker in serving(main.call(status)), "its engine", every_s=0.5)
     for gate in ("2", "3"):
         (gates / gate).touch()
