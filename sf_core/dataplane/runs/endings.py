@@ -62,7 +62,9 @@ async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
 
 def answer_late(run: ServedRun, session_id: str, report: FinishBody) -> bool:
     """Whether a session that has ended was ended by this very report, which its sender sends again. Others
-    change nothing and are counted. Raises ApiError 409 if another report ended it."""
+    change nothing and are counted. Raises ApiError 409 if another report ended it, and 503 while its end is
+    being recorded."""
+    run.closing.check(session_id)
     digest = run.state.ends.find(session_id)
     if digest is not None and digest == digest_of(report):
         return True
