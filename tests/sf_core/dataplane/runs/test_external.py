@@ -59,7 +59,11 @@ class OpeningDriver(Driver):
         return [session for session in self.run.sessions.values() if session.claim is None]
 
     async def open(self) -> None:
-        await open_session(self.run, SessionBody(run_id="run", group=f"g{len(self.opened) % 2}", task_id="t"))
+        await open_session(
+            self.run,
+            SessionBody(run_id="run", group=f"g{len(self.opened) % 2}", task_id="t"),
+            by_operator=False,
+        )
 
     async def finish_opened(self) -> None:
         for session in self.opened[:1]:

@@ -49,7 +49,9 @@ class OutsideDriver(Driver):
         return [session for session in self.run.sessions.values() if session.is_external]
 
     async def declare(self) -> None:
-        await declare_group(self.run, GroupBody(size=1 + next(self.numbers) % 3, task_id="t"))
+        await declare_group(
+            self.run, GroupBody(size=1 + next(self.numbers) % 3, task_id="t"), by_operator=False
+        )
 
     async def finish_outside(self) -> None:
         for session in self.outside[next(self.numbers) % 3 :][:1]:
@@ -133,11 +135,13 @@ def test_a_declared_group_is_trained_as_one_with_its_name_and_task(
     async def scenario() -> None:
         driver = await begun(tmp_path, model_dir, renderer, groups_per_batch=1)
         first = await declare_group(
-            driver.run, GroupBody(size=3, name="ticket 7", task_id="t7", environment="desk")
+            driver.run,
+            GroupBody(size=3, name="ticket 7", task_id="t7", environment="desk"),
+            by_operator=False,
         )
-        again = await declare_group(driver.run, GroupBody(size=3, name="ticket 7"))
+        again = await declare_group(driver.run, GroupBody(size=3, name="ticket 7"), by_operator=False)
         assert again == first and len(first) == 3
-        other = await declare_group(driver.run, GroupBody(size=3, name="ticket 8"))
+        other = await declare_group(driver.run, GroupBody(size=3, name="ticket 8"), by_operator=False)
         assert {s.session_id for s in other}.isdisjoint(s.session_id for s in first)
         for number, session in enumerate(first):
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
@@ -164,7 +168,7 @@ def test_a_reward_may_come_as_late_as_its_patience_allows(
     async def scenario() -> None:
         rules = {"groups_per_batch": 1, "session_timeout_s": 10.0, "reward_patience_s": 100.0}
         driver = await begun(tmp_path, model_dir, renderer, **rules)
-        for session in await declare_group(driver.run, GroupBody(size=2)):
+        for session in await declare_group(driver.run, GroupBody(size=2), by_operator=False):
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
             await endings.finish(driver.run, session, FinishBody(status="answered"))
         if restarts:
@@ -193,7 +197,7 @@ def test_a_reward_that_comes_after_the_lag_bound_is_kept_and_does_not_train(
         driver = await begun(
             tmp_path, model_dir, renderer, groups_per_batch=1, on_max_lag="drop", lag_bound=0
         )
-        late = await declare_group(driver.run, GroupBody(size=2))
+        late = await declare_group(driver.run, GroupBody(size=2), by_operator=False)
         for session in late:
             sample(session, renderer, [user("hi")], say(renderer, "x"), version=0)
             assert session.claim is not None

@@ -95,7 +95,7 @@ def test_nothing_that_a_run_did_before_it_began_anew_counts(
         [held_out, done, open_one], _ = await claiming.claim(earlier, ClaimBody(runner="a", max=3))
         for session in (held_out, done):
             await endings.finish(earlier, session, FinishBody(status="finished", reward=1.0))
-        outside = await open_session(earlier, SessionBody(run_id="run"))
+        outside = await open_session(earlier, SessionBody(run_id="run"), by_operator=False)
         sample(outside, renderer, [user("hi")], say(renderer, "x"), version=0)
         await endings.finish(earlier, outside, FinishBody(status="finished", reward=1.0))
         if restarts == "before":

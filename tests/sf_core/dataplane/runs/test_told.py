@@ -93,7 +93,7 @@ def test_groups_from_outside_are_told_without_a_task_and_not_counted(
         driver = Teller(tmp_path, model_dir, renderer)
         rules = RULES | {"groups_per_batch": 2}
         await driver.register(**rules, gate="varied", success={"at_least": 0.5}, outside_groups=1)
-        outside = await declare_group(driver.run, GroupBody(size=2, task_id="ticket"))
+        outside = await declare_group(driver.run, GroupBody(size=2, task_id="ticket"), by_operator=False)
         for reward, session in enumerate(outside):
             await driver.end(session, float(reward))
         await driver.claim()

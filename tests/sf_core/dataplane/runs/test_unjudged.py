@@ -509,8 +509,8 @@ def test_what_was_spent_before_a_restart_counts_until_the_next_batch(play: Play)
 def test_an_agent_outside_leaves_nothing_unjudged(play: Play) -> None:
     async def scenario(driver: UnjudgedDriver) -> None:
         await driver.register(outside_groups=1)
-        opened = await claiming.open_session(driver.run, SessionBody(run_id="run"))
-        [declared, *_] = await claiming.declare_group(driver.run, GroupBody(size=2))
+        opened = await claiming.open_session(driver.run, SessionBody(run_id="run"), by_operator=False)
+        [declared, *_] = await claiming.declare_group(driver.run, GroupBody(size=2), by_operator=False)
         for session in (opened, declared):
             with pytest.raises(WrongField, match="Agents outside the cluster cannot ask judges"):
                 await endings.finish(driver.run, session, FinishBody(status="unjudged"))
