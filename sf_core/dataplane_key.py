@@ -29,7 +29,7 @@ def operator_key(url: str) -> str | None:
         return configured
     if not is_loopback(urlsplit(url).hostname or ""):
         return None
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         return key_file().read_text().strip() or None
     return None
 

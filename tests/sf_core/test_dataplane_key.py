@@ -41,6 +41,11 @@ def test_the_users_key_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operator_key(LOOPBACK) == operator_key("https://plane.example.org") == "chosen"
 
 
+def test_a_folder_that_cannot_be_one_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SF_CACHE_DIR", "/dev/null/x")
+    assert operator_key(LOOPBACK) is None
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
 def test_a_key_that_others_can_read_is_refused(mode: int) -> None:
     account_key()
