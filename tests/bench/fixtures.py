@@ -145,7 +145,7 @@ def answering_plane(served_plane: ServedPlane, renderer: Renderer) -> ServedPlan
 
 @pytest.fixture
 def plane_process(tmp_path: Path, model_dir: str) -> Iterator[ServedPlane]:
-    """A data plane without a key, in a process of its own, without a run."""
+    """A data plane with the account's key, in a process of its own, without a run."""
     from tests.bench.dataplane.planes import attended, running_process
 
     with running_process(tmp_path / "port", 0) as url, attended(url, tmp_path, model_dir) as plane:
