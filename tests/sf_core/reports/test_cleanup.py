@@ -362,7 +362,10 @@ def test_a_data_plane_that_wants_another_key_is_an_error(root: Path, monkeypatch
         code, output = sf("gc", run.uri)
         assert "a unknown 3/4" in sf("ls", run.uri)[1]
     assert code == 2
-    assert f"its data plane at {url} refused the key" in output and "set SF_DATAPLANE_KEY" in output
+    assert (
+        f"its data plane at {url} refused the key" in output
+        and f"Set SF_DATAPLANE_KEY to the key of the data plane at {url}" in output
+    )
 
 
 def test_on_loopback_of_another_machine_a_data_plane_cannot_be_asked(root: Path) -> None:
