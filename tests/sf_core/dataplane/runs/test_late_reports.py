@@ -101,7 +101,8 @@ def test_a_report_of_a_session_whose_time_is_over_is_counted(
 ) -> None:
     claim = answered_claim(served_plane, renderer, session_timeout_s=0.5)
     wait_until(lambda: served_plane.get("/runs/run")["counters"].get("failures.timeout", 0) == 1)
-    assert send(served_plane, claim, FINISHED)[0] == 404
+    # 503 until the end is on disk
+    wait_until(lambda: send(served_plane, claim, FINISHED)[0] == 404)
     assert counters(served_plane) == {"late_reports": 1, "refused_reports": 0}
 
 
