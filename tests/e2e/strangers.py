@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from playwright.sync_api import Browser, Page, Request, Route
+from playwright.sync_api import Browser, Page
 
-from tests.patience import join, patience, wait_until
+from tests.patience import join, patience
 
 NAMES = ("evil.test", "127.0.0.1", "localhost")
 """Hosts of strangers' pages: another site, and another port of this machine, where a notebook or a web server
@@ -21,33 +21,35 @@ POST_JSON = """async ([url, body]) => {
     const headers = {"content-type": "application/json"}
     return await (await fetch(url, {method: "POST", headers, body})).text()
 }"""
-_FRAME = """(url, body, sandbox) => new Promise(resolve => {
+_FORM = """(url, body) => new Promise(resolve => {
     const frame = Object.assign(document.createElement("iframe"), {name: "into"})
-    if (sandbox) frame.sandbox = "allow-scripts allow-forms"
-    frame.onload = () => resolve("sent")
-    document.body.append(frame)
-    if (sandbox) {
-        const options = {method: "POST", mode: "no-cors", body}
-        frame.srcdoc = `<script>fetch(${JSON.stringify(url)}, ${JSON.stringify(options)})</script>`
-        return
-    }
     const form = Object.assign(document.createElement("form"), {action: url, target: "into", method: "POST"})
     form.enctype = "text/plain"
     // sent as NAME=VALUE, which together are the body
     const [name, ...rest] = body.split("=")
     form.append(Object.assign(document.createElement("input"), {name, value: rest.join("=")}))
-    document.body.append(form)
+    document.body.append(frame, form)
+    // the empty frame has been loaded by now
+    frame.onload = () => { frame.remove(); form.remove(); resolve("sent") }
     form.submit()
+})"""
+_SANDBOX = """([url, body]) => new Promise(resolve => {
+    const given = JSON.stringify([url, {method: "POST", mode: "no-cors", body}])
+    const frame = document.createElement("iframe")
+    frame.sandbox = "allow-scripts"
+    const tell = "said => parent.postMessage(String(said), '*')"
+    frame.srcdoc = `<script>fetch(...${given}).then(${tell}, ${tell})</script>`
+    addEventListener("message", event => { frame.remove(); resolve(event.data) }, {once: true})
+    document.body.append(frame)
 })"""
 _ELSEWHERE = "'/redirect?to=' + encodeURIComponent(url)"
 POSTS = {
     "JSON": POST_JSON,
     "text": "async ([url, body]) => await (await fetch(url, {method: 'POST', body})).text()",
     "text without CORS": "([url, body]) => fetch(url, {method: 'POST', mode: 'no-cors', body}).then(String)",
-    "a beacon": "([url, body]) => String(navigator.sendBeacon(url, body))",
-    "a form": f"([url, body]) => ({_FRAME})(url, body)",
-    "a sandboxed frame": f"([url, body]) => ({_FRAME})(url, body, true)",
-    "a form that is redirected": f"([url, body]) => ({_FRAME})({_ELSEWHERE}, body)",
+    "a form": f"([url, body]) => ({_FORM})(url, body)",
+    "a sandboxed frame": _SANDBOX,
+    "a form that is redirected": f"([url, body]) => ({_FORM})({_ELSEWHERE}, body)",
     "a request that is redirected": (
         f"([url, body]) => fetch({_ELSEWHERE}, {{method: 'POST', mode: 'no-cors', body}}).then(String)"
     ),
@@ -112,42 +114,15 @@ def page_at(browser: Browser, url: str) -> Iterator[Page]:
     page.close()
 
 
-@contextmanager
-def rebound_page(browser: Browser, address: str) -> Iterator[Page]:
-    """A page whose origin is a stranger's name with the port of `address`: the name led elsewhere while the
-    page was loaded, and now leads here."""
-
-    def answer_once(route: Route) -> None:
-        route.fulfill(content_type="text/html", body="<body></body>")
-
-    page = browser.new_page()
-    page.set_default_timeout(patience() * 1000)
-    url = f"http://evil.test:{urlsplit(address).port}/before"
-    page.route(url, answer_once, times=1)
-    page.goto(url)
-    yield page
-    page.close()
+def rebound_page(browser: Browser, address: str) -> AbstractContextManager[Page]:
+    """A page whose origin is a stranger's name with the port of `address`, as if the name had led elsewhere
+    until the page was loaded, and led here now."""
+    return page_at(browser, f"http://evil.test:{urlsplit(address).port}/")
 
 
 def send(page: Page, way: str, url: str, *body: str) -> str:
-    """What a page reads of the answer; returns when the browser has got the answer or has given up."""
-    ended: list[str] = []
-
-    def end(request: Request) -> None:
-        ended.append(request.url)
-
-    page.on("requestfinished", end)
-    page.on("requestfailed", end)
-    said = page.evaluate(
-        f"async given => {{ try {{ return await ({way})(given) }} catch (e) {{ return String(e) }} }}",
-        [url, *body] if body else url,
+    """What a page reads of the answer, or the error; returns when the browser has got the answer."""
+    caught = (
+        f"async given => {{ try {{ return await ({way})(given) }} catch (error) {{ return String(error) }} }}"
     )
-
-    def is_through() -> bool:
-        page.wait_for_timeout(10)
-        return url in ended
-
-    wait_until(is_through, f"the request to {url}")
-    page.remove_listener("requestfinished", end)
-    page.remove_listener("requestfailed", end)
-    return str(said)
+    return str(page.evaluate(caught, [url, *body] if body else url))
