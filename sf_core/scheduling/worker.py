@@ -31,7 +31,7 @@ DASK_SETTINGS = {
     "DASK_DISTRIBUTED__SCHEDULER__ACTIVE_MEMORY_MANAGER__START": "False",
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
-    # pages of logs and tasks, which Dask gives to any page in a browser whose host name was rebound to loopback
+    # pages of logs and tasks: a strange page could read them, if its host's name was rebound to loopback
     "DASK_DISTRIBUTED__SCHEDULER__HTTP__ROUTES": "[]",
     "DASK_DISTRIBUTED__WORKER__HTTP__ROUTES": "[]",
     "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "30s",

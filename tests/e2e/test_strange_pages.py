@@ -11,6 +11,7 @@ from uuid import UUID
 
 import httpx
 import pytest
+from distributed import Client
 from playwright.sync_api import Browser, expect
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
@@ -19,7 +20,7 @@ from websockets.sync.client import connect
 
 from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.bench.dataplane.specs import SPEC
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import ROOT, Cluster
 from tests.e2e.prefect_server import DEPLOYMENTS, Server
 from tests.e2e.prefect_ui import prefect_ui
 from tests.e2e.strangers import GETS, NAMES, POST_JSON, POSTS, SOCKET, page_at, rebound_page, send, stranger
@@ -162,6 +163,21 @@ def test_the_documented_calls_of_the_prefect_page_work(server: Server) -> None:
     assert made["parameters"] == {"config": {"run_id": "longer", "train": {"iterations": 80}}}
     with server.client() as client:
         client.delete_flow_run(UUID(made["id"]))
+
+
+# --- Dask
+
+
+def test_dasks_http_servers_have_no_pages_that_a_rebound_name_could_read(cluster: Cluster) -> None:
+    with Client(cluster.services.scheduler, set_as_default=False) as client:
+        scheduler = client.scheduler_info(n_workers=-1)
+    services = [scheduler, *scheduler["workers"].values()]
+    ports = [server["services"]["dashboard"] for server in services]
+    assert len(ports) > 1
+    for port in ports:
+        for path in ("/info/main/logs.html", "/json/identity.json", "/metrics", "/health", "/eventstream"):
+            answer = httpx.get(f"http://127.0.0.1:{port}{path}", headers={"Host": "evil.test"})
+            assert answer.status_code == 404, path
 
 
 # --- the data plane
