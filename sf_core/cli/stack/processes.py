@@ -92,8 +92,8 @@ def dataplane(directory: Path, port: int, *, memory_mb: float = DataplaneOptions
 
 
 def client_settings(authority: Path) -> dict[str, str]:
-    """Settings of clients of our Prefect server, which requires CSRF tokens and speaks plain HTTP: to read all
-    authorities in each task takes 20 ms. Writes `authority` with only one of them."""
+    """Settings of clients of our Prefect server, which requires CSRF tokens. It speaks plain HTTP, and to
+    read all authorities in each task takes 20 ms: writes `authority` with only one of them."""
     end = "-----END CERTIFICATE-----\n"
     authority.write_text(certifi.contents().partition(end)[0] + end)
     return {"PREFECT_API_SSL_CERT_FILE": str(authority), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true"}
