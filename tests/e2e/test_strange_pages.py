@@ -144,6 +144,9 @@ def test_the_ui_works_at_both_names_of_loopback(server: Server, browser: Browser
     for name in ("127.0.0.1", "localhost"):
         with prefect_ui(browser, f"http://{name}:{port}/api") as ui:
             ui.open_form(deployment_id(server))
+            # Prefect's newer UI, which a browser gets that asks for no page
+            ui.page.goto(f"http://{name}:{port}/v2/deployments")
+            expect(ui.page.get_by_text("quickstart").first).to_be_visible()
 
 
 def test_the_documented_calls_of_the_prefect_page_work(server: Server) -> None:
