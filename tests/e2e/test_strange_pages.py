@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import UUID
 
@@ -18,9 +20,12 @@ from prefect.client.schemas.objects import FlowRun
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from sf_core.cli.stack.local import free_port, local_stack
+from sf_core.cli.stack.processes import Part
 from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.bench.dataplane.specs import SPEC
 from tests.e2e.conftest import ROOT, Cluster
+from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import DEPLOYMENTS, Server
 from tests.e2e.prefect_ui import prefect_ui
 from tests.e2e.strangers import GETS, NAMES, POST_JSON, POSTS, SOCKET, page_at, rebound_page, send, stranger
@@ -147,6 +152,36 @@ def test_the_ui_works_at_both_names_of_loopback(server: Server, browser: Browser
             # Prefect's newer UI, which a browser gets that asks for no page
             ui.page.goto(f"http://{name}:{port}/v2/deployments")
             expect(ui.page.get_by_text("quickstart").first).to_be_visible()
+
+
+def test_a_server_behind_another_name_serves_its_ui_once_the_name_is_configured(
+    browser: Browser, tmp_path: Path
+) -> None:
+    port = free_port()
+    env = {
+        "PREFECT_HOME": make_prefect_home(tmp_path / "prefect"),
+        "PREFECT_UI_API_URL": f"http://ui.test:{port}/api",
+        "SF_ALLOWED_HOSTS": f"api.test, gpu1:{port}",
+    }
+    command = [sys.executable, "-m", "sf_core", "server", "--port", str(port)]
+    with local_stack(tmp_path / "logs", env) as stack:
+        [process] = stack.start(Part("server", command))
+        stack.await_ready(process, lambda: status_at(port, "127.0.0.1"), patience())
+        hosts = ("localhost", "api.test", "gpu1", "ui.test", "evil.test")
+        assert [status_at(port, host) for host in hosts] == [200, 200, 200, 200, 403]
+        page = browser.new_page()
+        with page.expect_response(lambda answer: answer.request.method == "POST") as posted:
+            page.goto(f"http://ui.test:{port}/deployments")
+        assert posted.value.ok and posted.value.url.startswith(f"http://ui.test:{port}/api/")
+        page.close()
+
+
+def status_at(port: int, host: str) -> int:
+    """Status of the answer to a client that calls the server by this host; 0 without an answer."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/api/health", headers={"Host": host}).status_code
+    except httpx.HTTPError:
+        return 0
 
 
 def test_the_documented_calls_of_the_prefect_page_work(server: Server) -> None:
