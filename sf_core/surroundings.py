@@ -70,6 +70,12 @@ def prefect_password() -> str | None:
     return os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or None
 
 
+def allowed_hosts() -> list[str]:
+    """Further addresses, HOST or HOST:PORT, at which browsers and clients may use our servers
+    (SF_ALLOWED_HOSTS, separated by commas)."""
+    return [host.strip() for host in os.environ.get("SF_ALLOWED_HOSTS", "").split(",") if host.strip()]
+
+
 def command_started_at() -> float | None:
     """Unix time at which the command that started this flow was called (SF_STARTED_AT), so that its start-up
     is counted; None for a deployment."""
