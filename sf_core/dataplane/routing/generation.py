@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.routing.pace import StreamPace
+from sf_core.dataplane.routing.suspects import Suspicion
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
@@ -55,7 +56,10 @@ class Generation:
         self.engines: list[str] = []
         self.interruptions = 0
         self.num_faults = 0
-        """Number of invalid chunks that engines sent for it."""
+        """Number of engines that it cost since its last token, which sent an invalid chunk for it, or ended
+        while it was the only suspect."""
+        self.suspicion: Suspicion | None = None
+        """Set from the end of an engine that it may have caused until it gets a token."""
         self.finish_reason: FinishReason | None = None
         self.cancelled: str | None = None
         """Why it was cancelled; None if it was not."""
@@ -110,6 +114,8 @@ class Generation:
             prompt_ids=array("i", asked.prompt_ids) + self.token_ids if produced else asked.prompt_ids,
             position=produced,
             max_tokens=asked.max_tokens - produced,
+            # its first token clears a suspect
+            stream=asked.stream or self.suspicion is not None,
         )
 
     def fault_of(self, chunk: Chunk, newest: int, num_ids: int) -> str | None:

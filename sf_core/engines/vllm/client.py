@@ -30,6 +30,10 @@ class RequestRefusedError(ValueError):
     """vLLM does not take this request; it takes others."""
 
 
+class RequestFailedError(EngineLostError):
+    """vLLM failed at this request; its health says whether it can serve others."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
     """Tokens of a stream, in the order they came."""
@@ -67,7 +71,7 @@ class VllmClient:
         await self._session.close()
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[StreamPiece]:
-        """Stream the tokens of a request. Raises RequestRefusedError."""
+        """Stream the tokens of a request. Raises RequestRefusedError and RequestFailedError."""
         data, headers = orjson.dumps(body), {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S)
         with _name_loss(_GENERATE):
@@ -259,4 +263,5 @@ def _explain_failure(status: int, text: str) -> Exception:
     # 404: the request is right, and the server lacks the adapter that it names
     if 400 <= status < 500 and status != 404:
         return RequestRefusedError(f"vLLM refused a request: {text}")
-    return EngineLostError(f"vLLM: {status} {text}")
+    kind = EngineLostError if status == 404 else RequestFailedError
+    return kind(f"vLLM: {status} {text}")

@@ -202,8 +202,12 @@ class ServingTests(EngineTests):
         with self.serve() as engine:
             self.fake.error = {"error": {"code": 400, "message": "too long"}}
             engine.submit(self.request("r"))
-            assert drain(engine) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
+            assert drain(engine) == [Chunk.failed("r", 0, "vLLM refused a request: too long")]
+            self.fake.error = {"error": {"code": 500, "message": "a bug"}}
+            engine.submit(self.request("r"))
+            assert drain(engine) == [Chunk.failed("r", 0, "vLLM: 500 a bug")]
             self.fake.error = {"error": {"code": 500, "message": "EngineCore is dead"}}
+            self.fake.is_dead = True
             engine.submit(self.request("r"))
             with pytest.raises(EngineLostError, match="EngineCore is dead"):
                 drain(engine)
