@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +15,17 @@ from sf_core.dataplane.errors import EngineFailed
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.suspects import MAX_FAULTS
 from sf_core.dataplane.routing.wait_queue import Limits
-from sf_core.engines.scripted import ScriptedEngine
-from sf_core.types import Chunk, GenerationRequest
 from tests.bench.dataplane.router import (
     STOP,
     Cluster,
     ClusterEngine,
     MakeEngine,
     ProcessEnded,
-    check_tokens,
     in_loop,
     script,
     scripted,
 )
+from tests.bench.engines.fatal import FatalEngine, fail
 from tests.patience import patience
 from tests.properties import examples
 
@@ -45,45 +43,15 @@ def fatal(prompt_ids: list[int], seed: int) -> list[int]:
     return [*ids[:middle], POISON, *ids[middle:]] if prompt_ids[0] == 1 else ids
 
 
-class FatalEngine(ScriptedEngine):
-    """An engine that a token of a request ends, and that cannot go on with others."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(fatal)
-        self.error = error
-        self.known: dict[str, list[int]] = {}
-
-    def submit(self, request: GenerationRequest) -> None:
-        super().submit(request)
-        self.known[request.request_id] = list(request.prompt_ids)
-
-    def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
-        chunks = super().abort(request_ids)
-        self._forget(chunks)
-        return chunks
-
-    def step(self) -> list[Chunk]:
-        if any(POISON in ids for ids in self.known.values()):
-            raise self.error
-        bad = [name for name, ids in self.known.items() if BAD_ROW in ids]
-        failed = [Chunk.failed(chunk.request_id, chunk.version, "a bad row") for chunk in self.abort(bad)]
-        chunks = super().step()
-        for chunk in chunks:
-            self.known[chunk.request_id] += chunk.token_ids
-        self._forget(chunks)
-        return [*failed, *chunks]
-
-    def _forget(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            if chunk.finish_reason is not None:
-                self.known.pop(chunk.request_id, None)
+def end_process() -> None:
+    raise ProcessEnded
 
 
-def ending(error: BaseException) -> MakeEngine:
-    return lambda: FatalEngine(error)
+def ending(end: Callable[[], object]) -> MakeEngine:
+    return lambda: FatalEngine(fatal, end, POISON, BAD_ROW)
 
 
-PROCESS, STEP = ending(ProcessEnded()), ending(RuntimeError("forward failed"))
+PROCESS, STEP = ending(end_process), ending(fail)
 
 
 def most_deaths(num_together: int) -> int:
@@ -150,11 +118,11 @@ async def test_requests_are_answered_elsewhere_while_suspects_are_tried() -> Non
 @in_loop
 async def test_an_engine_that_ended_with_suspects_is_not_the_first_to_try_them_again() -> None:
     cluster = Fleet()
-    broken, sound = ending(ProcessEnded()), scripted(script)
+    sound = scripted(script)
     for _ in range(3):
         cluster.ask([0, 5, POISON], 8)
     for _ in range(5):
-        engine = await cluster.serving(broken, name="broken")
+        engine = await cluster.serving(PROCESS, name="broken")
         if engine.asked:
             engine.act()
         else:

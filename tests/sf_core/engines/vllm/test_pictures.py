@@ -29,7 +29,7 @@ from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.pictures.sight import PROCESSOR, Sight
-from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan
+from sf_core.types import Chunk, GenerationRequest, PictureSpan
 from storage.files import list_files, write_atomic
 from storage.media import media_file, store_picture
 from storage.tensors.weights import load_weights, save_weights

@@ -16,7 +16,7 @@ from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, catch, drain, ids_of, sample
-from sf_core.types import FinishReason, GenerationRequest, PictureSpan, Sampling, WeightsRef
+from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan, Sampling, WeightsRef
 from storage.media import media_file
 from tests.bench.engines.adapter_folders import AdapterFolders
 from tests.bench.engines.model_folders import ModelFolders

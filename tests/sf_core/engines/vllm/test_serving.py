@@ -23,7 +23,7 @@ from sf_core.engines.vllm.places import AdoptedServer, OwnServer
 from sf_core.engines.vllm.server import make_adapter_arguments, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.models.adapter import Adapter, name_factor
-from sf_core.types import Chunk, FinishReason, WeightsRef
+from sf_core.types import Chunk, WeightsRef
 from storage.tensors.weights import save_adapter, save_weights
 from tests.bench.refusals import check_sentence
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
