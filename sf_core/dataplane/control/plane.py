@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sf_core.dataplane.bodies import GroupBody, RunSpec, SessionBody
+from sf_core.dataplane.bodies import FinishBody, GroupBody, RunSpec, SessionBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, WrongField
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, check_allowed, no_model
@@ -24,7 +24,7 @@ from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners
-from sf_core.dataplane.runs.endings import end_expired, end_poisoned
+from sf_core.dataplane.runs.endings import end_expired, finish
 from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
@@ -252,7 +252,7 @@ class DataPlane:
         told = run.state.recent.last_error = f"session {session.session_id}: {error.message}"
         # a session that somebody opened stays his
         if error.is_poison and session.claim is not None:
-            self._begin(end_poisoned(run, session, told))
+            self._begin(_end_poisoned(run, session, told))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -270,6 +270,15 @@ class DataPlane:
             # remote filesystems do not append; this directory survives the process, as a journal must
             folder = self._options.journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
         return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync)
+
+
+async def _end_poisoned(run: ServedRun, session: Session, error: str) -> None:
+    """End a session whose request ends engines, so that it is not repeated with the same draws."""
+    report = FinishBody.model_validate({"status": "failed", "cause": "code", "error": error})
+    try:
+        await finish(run, session, report)
+    except Exception as raised:
+        log.warning("run %s: session %s: %s", run.spec.run_id, session.session_id, raised)
 
 
 async def sweep_run(run: ServedRun, elapsed_s: float) -> None:

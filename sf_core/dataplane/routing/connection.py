@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.routing.generation import Generation, Suspicion
 from sf_core.dataplane.routing.rebalancing import Queue, Running
-from sf_core.dataplane.routing.suspects import Suspicion
 
 EngineState = Literal["loading", "leaving", "paused", "serving"]
 

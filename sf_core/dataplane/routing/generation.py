@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.routing.pace import StreamPace
-from sf_core.dataplane.routing.suspects import Suspicion
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
@@ -35,6 +34,14 @@ class CacheHint:
     version: int
     """Policy version whose weights filled this KV cache."""
     num_tokens: int
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Suspicion:
+    """What requests that may have ended an engine, and are tried together, have in common."""
+
+    workers: frozenset[str]
+    """Workers whose engines they may have ended. Another worker shows sooner whether a worker is at fault."""
 
 
 class Generation:

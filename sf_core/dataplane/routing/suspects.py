@@ -9,23 +9,12 @@ engine is alone after log2(n) + 1 deaths.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sf_core.dataplane.routing.connection import EngineConnection
-    from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.routing.generation import Generation, Suspicion
 
 MAX_FAULTS = 2
 """Engines that a request may cost by itself. Not one, because an engine may also end by chance."""
-
-
-@dataclass(eq=False, frozen=True, slots=True)
-class Suspicion:
-    """What suspects that are tried together have in common."""
-
-    workers: frozenset[str]
-    """Workers whose engines they may have ended. Another worker shows sooner whether a worker is at fault."""
 
 
 def suspect(generations: Sequence[Generation], worker: str) -> None:

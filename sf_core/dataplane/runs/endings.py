@@ -238,15 +238,6 @@ async def end_expired(run: ServedRun) -> None:
     await asyncio.gather(*ending)
 
 
-async def end_poisoned(run: ServedRun, session: Session, error: str) -> None:
-    """End a session whose request ends engines, so that it is not repeated with the same draws."""
-    report = FinishBody.model_validate({"status": "failed", "cause": "code", "error": error})
-    try:
-        await finish(run, session, report)
-    except Exception as raised:
-        log.warning("run %s: session %s: %s", run.spec.run_id, session.session_id, raised)
-
-
 def _is_unjudged(run: ServedRun, session: Session) -> bool:
     """Whether it is no fault of an answer that it has no reward: a judge is away, or starts. A runner that
     scores tells of the end of its time by itself, and whether it waits for a judge."""

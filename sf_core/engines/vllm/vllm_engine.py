@@ -22,7 +22,7 @@ from sf_core.config.devices import WorkerDevice
 from sf_core.engines.drivers.driver import explain
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
-from sf_core.engines.vllm.client import RequestFailedError, RequestRefusedError, VllmClient
+from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
 from sf_core.engines.vllm.deliveries import Adapters, Delivery, WholeModels
 from sf_core.engines.vllm.limits import check_cpu_build, check_shape
 from sf_core.engines.vllm.pictures import Pictures
@@ -310,34 +310,16 @@ class VllmEngine:
                     self.tell(chunk)
             if reason is None or (reason == "abort" and self._flows and name in self._turns):
                 raise EngineLostError("vLLM ended a request that was not cancelled")
-        except RequestFailedError as error:
-            if not await self._is_healthy(client):
-                return self._lose(error)
-            self._fail(turn, version, error)
         except EngineLostError as error:
             self._lose(error)
         except Exception as error:
-            self._fail(turn, version, error)
+            log.error("%s", error, exc_info=not isinstance(error, RequestRefusedError))
+            turn.has_ended = True
+            self._turns.pop(name, None)
+            self.tell(Chunk.failed(name, version, explain(error)))
         finally:
             turn.stream = None
             self._streaming.discard(turn)
-
-    async def _is_healthy(self, client: VllmClient) -> bool:
-        try:
-            self._place.check()
-            await client.check_health()
-        except EngineLostError:
-            return False
-        return client is self._client
-
-    def _fail(self, turn: VllmTurn, version: int, error: Exception) -> None:
-        """End a request that vLLM does not serve, although it serves others."""
-        is_expected = isinstance(error, (RequestRefusedError, RequestFailedError))
-        log.error("%s", error, exc_info=not is_expected)
-        self._turns.pop(turn.request.request_id, None)
-        if not turn.has_ended:
-            turn.has_ended = True
-            self.tell(Chunk.failed(turn.request.request_id, version, explain(error)))
 
     async def _end_streams(self, turns: Collection[VllmTurn], command: Awaitable[None]) -> None:
         """Give the command that ends these streams, and wait until they have."""
