@@ -75,6 +75,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Policy version of the weights that sampled these tokens."""
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a request. An end-of-turn token is part of token_ids."""
+    fault: str = ""
+    """Why the engine cannot serve this request, although it serves others; empty: it can. Set on the last
+    chunk only."""
+
+    @classmethod
+    def failed(cls, request_id: str, version: int, fault: str) -> Chunk:
+        """The end of a request that the engine cannot serve."""
+        return cls(request_id, [], [], version, FinishReason.ABORT, fault)
 
 
 class WeightsRef(msgspec.Struct, frozen=True, array_like=True):

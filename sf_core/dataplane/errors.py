@@ -45,6 +45,15 @@ class ApiError(Exception):
         }
 
 
+class EngineFailed(ApiError):
+    """A request that engines cannot serve. `is_poison`: it cost engines, and must not be tried again."""
+
+    def __init__(self, reason: str, *, is_poison: bool = False) -> None:
+        message = f"No engine gave a valid answer to this request: {reason}."
+        super().__init__(502, message, code="engine_failed")
+        self.is_poison = is_poison
+
+
 class WrongField(ApiError):
     """A field of a request that is wrong; `param` is its name, or its place in the body."""
 

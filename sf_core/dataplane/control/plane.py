@@ -9,12 +9,14 @@ import asyncio
 import logging
 import tempfile
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sf_core.dataplane.bodies import GroupBody, RunSpec, SessionBody
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
+from sf_core.dataplane.bodies import FinishBody, GroupBody, RunSpec, SessionBody
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, WrongField
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
 from sf_core.dataplane.journal.journal import Journal
@@ -22,7 +24,7 @@ from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners
-from sf_core.dataplane.runs.endings import end_expired
+from sf_core.dataplane.runs.endings import end_expired, finish
 from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
@@ -114,6 +116,7 @@ class DataPlane:
         return fresh
 
     def _serve(self, run: ServedRun) -> None:
+        run.turns.note_failed = partial(self._note_failed, run)
         self.runs[run.spec.run_id] = run
         self.sealers[run.spec.run_id] = Sealer(run)
         self.stores[run.spec.run_id] = ExternalSessions(run)
@@ -260,9 +263,18 @@ class DataPlane:
 
     def _take_away(self, engines: list[EngineConnection], run: ServedRun, reason: str) -> None:
         for engine in engines:
-            task = asyncio.ensure_future(run.router.take_away(engine, reason))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            self._begin(run.router.take_away(engine, reason))
+
+    def _note_failed(self, run: ServedRun, session: Session, error: EngineFailed) -> None:
+        told = run.state.recent.last_error = f"session {session.session_id}: {error.message}"
+        # a session that somebody opened stays his
+        if error.is_poison and session.claim is not None:
+            self._begin(_end_poisoned(run, session, told))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _open_journal(self, spec: RunSpec) -> Journal:
         try:
@@ -275,6 +287,15 @@ class DataPlane:
             # remote filesystems do not append; this directory survives the process, as a journal must
             folder = self._options.journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
         return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync)
+
+
+async def _end_poisoned(run: ServedRun, session: Session, error: str) -> None:
+    """End a session whose request ends engines, so that it is not repeated with the same draws."""
+    report = FinishBody.model_validate({"status": "failed", "cause": "code", "error": error})
+    try:
+        await finish(run, session, report)
+    except Exception as raised:
+        log.warning("run %s: session %s: %s", run.spec.run_id, session.session_id, raised)
 
 
 async def sweep_run(run: ServedRun, elapsed_s: float) -> None:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
 from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCount, TurnEndpoint
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
@@ -63,6 +63,9 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
     assert isinstance(error, ApiError)
     if error.retry_after_s is not None:
         headers = {"Retry-After": str(error.retry_after_s)}
+    elif isinstance(error, EngineFailed) and error.is_poison:
+        # the SDKs of OpenAI and Anthropic repeat a 502 otherwise
+        headers = {"x-should-retry": "false"}
     body = dialect_of(request.scope).error_body(error, request.scope["request_id"])
     return _json(body, error.status, headers)
 

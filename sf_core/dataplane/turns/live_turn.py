@@ -19,7 +19,7 @@ import numpy as np
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, EngineFailed
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.media.media import Media
 from sf_core.dataplane.routing.generation import Generation
@@ -72,6 +72,8 @@ class LiveTurns:
     """The run's open sessions, by id."""
     note_started: Callable[[Claim, int], None]
     """Told of every claimed session a policy version that may have sampled in it."""
+    note_failed: Callable[[Session, EngineFailed], None] = lambda session, error: None
+    """Told of requests that engines cannot serve."""
     pace: StreamPace = field(default_factory=StreamPace)
     in_flight: dict[str, list[LiveTurn]] = field(default_factory=dict)
     """Turns that are sampled, or whose answer a client is still being sent, by session id."""
@@ -241,6 +243,8 @@ class LiveTurn:
             self.error = error
             if self._generation.finish_reason is None:
                 self._break_off()
+            if isinstance(error, EngineFailed):
+                self._turns.note_failed(self._session, error)
             if not isinstance(error, ApiError):
                 log.exception("turn %s failed", self.turn_id)
         finally:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from itertools import groupby
 from typing import Any
 
+from sf_core.config.rollout_config import MOST_TOP_K, bound_temperature, bound_top_p
 from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.contents import CHARACTERS, LeftOut
@@ -236,11 +237,13 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
 
 
 def read_sampling(body: Body, top_k: int | None = None, hottest: float = 2.0) -> Sampling:
-    """How a request asks to be sampled; seeds are read and chosen apart from it. `top_k` is given by dialects
-    that have words of their own for it."""
+    """How a request is sampled, within the limits of engines; seeds are read and chosen apart from it.
+    `top_k` is given by dialects that have words of their own for it."""
     top_k = _read_top_k(body) if top_k is None else top_k
     return Sampling(
-        number(body, "temperature", 1.0, 0.0, hottest), number(body, "top_p", 1.0, 0.0, 1.0), top_k
+        bound_temperature(number(body, "temperature", 1.0, 0.0, hottest)),
+        bound_top_p(number(body, "top_p", 1.0, 0.0, 1.0)),
+        min(top_k, MOST_TOP_K),
     )
 
 
