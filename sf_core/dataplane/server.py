@@ -28,12 +28,20 @@ def serve(
     another data plane uses; OSError for a port that is taken."""
     if key is None and not is_loopback(host):
         raise ValueError(f"other machines can reach {host}: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
-    server = uvicorn.Server(server_config(make_app(key, options)))
+    app = make_app(key, options)
+    server = uvicorn.Server(server_config(app))
     listening = listen_at(host, port)
+    app.state.plane.owner.dataplane = url_of(host, listening)
     if port_file is not None:
         files.write_atomic(port_file, str(listening.getsockname()[1]).encode())
     tune_interpreter()
     server.run(sockets=[listening])
+
+
+def url_of(host: str, listening: socket.socket) -> str:
+    """URL of a server at this address, for people."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}"
 
 
 def listen_at(host: str, port: int) -> socket.socket:

@@ -19,6 +19,7 @@ from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, check_allowed, no_model
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
+from sf_core.dataplane.journal.ownership import Owner
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners
@@ -50,6 +51,8 @@ class DataPlane:
         self.stores: dict[str, ExternalSessions] = {}
         self.sessions = Lookup(self.runs)
         self.memory = Memory(options.memory_mb)
+        self.owner = Owner(journal_dir=options.journal_dir or "")
+        """This data plane, as others are told of it whose runs it has open."""
         self._options = options
         self._open_runs = None if options.journal_dir is None else OpenRuns(Path(options.journal_dir))
         self._registering = asyncio.Lock()
@@ -60,11 +63,12 @@ class DataPlane:
     async def reopen(self) -> None:
         """Serve again the runs that an earlier process served."""
         for path in self._open_runs.journals if self._open_runs else ():
+            journal = Journal(path, self._options.fsync, self.owner)
             try:
-                journal = Journal(path, self._options.fsync)
                 run = await reopen_run(journal, self._options.grace_s, self.memory)
                 if run is not None:
                     self._serve(run)
+                    continue
             except Exception as error:  # the other runs are to be served
                 log.warning(
                     "%s: the run cannot be served: %s: %s. Fix the cause, then start the flow of the run "
@@ -74,11 +78,17 @@ class DataPlane:
                     error,
                     exc_info=not isinstance(error, (ApiError, OSError)),
                 )
+            await journal.close()
 
     async def register(self, spec: RunSpec) -> ServedRun:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
-            if (run := self.runs.get(spec.run_id)) is None:
+            run = self.runs.get(spec.run_id)
+            if run is not None and not await run.journal.resume():
+                # another data plane had it meanwhile, and its journal holds more than this one knows
+                await self._let_go(run)
+                run = None
+            if run is None:
                 run = await self._open(spec)
             else:
                 if run.spec.origin != spec.origin:
@@ -88,6 +98,7 @@ class DataPlane:
                 await run.journal.attend(run.journal.flush())
                 stale = [engine for engine in run.router.engines if engine.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
+            run.journal.name_attempt(spec.attempt)
             if self._open_runs is not None:
                 self._open_runs.add(spec.run_id, run.journal.path)
             return run
@@ -97,7 +108,7 @@ class DataPlane:
         opening = open_run(spec, journal, self._options.grace_s, self.memory)
         try:
             run = await journal.attend(opening)
-        except ApiError:
+        except BaseException:
             await journal.close()
             raise
         self._serve(run)
@@ -114,6 +125,7 @@ class DataPlane:
         return fresh
 
     def _serve(self, run: ServedRun) -> None:
+        run.journal.name_attempt(run.spec.attempt)
         self.runs[run.spec.run_id] = run
         self.sealers[run.spec.run_id] = Sealer(run)
         self.stores[run.spec.run_id] = ExternalSessions(run)
@@ -199,6 +211,13 @@ class DataPlane:
         # a run with results that are not written yet is for the next process too
         if self._open_runs is not None and not run.state.results.opened:
             self._open_runs.remove(run.spec.run_id)
+        await self._rest(run)
+
+    async def _rest(self, run: ServedRun) -> None:
+        """Let another data plane have a run that no flow works on."""
+        if run.is_at_rest and not self._registering.locked():
+            with suppress(ApiError):
+                await run.journal.attend(run.journal.rest())
 
     async def sweep(self) -> None:
         last = time.monotonic()
@@ -212,6 +231,7 @@ class DataPlane:
                     with suppress(ApiError):
                         await run.journal.attend(sweep_run(run, elapsed))
                     self.stores[run.spec.run_id].store_soon()
+                    await self._rest(run)
                     await self._let_go_if_over(run, elapsed)
                 except Exception:
                     # the next sweep tries again, and the other runs must not go without one
@@ -229,9 +249,14 @@ class DataPlane:
             # first, because it writes: on a full disk the run stays as it is
             if self._open_runs is not None:
                 self._open_runs.remove(run_id)
-            del self.runs[run_id], self.sealers[run_id]
-            await self.stores.pop(run_id).close()
-            await run.leave()
+            await self._let_go(run)
+
+    async def _let_go(self, run: ServedRun) -> None:
+        run_id = run.spec.run_id
+        del self.runs[run_id], self.sealers[run_id]
+        self._take_away(list(run.router.engines), run, "the run is served elsewhere")
+        await self.stores.pop(run_id).close()
+        await run.leave()
 
     async def close(self) -> None:
         for store in self.stores.values():
@@ -257,7 +282,7 @@ class DataPlane:
         else:
             # remote filesystems do not append; this directory survives the process, as a journal must
             folder = self._options.journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
-        return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync)
+        return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync, self.owner)
 
 
 async def sweep_run(run: ServedRun, elapsed_s: float) -> None:

@@ -83,17 +83,17 @@ async def tree(run: ServedRun, session: Session) -> Answer:
     return session_tree(run.spec, session)
 
 
-@_post(SESSION + "/reward", "Give a session a reward before it ends.", recorded=True)
+@_post(SESSION + "/reward", "Give a session a reward before it ends.", recorded=True, confirmed=True)
 async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> None:
     await endings.reward(run, session, body)
 
 
-@_post(SESSION + "/finish", "End a session.", recorded=True)
+@_post(SESSION + "/finish", "End a session.", recorded=True, confirmed=True)
 async def finish(run: ServedRun, session: Session, body: bodies.FinishBody) -> None:
     await endings.finish(run, session, body)
 
 
-@_post(RUN + "/finished", "End several sessions.", recorded=True)
+@_post(RUN + "/finished", "End several sessions.", recorded=True, confirmed=True)
 async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
     for report in body.sessions:
         run.closing.check(report.session_id)
@@ -170,8 +170,7 @@ async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
 @_get(
     BATCH + "/stream",
     "Get the trajectories of a sealed batch, as an Arrow stream.",
-    409,
-    503,
+    confirmed=True,
     answers=MEDIA_TYPE,
 )
 async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: float) -> Response:
@@ -179,7 +178,7 @@ async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: flo
     return StreamingResponse(arrow_stream(files, sees=run.renderer.sight is not None), media_type=MEDIA_TYPE)
 
 
-@_post(BATCH + "/seal", "Seal a batch: write it into the run directory.", 409, recorded=True)
+@_post(BATCH + "/seal", "Seal a batch: write it into the run directory.", recorded=True, confirmed=True)
 async def seal_batch(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
     return await plane.sealers[run.spec.run_id].seal_batch(index, body.attempt)
 
@@ -197,7 +196,12 @@ async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
     return evaluation_status(run, group)
 
 
-@_post(EVALUATION + "/seal", "Seal an evaluation: write it into the run directory.", 409, recorded=True)
+@_post(
+    EVALUATION + "/seal",
+    "Seal an evaluation: write it into the run directory.",
+    recorded=True,
+    confirmed=True,
+)
 async def seal_evaluation(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
     return await plane.sealers[run.spec.run_id].seal_evaluation(index, body.attempt)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
-from sf_core.dataplane.journal.journal import _HEADER, frames, payload
+from sf_core.dataplane.journal.framing import frame_payload, frames, payload
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import decide
 from sf_core.recipes.gates import Varied
@@ -36,7 +35,7 @@ def moved(run_dir: Path, model_dir: str) -> bytes:
                 assert values[0]["rollout"]["gate"] == "varied"
                 values[0] |= {"run_dir": str(run_dir), "model_dir": model_dir}
             event = msgspec.msgpack.encode([kind, *values])
-            data += _HEADER.pack(len(event), zlib.crc32(event)) + event
+            data += frame_payload(event)
     assert "registered" in kinds and "admitted" not in kinds
     return data
 
