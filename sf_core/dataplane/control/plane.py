@@ -24,6 +24,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners
 from sf_core.dataplane.runs.endings import end_expired
+from sf_core.dataplane.runs.fence import Fence
 from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
@@ -67,6 +68,7 @@ class DataPlane:
             try:
                 run = await reopen_run(journal, self._options.grace_s, self.memory)
                 if run is not None:
+                    await run.refuse_taken_over()
                     self._serve(run)
                     continue
             except Exception as error:  # the other runs are to be served
@@ -105,9 +107,11 @@ class DataPlane:
 
     async def _open(self, spec: RunSpec) -> ServedRun:
         journal = self._open_journal(spec)
-        opening = open_run(spec, journal, self._options.grace_s, self.memory)
         try:
-            run = await journal.attend(opening)
+            # an old flow must not take the journal from a newer one that works elsewhere
+            if await Fence(lambda: RunDirectory(spec.run_dir).is_superseded(spec.attempt)).has_passed():
+                raise ApiError.superseded(spec.run_id, spec.attempt)
+            run = await journal.attend(open_run(spec, journal, self._options.grace_s, self.memory))
         except BaseException:
             await journal.close()
             raise
@@ -170,6 +174,7 @@ class DataPlane:
             raise _complete(run) if run.is_complete else _not_served(run_id)
         if self.memory.is_full:
             raise _no_room(self.memory)
+        run.refuse_superseded()
         run.journal.check()
         return run
 

@@ -273,7 +273,7 @@ class Journal:
     def _lose(self, error: NotOwnedError) -> None:
         """Refuse all that waits and all that comes."""
         if not self.is_lost:
-            log.error("%s is not written any more: %s", self.path, error)
+            log.error("%s (journal %s)", error, self.path)
             self.failure = error
             self.num_failures += 1
         self._refuse_all(error)

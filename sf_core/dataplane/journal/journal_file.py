@@ -2,6 +2,9 @@
 
 Owns that nothing is cut off or replaced that another process wrote: the file must be the one that this
 process left, and as long as it left it, but for the beginning of an own write that failed.
+
+Where nothing locks, an earlier owner may still append. A process therefore writes only to a file that it
+made: before its first write it copies what it has read, and an earlier owner finds another file in its place.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 from sf_core.dataplane.journal.framing import frames, payload
 from sf_core.dataplane.journal.ownership import NotOwnedError, Owner, Ownership
@@ -50,7 +53,9 @@ class JournalFile:
         self._identity: _Identity | None = None
         """Of the file that this process left; None: it has seen that there is no file."""
         self._is_known = False
-        """Whether `end` and `_identity` are those of the file that this process left."""
+        """Whether `end` and `_identity` are those of the file that this process left, or has read."""
+        self._is_made = False
+        """Whether this process made the file."""
         self._file: FileIO | None = None
 
     def take(self) -> None:
@@ -61,8 +66,6 @@ class JournalFile:
         try:
             if self._is_known:
                 self._refuse_changed()
-            elif not self.ownership.is_enforced and self.path.exists():
-                self._copy()
         except BaseException:
             self.ownership.free()
             raise
@@ -75,28 +78,47 @@ class JournalFile:
         if self._is_known and self._identity is None:
             return
         self.take()
+        if self._is_known:
+            self._refuse_changed()
         with open(self.path, "r+b") as file:
-            if self._is_known:
-                self._refuse_other(os.fstat(file.fileno()))
             piece: list[E] = []
             end = intact = 0
-            for data in frames(file):
+            for data in self._known_frames(file):
                 piece.append(decode(payload(data)))
                 intact += len(data)
                 if intact >= end + PIECE_BYTES:
                     yield piece
                     piece, end = [], intact
-            stat = os.fstat(file.fileno())
+            self._end_read(file, intact)
+        if piece:
+            yield piece
+
+    def _known_frames(self, file: BinaryIO) -> Iterator[bytes]:
+        """Intact frames, without those that an earlier owner appended after this process read the file."""
+        end = 0
+        for data in frames(file):
+            end += len(data)
+            if self._is_known and not self._is_ours and end > self.end:
+                return
+            yield data
+
+    def _end_read(self, file: BinaryIO, intact: int) -> None:
+        stat = os.fstat(file.fileno())
+        if self._is_ours:
             if self._is_known:
                 self._refuse_size(stat.st_size)
             if excess := stat.st_size - intact:
                 log.warning("%s: removed %d bytes of an incomplete or corrupt end", self.path, excess)
                 file.truncate(intact)
-            if excess or not self._is_known:
                 self._close()
                 self._know(stat, intact)
-        if piece:
-            yield piece
+        if not self._is_known:
+            self._know(stat, intact)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether no other process writes to the file."""
+        return self.ownership.is_enforced or self._is_made
 
     def append(self, data: bytes) -> None:
         if self._file is None:
@@ -120,12 +142,11 @@ class JournalFile:
 
     def rewrite(self, head: Iterable[bytes], keep: Callable[[bytes], bool]) -> None:
         """Replace the content with `head` and the old frames that are to be kept after it."""
-        self.take()
-        if not self.path.exists():
+        if self._file is None:
             self._open()
+        self._refuse_changed()
         with open(self.path, "rb") as before:
-            self._refuse_other(os.fstat(before.fileno()))
-            self._replace(before.fileno(), head, (data for data in frames(before) if keep(payload(data))))
+            self._replace(before, head, (data for data in frames(before) if keep(payload(data))))
 
     def resume(self) -> None:
         """Own the file again, if it is as this process left it."""
@@ -140,19 +161,22 @@ class JournalFile:
 
     def _open(self) -> None:
         self.take()
+        if not self._is_ours and self.path.exists():
+            self._copy()
         self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
         stat = os.fstat(self._file.fileno())
         if not self._is_known or (self._identity is None and stat.st_size == 0):
             self._know(stat, stat.st_size)
+            self._is_made = True
             self._sync_folder()
 
     def _copy(self) -> None:
-        """Take the content into a file of its own: where nothing locks, another process may still append to
-        the old one."""
+        """Make a file of what this process has read."""
         with open(self.path, "rb") as before:
-            self._replace(before.fileno(), (), frames(before))
+            self._refuse_other(os.fstat(before.fileno()))
+            self._replace(before, (), self._known_frames(before))
 
-    def _replace(self, before: int, head: Iterable[bytes], kept: Iterable[bytes]) -> None:
+    def _replace(self, before: BinaryIO, head: Iterable[bytes], kept: Iterable[bytes]) -> None:
         # another process may make one too where nothing locks
         temporary = self.path.with_suffix(f".{secrets.token_hex(8)}.tmp")
         try:
@@ -162,7 +186,7 @@ class JournalFile:
                 file.flush()
                 os.fsync(file.fileno())
                 stat = os.fstat(file.fileno())
-            if not os.path.samestat(os.stat(self.path), os.fstat(before)):
+            if not os.path.samestat(os.stat(self.path), os.fstat(before.fileno())):
                 raise self._changed()
             os.replace(temporary, self.path)
         except BaseException:
@@ -170,6 +194,7 @@ class JournalFile:
             raise
         self._close()
         self._know(stat, stat.st_size)
+        self._is_made = True
         self._sync_folder()
 
     def _know(self, stat: os.stat_result | None, end: int) -> None:
@@ -187,7 +212,8 @@ class JournalFile:
                 return
             raise self._changed() from None
         self._refuse_other(stat)
-        self._refuse_size(stat.st_size if size is None else size)
+        if self._is_ours:
+            self._refuse_size(stat.st_size if size is None else size)
 
     def _refuse_other(self, stat: os.stat_result) -> None:
         if self._is_known and _Identity.of(stat) != self._identity:

@@ -39,6 +39,9 @@ from sf_core.types import WeightsRef
 from storage.files import is_local
 from storage.run_directory import RunDirectory
 
+REGISTRATION_S = 10.0
+"""Seconds after the beginning of an attempt in which its flow may still register it at this data plane."""
+
 
 def limits_of(spec: RunSpec) -> Limits:
     return Limits(spec.max_waiting, spec.rollout.request_patience_s, spec.engine_silence_s)
@@ -100,6 +103,8 @@ class ServedRun:
         self._shares_journal = is_local(directory.uri)
         """Whether another data plane would open the same journal."""
         self._fence = Fence(lambda: directory.is_superseded(self.spec.attempt))
+        self._superseded: int | None = None
+        """The attempt that a later one at another data plane has superseded."""
         self.lease_epochs: dict[str, int] = {}
         """Highest epoch per lease that has said hello: Dask may restart a lease while it still runs."""
         self.changed = Signal()
@@ -174,13 +179,30 @@ class ServedRun:
         recorded before this call was on disk. Raises ApiError 409 if one had, and 503 if it is unknown."""
         if self._shares_journal and self.journal.is_exclusive:
             return
+        self.refuse_superseded()
         attempt = self.spec.attempt
-        if await self._fence.has_passed() and attempt == self.spec.attempt:
-            refusal = ApiError.superseded(self.spec.run_id, attempt)
-            if self._shares_journal:
-                # the other data plane has read it, and goes on from it
-                await self.journal.give_up(NotOwnedError(refusal.message.removesuffix("."), "superseded"))
-            raise refusal
+        if not await self._fence.has_passed():
+            return
+        # perhaps its flow is about to register it here
+        if await self.changed.until(lambda: self.spec.attempt > attempt, REGISTRATION_S):
+            return await self.confirm()
+        self._superseded = attempt
+        if self._shares_journal:
+            # the other data plane has read it, and goes on from it
+            sentence = ApiError.superseded(self.spec.run_id, attempt).message.removesuffix(".")
+            await self.journal.give_up(NotOwnedError(sentence, "superseded"))
+        self.refuse_superseded()
+
+    async def refuse_taken_over(self) -> None:
+        """Raises ApiError 409 if a later attempt at another data plane may have gone on with this journal."""
+        shares = self._shares_journal and not self.journal.is_exclusive
+        if shares and await self._fence.has_passed():
+            raise ApiError.superseded(self.spec.run_id, self.spec.attempt)
+
+    def refuse_superseded(self) -> None:
+        """Raises ApiError 409 if it is known that a later attempt works at another data plane."""
+        if self._superseded == self.spec.attempt:
+            raise ApiError.superseded(self.spec.run_id, self.spec.attempt)
 
     async def compact(self) -> None:
         """See Journal.compact."""
