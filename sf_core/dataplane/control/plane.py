@@ -32,7 +32,6 @@ from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
 from storage.errors import StorageError
-from storage.files import is_local
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -85,6 +84,9 @@ class DataPlane:
     async def register(self, spec: RunSpec) -> ServedRun:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
+            # an old flow must not take the journal from a newer one that works elsewhere
+            if await Fence(lambda: _open_directory(spec).is_superseded(spec.attempt)).has_passed():
+                raise ApiError.superseded(spec.run_id, spec.attempt)
             run = self.runs.get(spec.run_id)
             if run is not None and not await run.journal.resume():
                 # another data plane had it meanwhile, and its journal holds more than this one knows
@@ -108,9 +110,6 @@ class DataPlane:
     async def _open(self, spec: RunSpec) -> ServedRun:
         journal = self._open_journal(spec)
         try:
-            # an old flow must not take the journal from a newer one that works elsewhere
-            if await Fence(lambda: RunDirectory(spec.run_dir).is_superseded(spec.attempt)).has_passed():
-                raise ApiError.superseded(spec.run_id, spec.attempt)
             run = await journal.attend(open_run(spec, journal, self._options.grace_s, self.memory))
         except BaseException:
             await journal.close()
@@ -278,16 +277,21 @@ class DataPlane:
             task.add_done_callback(self._background.discard)
 
     def _open_journal(self, spec: RunSpec) -> Journal:
-        try:
-            is_here = is_local(spec.run_dir)
-        except StorageError as error:
-            raise WrongField("run_dir", f"run_dir: {error}") from None
-        if is_here:
-            folder = RunDirectory(spec.run_dir).journal_dir
+        directory = _open_directory(spec)
+        if directory.is_local:
+            folder = directory.journal_dir
         else:
             # remote filesystems do not append; this directory survives the process, as a journal must
             folder = self._options.journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
         return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync, self.owner)
+
+
+def _open_directory(spec: RunSpec) -> RunDirectory:
+    """Raises WrongField if no such storage is known."""
+    try:
+        return RunDirectory(spec.run_dir)
+    except StorageError as error:
+        raise WrongField("run_dir", f"run_dir: {error}") from None
 
 
 async def sweep_run(run: ServedRun, elapsed_s: float) -> None:
