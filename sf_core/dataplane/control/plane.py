@@ -209,8 +209,10 @@ class DataPlane:
 
     async def release(self, run: ServedRun) -> None:
         run.release()
-        await run.journal.flush()
-        self._take_away(list(run.router.engines), run, "released")
+        try:
+            await run.journal.flush()
+        finally:
+            self._take_away(list(run.router.engines), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
         # a run with results that are not written yet is for the next process too
         if self._open_runs is not None and not run.state.results.opened:
@@ -234,7 +236,10 @@ class DataPlane:
                 try:
                     with suppress(ApiError):
                         await run.journal.attend(sweep_run(run, elapsed))
-                    self.stores[run.spec.run_id].store_soon()
+                    if run.journal.is_lost:
+                        self._take_away(list(run.router.engines), run, "another data plane has the run")
+                    else:
+                        self.stores[run.spec.run_id].store_soon()
                     await self._rest(run)
                     await self._let_go_if_over(run, elapsed)
                 except Exception:
