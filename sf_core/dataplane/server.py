@@ -33,10 +33,17 @@ def serve(
     app = make_app(key, options, welcomes_strangers=welcomes_strangers)
     server = uvicorn.Server(server_config(app))
     listening = listen_at(host, port)
+    app.state.plane.owner.dataplane = url_of(host, listening)
     if port_file is not None:
         files.write_atomic(port_file, str(listening.getsockname()[1]).encode())
     tune_interpreter()
     server.run(sockets=[listening])
+
+
+def url_of(host: str, listening: socket.socket) -> str:
+    """URL of a server at this address, for people."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}"
 
 
 def listen_at(host: str, port: int) -> socket.socket:

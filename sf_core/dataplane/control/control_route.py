@@ -41,14 +41,16 @@ class ControlRoute(Route):
         handler: Handler,
         *refusals: int,
         recorded: bool = False,
+        confirmed: bool = False,
         answers: str = JSON,
     ) -> None:
         """`refusals` are error statuses beside those that follow from the rest. A recorded route answers 503
         once the journal of its run cannot be written; what the request has begun then goes on in the
-        background until it can. `answers` is a media type."""
+        background until it can. A confirmed route answers 409 if a later attempt of its run has begun
+        (ServedRun.confirm). `answers` is a media type."""
         super().__init__(path, self._answer, methods=[method])
         self.method, self.summary, self.refusals = method, summary, refusals
-        self.recorded, self.answers = recorded, answers
+        self.recorded, self.confirmed, self.answers = recorded, confirmed, answers
         self.takes: dict[str, Any] = get_type_hints(handler)
         """Types of the handler's parameters by name."""
         self.takes.pop("return")
@@ -58,6 +60,8 @@ class ControlRoute(Route):
         given = await self._read(request)
         answering = self._handler(**{name: given[name] for name in self.takes})
         answer = await (given["run"].journal.attend(answering) if self.recorded else answering)
+        if self.confirmed:
+            await given["run"].confirm()
         if isinstance(answer, Response):
             return answer
         # messages may hold integers of any size
