@@ -214,7 +214,7 @@ def _refuse_held(directory: RunDirectory, url: str) -> None:
 def _serves(url: str, run_id: str) -> bool:
     """Whether the data plane has the run open, or cannot be asked: registration will tell."""
     try:
-        DataplaneClient(url, run_id, dataplane_key()).status()
+        DataplaneClient(url, run_id, operator_key(url)).status()
     except DataplaneError as error:
         return error.status != 404
     except httpx.HTTPError:
