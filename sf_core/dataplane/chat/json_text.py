@@ -14,7 +14,7 @@ MAX_DEPTH = 250
 
 
 MAX_VALUES = 2**17
-"""Values of a text that are read: lists, objects, and what these hold. A request of 16,000 messages has fewer.
+"""Values of a text that are read: lists, objects, and their contents. A request of 16,000 messages has fewer.
 More of them cost the interpreter seconds, and memory 20 times the size of the text."""
 
 CUT = 65_536

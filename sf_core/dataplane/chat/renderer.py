@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ LONG = 1000
 """Characters of a text from which on it is encoded as a long one."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than were asked for."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class Renderer:
@@ -183,21 +192,24 @@ class Renderer:
         at = max(text.rfind(stop) for stop in self.stop_texts.values())
         return (at, int(places[-1])) if at >= 0 and len(places) else None
 
-    def encode(self, text: str, after: str = "") -> Ids:
+    def encode(self, text: str, after: str = "", most: float = inf) -> Ids:
         """Ids of a text that follows the special token `after`: some tokenizers put a space before text, but
-        only at the very beginning."""
-        ids = self._encode(after + text)
+        only at the very beginning. Raises TooManyTokensError if a long text has `most` tokens or more."""
+        ids = self._encode(after + text, most + bool(after))
         if after:
             # an end of turn that is no added token is encoded together with the text
             is_apart = ids[0] == self._tokenizer.token_to_id(after)
-            ids = ids[1:] if is_apart else self._encode(text)
+            ids = ids[1:] if is_apart else self._encode(text, most)
         return ids
 
-    def _encode(self, text: str) -> Ids:
+    def _encode(self, text: str, most: float) -> Ids:
         if len(text) < LONG:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
         # unlike `encode`, it lets other threads run, and notes no places in the text: half the time and memory
         [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        if len(encoded) >= most:
+            # the list of them alone would hold up other threads
+            raise TooManyTokensError(len(encoded))
         return to_ids(encoded.ids)
 
     def encode_behind_text(self, text: str) -> Ids:

@@ -78,7 +78,6 @@ class TurnEndpoint:
             watcher.cancel()
             _leave(waiting)
 
-
     async def _open(self, data: bytes, scope: Scope) -> tuple[Asked, list[Subscriber]]:
         asked = await _read(data, scope, self._dialect, self._find_session)
         turns, session, requests = asked.turns, asked.session, asked.requests
@@ -118,8 +117,12 @@ class TokenCount:
         asked = await _read(data, scope, self._dialect, self._find_session, missing)
         await _show_pictures(asked.requests[0], asked.turns)
         is_long = len(data) > SMALL_CHARACTERS
-        num_tokens = await apart(is_long, count_tokens, asked.turns.renderer, asked.requests[0])
-        give_back(len(data))
+        try:
+            num_tokens = await apart(is_long, count_tokens, asked.turns.renderer, asked.requests[0])
+        except ContextOverflow as error:
+            raise error.reword(*self._dialect.overflow) from None
+        finally:
+            give_back(len(data))
         await send_body(send, 200, orjson.dumps({self._field: num_tokens}))
 
 

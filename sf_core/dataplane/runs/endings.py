@@ -14,7 +14,7 @@ from typing import Any
 
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, failures_text
-from sf_core.dataplane.bodies import FinishBody, RewardBody, RunSpec
+from sf_core.dataplane.bodies import MAX_PARTS, MAX_STEPS, FinishBody, RewardBody, RunSpec
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.runs import decide, events
 from sf_core.dataplane.runs.groups import Group
@@ -303,6 +303,9 @@ def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | No
     """What is wrong with the reward that a session is given."""
     if isinstance(report, FinishBody) and not report.has_reward:
         return WrongField("reward", "A finished session needs a reward that is a finite number.")
+    for name, most in (("reward_parts", MAX_PARTS), ("step_rewards", MAX_STEPS)):
+        if (number := len(getattr(report, name))) > most:
+            return WrongField(name, f"{name} must have at most {most} entries, got {number}")
     for answer in report.step_rewards:
         if session.find_turn_id(answer) is None:
             sentence = f"step_rewards names {answer!r}, which is not the id of an answer of this session."

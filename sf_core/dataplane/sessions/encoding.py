@@ -6,12 +6,13 @@ Owns where encoding begins: at a special token (docs/concepts/token-truth.md), n
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.dataplane.chat.renderer import Renderer, shows
+from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError, shows
 from sf_core.dataplane.chat.template_probes import opening, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ContextOverflow
@@ -48,10 +49,14 @@ class Unencoded(NamedTuple):
         if self.place.at + fewest >= most:
             raise ContextOverflow(self.place.at + fewest, most)
 
-    def encode(self, forced: str = "") -> Encoded:
-        """`forced` is a text behind it that is no part of the rendering."""
+    def encode(self, forced: str = "", most: float = inf) -> Encoded:
+        """`forced` is a text behind it that is no part of the rendering. Raises ContextOverflow if the
+        request has as many tokens as `most`."""
         renderer, text, mark = self.renderer, self.text, self.mark
-        ids = self.name(renderer.encode(text, self.after))
+        try:
+            ids = self.name(renderer.encode(text, self.after, most - self.place.at))
+        except TooManyTokensError as error:
+            raise ContextOverflow(self.place.at + error.num_tokens, int(most)) from None
         seam = None
         if (last_stop := renderer.last_stop(text, ids)) is not None:
             at, num_tokens = last_stop
@@ -59,6 +64,8 @@ class Unencoded(NamedTuple):
         whole = mark.extend(text) if seam is None else seam.text.extend(text[at:])
         if forced:
             ids = np.concatenate([ids, renderer.encode_behind_text(forced)])
+        if (num_tokens := self.place.at + len(ids)) >= most:
+            raise ContextOverflow(num_tokens, int(most))
         return Encoded(self.place, ids, whole, seam)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from math import inf
 from typing import Any
 
 import msgspec
@@ -74,8 +75,9 @@ class Draft:
     num_bytes: int
     """Memory of its messages."""
 
-    def encode(self) -> Encoded:
-        return self.text.encode(self.forced)
+    def encode(self, most: float = inf) -> Encoded:
+        """Raises ContextOverflow if it has as many tokens as `most`."""
+        return self.text.encode(self.forced, most)
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ AFTER_THINKING = f"\n{THINK_END}\n\n"
 
 class AnswerReader:
     def __init__(self, renderer: Renderer, request: TurnRequest, forced: str, turn_id: str) -> None:
-        """`renderer` has the template options of the request. `forced` is the beginning of the answer that the
+        """`renderer` has the request's template options. `forced` is the beginning of the answer that the
         prompt ends with."""
         self._renderer, self._turn_id = renderer, turn_id
         self.num_read = 0

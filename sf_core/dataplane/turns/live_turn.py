@@ -147,9 +147,7 @@ class LiveTurn:
             self._journal.note(Begun(recorded.key, nth, identity.digest, prompts))
         self._serving = asyncio.ensure_future(self._serve())
 
-    def _make_generation(
-        self, request: TurnRequest, line: array[int], grammar: str, nth: int
-    ) -> Generation:
+    def _make_generation(self, request: TurnRequest, line: array[int], grammar: str, nth: int) -> Generation:
         turns, session, prompt = self._turns, self._session, self.prompt
         spec, claim, sample = turns.spec, session.claim, self.recorded.key.sample
         prompt_ids, pictures = line, list[PictureSpan]()

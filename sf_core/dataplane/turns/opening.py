@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 import jinja2
@@ -16,7 +17,7 @@ import numpy as np
 
 from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.calls.formats import FORMATS
-from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
 from sf_core.dataplane.chat.tool_formats import name_of
 from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
 from sf_core.dataplane.large import SMALL_CHARACTERS, apart
@@ -29,6 +30,9 @@ from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.live_turn import LiveTurn, LiveTurns, Subscriber
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import Ids, to_ids
+
+MAX_COUNTED = 2**21
+"""Most tokens that are counted; no context window holds as many."""
 
 NO_FORMAT = (
     "The policy cannot call tools: its chat template writes tool calls in an unknown format. Set "
@@ -89,15 +93,17 @@ async def open_turns(
 
 
 def count_tokens(renderer: Renderer, request: TurnRequest) -> int:
-    """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError."""
-    _check_tools(renderer, request)
-    return len(open_prompt(renderer, Session("count"), request).ids)
+    """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError, which is
+    ContextOverflow for more than MAX_COUNTED."""
+    session = Session("count")
+    encoded = _encode(session, _prepare(renderer, session, request, MAX_COUNTED), MAX_COUNTED)
+    return len(encoded) if isinstance(encoded, np.ndarray) else len(encoded.ids)
 
 
 def open_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> Prompt:
     """The prompt of a request in its session, of any length. Raises ApiError if it cannot be rendered."""
     draft = _draft(renderer, session, request)
-    return _add(session, draft.prompt, _encode(session, draft))
+    return _add(session, draft.prompt, _encode(session, draft, inf))
 
 
 def _is_costly(renderer: Renderer, request: TurnRequest) -> bool:
@@ -146,25 +152,21 @@ def _num_characters(drafted: Drafted) -> int:
     return len(text) if isinstance(text, str) else 0
 
 
-def _encode(session: Session, draft: Prepared, most: float = float("inf")) -> Encoding:
+def _encode(session: Session, draft: Prepared, most: float) -> Encoding:
     """Raises ContextOverflow for a prompt that has as many tokens as `most`."""
-    drafted = draft.prompt
-    encoded: Encoding
-    if isinstance(drafted, str):
-        encoded = _check_ids(draft.renderer, draft.renderer.encode(drafted))
-        num_tokens = len(encoded)
-    elif isinstance(drafted, Draft):
-        encoded = drafted.encode()
-        num_tokens = encoded.place.at + len(encoded.ids)
-    else:
-        encoded = drafted
-        num_tokens = encoded.end if isinstance(encoded, Prompt) else len(encoded)
+    prompt, renderer = draft.prompt, draft.renderer
     try:
-        _check_length(num_tokens, most)
+        if isinstance(prompt, Draft):
+            return prompt.encode(most)
+        if isinstance(prompt, str):
+            prompt = _check_ids(renderer, renderer.encode(prompt, most=most))
+        _check_length(prompt.end if isinstance(prompt, Prompt) else len(prompt), most)
+        return prompt
+    except TooManyTokensError as error:
+        raise ContextOverflow(error.num_tokens, int(most)) from None
     except ContextOverflow:
-        _discard(session, drafted)
+        _discard(session, prompt)
         raise
-    return encoded
 
 
 def _add(session: Session, drafted: Drafted, encoded: Encoding) -> Prompt:

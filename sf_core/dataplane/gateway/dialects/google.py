@@ -315,18 +315,18 @@ class _OpenCalls:
     def __init__(self, calls: list[dict[str, Any]]) -> None:
         self._by_id: dict[str, deque[_Numbered]] = defaultdict(deque)
         self._by_name: dict[str, deque[_Numbered]] = defaultdict(deque)
-        for number, call in enumerate(calls):
-            self._by_id[call["id"]].append((number, call))
-            self._by_name[call["function"]["name"]].append((number, call))
+        for numbered in enumerate(calls):
+            self._by_id[numbered[1]["id"]].append(numbered)
+            self._by_name[numbered[1]["function"]["name"]].append(numbered)
         self._taken: set[int] = set()
 
     def take(self, name: Any, call_id: str) -> dict[str, Any] | None:
         """The first of this id; without an id, the first of this name. None if there is none."""
         found = self._by_id.get(call_id) if call_id else self._by_name.get(name)
         while found:
-            number, call = found.popleft()
-            if number not in self._taken:
-                self._taken.add(number)
+            at, call = found.popleft()
+            if at not in self._taken:
+                self._taken.add(at)
                 return call
         return None
 
