@@ -31,6 +31,9 @@ _WHOLE = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeSc
 _SPACE = "\u2581"
 """What SentencePiece writes for a space. A text may also have the character itself, which is three bytes."""
 
+_REPEATED = " \n\t-=*#._/"
+"""Characters of which tokens have many, so that they weigh little: but then a token has many of them."""
+
 _BLANKS = [*range(0x09, 0x0E), *range(0x1C, 0x21)]
 """Bytes of ASCII white space."""
 
@@ -41,6 +44,8 @@ class TokenBound:
         """Weight of each byte."""
         self._longest = 0
         """Bytes of the longest token; 0: nothing is known of this tokenizer."""
+        self._most = dict[int, int]()
+        """How often a token has such a byte at most."""
         kinds = _steps(tokenizer.normalizer)
         self._composes = any(step["type"] == "NFC" for step in kinds)
         if all(map(_keeps_text, kinds)) and all(map(_keeps_pieces, _steps(tokenizer.pre_tokenizer))):
@@ -51,23 +56,26 @@ class TokenBound:
         could be."""
         if not self._longest or 4 * len(text) < enough < float("inf"):
             return 0
-        weight = 0.0
+        counts, bound = np.zeros(256, np.int64), 0.0
         for start in range(0, len(text), PIECE):
-            weight += self._weigh(text[start : start + PIECE])
-            if weight >= enough:
+            data = text[start : start + PIECE].encode()
+            counts += np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+            bound = self._weigh(counts, min(len(text), start + PIECE))
+            if bound >= enough:
                 break
         # of the rounding of a million sums
-        return int(weight * (1 - 1e-9))
+        return int(bound * (1 - 1e-9))
 
-    def _weigh(self, text: str) -> float:
-        data = text.encode()
-        counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+    def _weigh(self, counts: np.ndarray, num_characters: int) -> float:
+        """The bound of a text by the counts of its bytes, whatever follows it."""
+        runs = [(int(counts[byte]), most) for byte, most in self._most.items()]
         if not self._composes:
-            return float(counts @ self._weights)
-        # a character may be composed with the ASCII character before it, also with that of the piece before
-        num_composed = len(text) - int(counts[:128].sum()) + 1
-        plain = counts[:128] @ self._weights[:128] - num_composed * self._weights.max()
-        return max(float(plain), len(data) / MOST_SHRUNK / self._longest - 1, 0.0)
+            return max(float(counts @ self._weights), *(num / most for num, most in runs))
+        # each other character may be composed with an ASCII one before it, as may be what follows
+        num_composed = num_characters - int(counts[:128].sum()) + 1
+        plain = float(counts[:128] @ self._weights[:128]) - num_composed * float(self._weights.max())
+        composed = int(counts.sum()) / MOST_SHRUNK / self._longest - 1
+        return max(plain, composed, 0.0, *((num - num_composed) / most for num, most in runs))
 
     def _weigh_tokens(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
@@ -83,8 +91,11 @@ class TokenBound:
             if not missing.isdisjoint(found):
                 self._weights[[ord(byte) for byte in missing.intersection(found)]] = 1 / length
                 missing.difference_update(found)
+        texts = [found for length, found in covered if length > 1]
+        self._most = {ord(byte): max(1, *(text.count(byte) for text in texts)) for byte in _REPEATED}
         if any(token.lstrip or token.rstrip for token in added):
             # such a token takes any white space beside it, of which some is not ASCII
+            self._most = {byte: most for byte, most in self._most.items() if byte not in _BLANKS}
             self._weights[_BLANKS] = 0
             self._weights[128:] = 0
             self._longest = 2**62

@@ -205,7 +205,7 @@ class Renderer:
     def _encode(self, text: str, most: float) -> Ids:
         if len(text) < LONG:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
-        # unlike `encode`, it lets other threads run, and notes no places in the text: half the time and memory
+        # unlike `encode`, it lets other threads run, and notes no places: half the time and the memory
         [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         if len(encoded) >= most:
             # the list of them alone would hold up other threads

@@ -6,7 +6,9 @@ two ticks of its event loop, in all threads together.
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -18,8 +20,12 @@ from sf_core.dataplane import server
 TICK_S = 0.001
 
 
+def read_rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 class Ticking:
-    """An ASGI application with the route `/ticks`."""
+    """An ASGI application with the route `/ticks`, which also tells the memory of the process, in bytes."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -34,7 +40,7 @@ class Ticking:
         await asyncio.sleep(0.02)  # so that the last span has ended
         most_s, self._most_s = self._most_s, 0.0
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": orjson.dumps(most_s)})
+        await send({"type": "http.response.body", "body": orjson.dumps([most_s, read_rss()])})
 
     async def _tick(self) -> None:
         last_s = time.process_time()

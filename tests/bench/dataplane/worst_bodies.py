@@ -1,8 +1,9 @@
 """Bodies that cost as much as a body of the largest size can, made from bodies that have all fields.
 
 `WHOLE` has requests of each dialect that together have every field that the dialect reads. Each place in
-them is filled with each of `FILLERS`, and each list is made as long as it may be. A dialect that reads a field that
-no body of `WHOLE` has fails a test, so that a new field gets its worst bodies too."""
+them is filled with `FILLERS`, and each list is made as long as it may be. A test fails if a dialect reads a
+field that no body of `WHOLE` has, so that a new field gets its worst bodies too.
+"""
 
 from __future__ import annotations
 

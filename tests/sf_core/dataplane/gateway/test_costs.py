@@ -38,6 +38,7 @@ from tests.bench.dataplane.worst_bodies import (
     spy,
     worst,
 )
+from tests.patience import wait_until
 
 BOUND_S = 0.05
 """Most CPU between two ticks, beside the parse of the body."""
@@ -71,7 +72,7 @@ def count(plane: ServedPlane, path: str, body: bytes) -> tuple[float, int]:
     """CPU in seconds between two ticks at most, and the status of the answer."""
     plane.http.get("/ticks")
     response = plane.http.post(path, content=body)
-    return float(plane.http.get("/ticks").content), response.status_code
+    return plane.http.get("/ticks").json()[0], response.status_code
 
 
 def parse_s(body: bytes) -> float:
@@ -217,3 +218,21 @@ SPECIAL: dict[str, tuple[str, bytes]] = {
 @pytest.mark.parametrize("name", SPECIAL)
 def test_what_only_one_dialect_can_be_sent_does_not_stop_the_others(ticking: ServedPlane, name: str) -> None:
     check_body(ticking, name, *SPECIAL[name])
+
+
+def test_what_a_refused_request_takes_is_given_back(ticking: ServedPlane) -> None:
+    def rss() -> float:
+        return float(ticking.http.get("/ticks").json()[1]) / 2**20
+
+    [claim] = ticking.claim()
+    path = f"/sessions/{claim['session_id']}{CHAT}"
+    small = made("messages", [HI], n=1)
+    assert ticking.http.post(path, content=small).status_code == 200
+    ticking.get("/runs/run")
+    before = rss()
+    for number in range(8):
+        text = f"{number} {TEXT[: NUM_BYTES // 2]}{' ' * (NUM_BYTES // 4)}"
+        body = made("messages", [HI, {"role": "user", "content": text}])
+        assert ticking.http.post(path, content=body).status_code == 400
+    # eight of them hold 90 MB, and each took as much
+    wait_until(lambda: rss() < before + 40)
