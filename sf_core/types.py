@@ -19,6 +19,17 @@ from storage.media import PictureSpan as PictureSpan
 Ids = npt.NDArray[np.int32]
 """Token ids, [num_tokens]."""
 
+_CUT = 65_536
+
+
+def to_ids(ids: Sequence[int]) -> Ids:
+    """The ids as an array; long lists in pieces, between which other threads run. Raises OverflowError if one
+    has more than 32 bits."""
+    if len(ids) <= _CUT:
+        return np.array(ids, dtype=np.int32)
+    starts = range(0, len(ids), _CUT)
+    return np.concatenate([np.array(ids[start : start + _CUT], dtype=np.int32) for start in starts])
+
 
 class FinishReason(StrEnum):
     STOP = "stop"

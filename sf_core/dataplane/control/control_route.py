@@ -22,6 +22,7 @@ from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import parse_json
 from sf_core.dataplane.gateway.endpoint import read_body
+from sf_core.dataplane.large import apart, is_large_body
 
 Answer = Mapping[str, Any]
 Handler = Callable[..., Awaitable[Answer | Response | None]]
@@ -74,7 +75,8 @@ class ControlRoute(Route):
         if "session" in self.takes:
             given["run"], given["session"] = plane.find_session(given["session_id"], request.scope["caller"])
         if "body" in self.takes:
-            given["body"] = _parse_body(self.takes["body"], await read_body(request.receive))
+            data = await read_body(request.receive)
+            given["body"] = await apart(is_large_body(data), _parse_body, self.takes["body"], data)
         if "wait_s" in self.takes:
             given["wait_s"] = _parse_wait_s(request.query_params.get("wait_s", "0"))
         if given.get("index", 0) > MAX_INDEX:
