@@ -59,7 +59,7 @@ class TurnEndpoint:
         data = await read_body(receive, MAX_PICTURE_BYTES)
         size = len(data)
         try:
-            async with self._order.of(scope["caller"].session_id(scope)):
+            async with self._order.of(scope["caller"].named_session):
                 asked, waiting = await self._open(data, scope)
         finally:
             give_back(size)
@@ -86,7 +86,7 @@ class TurnEndpoint:
 
         def recheck() -> None:
             """Raises ApiError if the session has ended meanwhile."""
-            if turns.includes(session) or scope["caller"].session_id(scope) is None:
+            if turns.includes(session) or scope["caller"].named_session is None:
                 return
             self._find_session(scope, get(asked.body, "model", (str,), ""))
             raise restarted()
