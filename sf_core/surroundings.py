@@ -70,6 +70,12 @@ def prefect_password() -> str | None:
     return os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or None
 
 
+def allowed_hosts() -> list[str]:
+    """Further addresses, HOST or HOST:PORT, at which browsers and clients may use our servers
+    (SF_ALLOWED_HOSTS, separated by commas)."""
+    return [host.strip() for host in os.environ.get("SF_ALLOWED_HOSTS", "").split(",") if host.strip()]
+
+
 def command_started_at() -> float | None:
     """Unix time at which the command that started this flow was called (SF_STARTED_AT), so that its start-up
     is counted; None for a deployment."""
@@ -236,14 +242,14 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
-def trim_memory() -> None:
-    """Return memory that was freed to the system, if it is more than TRIMMED_BYTES. Workers keep it
+def trim_memory(more_than: int = TRIMMED_BYTES) -> None:
+    """Return memory that was freed to the system, if it is more than this many bytes. Workers keep it
     otherwise, because to take it again costs time (docs/decisions/005). For moments at which what comes next
     needs far less."""
     with suppress(AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallinfo2.restype = _Mallinfo
-        if libc.mallinfo2().fordblks > TRIMMED_BYTES:
+        if libc.mallinfo2().fordblks > more_than:
             libc.malloc_trim(0)
 
 

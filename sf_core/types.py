@@ -19,6 +19,17 @@ from storage.media import PictureSpan as PictureSpan
 Ids = npt.NDArray[np.int32]
 """Token ids, [num_tokens]."""
 
+_CUT = 65_536
+
+
+def to_ids(ids: Sequence[int]) -> Ids:
+    """The ids as an array; long lists in pieces, between which other threads run. Raises OverflowError if one
+    has more than 32 bits."""
+    if len(ids) <= _CUT:
+        return np.array(ids, dtype=np.int32)
+    starts = range(0, len(ids), _CUT)
+    return np.concatenate([np.array(ids[start : start + _CUT], dtype=np.int32) for start in starts])
+
 
 class FinishReason(StrEnum):
     STOP = "stop"
@@ -75,6 +86,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Policy version of the weights that sampled these tokens."""
     finish_reason: FinishReason | None = None
     """Set on the last chunk of a request. An end-of-turn token is part of token_ids."""
+    fault: str = ""
+    """Why the engine cannot serve this request, although it serves others; empty: it can. Set on the last
+    chunk only."""
+
+    @classmethod
+    def failed(cls, request_id: str, version: int, fault: str) -> Chunk:
+        """The end of a request that the engine cannot serve."""
+        return cls(request_id, [], [], version, FinishReason.ABORT, fault)
 
 
 class WeightsRef(msgspec.Struct, frozen=True, array_like=True):

@@ -1,11 +1,12 @@
-"""Our Prefect server, for `uvicorn --factory`: Prefect's own, whose 503 answers say when to retry, and which
-takes one report of each crash."""
+"""Our Prefect server, for `uvicorn --factory`: Prefect's own, whose 503 answers say when to retry. It takes
+one report of each crash, and refuses pages of other origins."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from prefect.server.api import server
@@ -13,8 +14,13 @@ from prefect.server.orchestration.core_policy import CoreFlowPolicy
 from prefect.server.orchestration.dependencies import ORCHESTRATION_DEPENDENCIES
 from prefect.server.orchestration.rules import FlowRunOrchestrationRule
 from prefect.server.schemas.states import StateType
+from prefect.settings import get_current_settings
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sf_core.config.addresses import is_loopback
+from sf_core.surroundings import allowed_hosts
 from tasks.server import OURS
 
 SOON_S, LATE_S = 0.1, 10.0
@@ -50,6 +56,79 @@ class RetrySoon:
         return self._told_s
 
 
+class RefuseStrangers:
+    """Refuses requests and websockets that a page of another origin makes a browser send, and those to a host
+    that is none of ours, because a stranger's name may have been rebound to this machine. Browsers tell the
+    host, the origin and the site of a request truthfully; other programs send neither origin nor site."""
+
+    def __init__(self, app: ASGIApp, addresses: Iterable[str]) -> None:
+        """`addresses` are HOST, HOST:PORT or URLs, as in the address bar of a browser. Pages from there may
+        use this server, which also serves loopback and the IP address that it listens at."""
+        self._app = app
+        self._addresses = {_address_of(url) for url in addresses} - {"", "*"}
+        self._hosts = {_host_of(address) for address in self._addresses} - {""}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def forbid_frames(message: Message) -> None:
+            # a click into an invisible frame would press a button of the UI
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Frame-Options"] = "SAMEORIGIN"
+            await send(message)
+
+        refusal = None if scope["type"] == "lifespan" else self._why_refused(scope)
+        if refusal is None:
+            await self._app(scope, receive, forbid_frames)
+        elif scope["type"] == "websocket":
+            # uvicorn answers with 403; an answer with a body it would also log as a fault
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal})
+        else:
+            await JSONResponse({"detail": refusal}, 403)(scope, receive, send)
+
+    def _why_refused(self, scope: Scope) -> str | None:
+        headers = Headers(scope=scope)
+        address = headers.get("host", "").lower()
+        # a socket tells its IP address, and no name can be bound to that; Prefect calls itself by a name
+        ours = self._hosts | {str(scope["server"][0])}
+        if not is_loopback(host := _host_of(address)) and host not in ours:
+            return (
+                f"this Prefect server does not serve the host {host!r}: use http://127.0.0.1 with its port, "
+                "or start it with this host in the environment variable SF_ALLOWED_HOSTS"
+            )
+        if origin := headers.get("origin"):
+            # a page from here itself, or one from there
+            if _address_of(origin) in {address, *self._addresses}:
+                return None
+            return (
+                f"pages of {origin} may not use this Prefect server; if its UI has this address, start the "
+                "server with the address in the environment variable SF_ALLOWED_HOSTS"
+            )
+        is_own = headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+        if is_own or _opens_a_page(scope, headers):
+            return None
+        return "pages of other origins may not use this Prefect server; they may link to pages of its UI"
+
+
+def _address_of(url: str) -> str:
+    """HOST or HOST:PORT of a URL."""
+    try:
+        return urlsplit(url if "//" in url else f"//{url}").netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _host_of(address: str) -> str:
+    try:
+        return urlsplit(f"//{address}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _opens_a_page(scope: Scope, headers: Headers) -> bool:
+    """Whether somebody follows a link to the UI."""
+    is_tab = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    return is_tab and scope["method"] == "GET" and not scope["path"].startswith("/api/")
+
+
 class RefuseSecondReport(FlowRunOrchestrationRule):
     """Refuses the second report of a crash. A process worker reports that a flow's process has died, starts
     another one, which imports the flow for its hooks, and then reports the same again. On a busy machine this
@@ -80,4 +159,8 @@ def create_app() -> FastAPI:
     ORCHESTRATION_DEPENDENCIES["flow_policy_provider"] = _provide_policy
     app = server.create_app(final=True)
     app.add_middleware(RetrySoon)
+    settings = get_current_settings()
+    origins = settings.server.api.cors_allowed_origins.split(",")
+    urls = filter(None, (settings.api.url, settings.server.ui.api_url, *origins))
+    app.add_middleware(RefuseStrangers, addresses=[*urls, *allowed_hosts()])
     return app

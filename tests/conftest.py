@@ -38,7 +38,8 @@ TOGETHER = {
     "the quickstart": ("e2e/test_data", "e2e/test_object_store", "e2e/test_quickstart"),
     # they use one Prefect server
     "deployments": tuple(
-        f"e2e/test_{name}" for name in ("browser", "cancel", "deployments", "lost_runs", "user_package")
+        f"e2e/test_{name}"
+        for name in ("browser", "cancel", "deployments", "lost_runs", "strange_pages", "user_package")
     ),
     "faults": tuple(f"e2e/test_{name}" for name in ("elastic", "gang", "pipelines", "resume")),
 }

@@ -140,6 +140,7 @@ def dataplane(
     data plane uses the key that `sf key` prints, and clients on this machine can open sessions without a key.
     """
     from sf_core.dataplane.server import serve
+    from sf_core.dataplane_key import account_key
     from sf_core.surroundings import configured_dataplane_key
 
     if gateways != 1:
@@ -150,6 +151,14 @@ def dataplane(
         )
     options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, tuple(allowed_host or ()))
     try:
-        serve(host, port, options, port_file=port_file, key=configured_dataplane_key())
+        key = configured_dataplane_key()
+        serve(
+            host,
+            port,
+            options,
+            key=key or account_key(),
+            welcomes_strangers=key is None,
+            port_file=port_file,
+        )
     except OSError as error:
         fail(f"cannot listen on {host}:{port}: {error}")

@@ -32,6 +32,21 @@ def _is_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+LEAST_TEMPERATURE, LEAST_TOP_P, MOST_TOP_K = 0.01, 1e-6, 2**31 - 1
+"""Limits of sampling that is not greedy. vLLM has the same least temperature: below it, logits overflow
+float32. A smaller `top_p` keeps the most likely token alone, as this one does."""
+
+
+def bound_temperature(value: float) -> float:
+    """The temperature that is used; 0 is greedy."""
+    return max(value, LEAST_TEMPERATURE) if value else 0.0
+
+
+def bound_top_p(value: float) -> float:
+    """The `top_p` that is used."""
+    return max(value, LEAST_TOP_P)
+
+
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 
 
@@ -155,13 +170,13 @@ class RolloutConfig(Settings):
     on_max_lag: Literal["wait", "drop"] = "wait"
     """Rule for unfinished sessions whose tokens would exceed `max_lag` in a later batch. wait: the current
     batch waits for these sessions. drop: the groups of these sessions are discarded and counted."""
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Annotated[float, AfterValidator(bound_temperature)] = Field(1.0, ge=0, le=2)
     """Sampling temperature of all sessions of the run, including held-out sessions. This value replaces the
-    temperature in the agent's request."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature in the agent's request. 0: greedy sampling. Values between 0 and 0.01 become 0.01."""
+    top_p: Annotated[float, AfterValidator(bound_top_p)] = Field(1.0, gt=0, le=1)
     """Nucleus sampling: the engine samples from the smallest set of most likely tokens whose probabilities
     sum to at least this value. This value replaces `top_p` in the agent's request. 1: no limit."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=MOST_TOP_K)
     """Number of most likely tokens from which the engine samples. This value replaces `top_k` in the agent's
     request. 0: no limit."""
     max_tokens: int | None = Field(None, ge=1)

@@ -16,6 +16,12 @@ from storage.tables.judgements import Judgement
 MAX_OUTPUT = 70_000
 """Maximum length of captured agent output (command agents keep less: agents/command_output.py)."""
 
+MAX_METADATA_BYTES = 2**16
+"""Most bytes of a session's metadata as JSON; they are weighed and shown with every turn."""
+
+MAX_PARTS, MAX_STEPS = 1024, 2**14
+"""Most named parts of a reward, and most rewards of single answers: each is looked up."""
+
 MAX_INDEX = 2**31 - 1
 """Largest number of a batch, an evaluation or a policy version."""
 
@@ -135,6 +141,15 @@ class ReleaseBody(Body):
     """Attempt of the flow that ends. None: the current attempt."""
 
 
+def _check_metadata(given: dict[str, Any]) -> dict[str, Any]:
+    if (size := len(msgspec.json.encode(given))) > MAX_METADATA_BYTES:
+        raise ValueError(f"must have at most {MAX_METADATA_BYTES} bytes as JSON, got {size}")
+    return given
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_metadata)]
+
+
 class SessionBody(Body):
     """A session for an agent outside the cluster. Runners do not get this session."""
 
@@ -147,8 +162,8 @@ class SessionBody(Body):
     """Id of the task, stored with the session."""
     environment: str = ""
     """Name of the task's environment, stored with the session."""
-    metadata: dict[str, Any] = {}
-    """Values of your own, stored with the session."""
+    metadata: Metadata = {}
+    """Values of your own, stored with the session: at most 64 KiB as JSON."""
 
 
 class GroupBody(Body):
@@ -165,8 +180,8 @@ class GroupBody(Body):
     """Id of the task, stored with the session."""
     environment: str = ""
     """Name of the task's environment, stored with the session."""
-    metadata: dict[str, Any] = {}
-    """Values of your own, stored with the session."""
+    metadata: Metadata = {}
+    """Values of your own, stored with the session: at most 64 KiB as JSON."""
 
 
 class RewardBody(Body):

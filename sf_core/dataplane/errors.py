@@ -7,6 +7,8 @@ from typing import Any
 MAX_HEAD, MAX_TAIL = 400, 100
 """Characters kept from the beginning and from the end of a longer message."""
 
+MOST_READ = 20 * (MAX_HEAD + MAX_TAIL)
+"""Characters of a message that are looked at: those of its middle are not shown."""
 
 RETRY_AFTER_S = 5
 """Seconds after which a client that was refused temporarily may retry."""
@@ -24,7 +26,9 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ):
-        # messages quote what the caller sent, which may be long
+        # messages quote what the caller sent, which may be megabytes
+        if len(message) > MOST_READ:
+            message = f"{message[: MOST_READ // 2]} ... {message[-MOST_READ // 2 :]}"
         message = " ".join(message.split())
         if len(message) > MAX_HEAD + MAX_TAIL:
             message = f"{message[:MAX_HEAD]} ... {message[-MAX_TAIL:]}"
@@ -43,6 +47,15 @@ class ApiError(Exception):
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }
+
+
+class EngineFailed(ApiError):
+    """A request that engines cannot serve. `is_poison`: it cost engines, and must not be tried again."""
+
+    def __init__(self, reason: str, *, is_poison: bool = False) -> None:
+        message = f"No engine gave a valid answer to this request: {reason}."
+        super().__init__(502, message, code="engine_failed")
+        self.is_poison = is_poison
 
 
 class WrongField(ApiError):

@@ -10,7 +10,6 @@ from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.serving import server_config, tune_interpreter
-from sf_core.dataplane_key import account_key
 from storage import files
 
 
@@ -19,24 +18,32 @@ def serve(
     port: int,
     options: DataplaneOptions,
     *,
+    key: str,
+    welcomes_strangers: bool,
     port_file: str | None = None,
-    key: str | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
     accepted.
 
-    Without a key, the data plane uses that of the account and welcomes clients without a key. Raises
-    ValueError for an address that others can reach without a key, for a journal directory that another data
-    plane uses, and for an account's key that others can read; OSError for a port that is taken."""
-    if key is None and not is_loopback(host):
+    `key` and `welcomes_strangers` are as in `make_app`. Raises ValueError for an address at which others
+    would be welcome without a key, and for a journal directory that another data plane uses; OSError for a
+    port that is taken."""
+    if welcomes_strangers and not is_loopback(host):
         raise ValueError(f"other machines can reach {host}: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
-    app = make_app(key or account_key(), options, welcomes_strangers=key is None)
+    app = make_app(key, options, welcomes_strangers=welcomes_strangers)
     server = uvicorn.Server(server_config(app))
     listening = listen_at(host, port)
+    app.state.plane.owner.dataplane = url_of(host, listening)
     if port_file is not None:
         files.write_atomic(port_file, str(listening.getsockname()[1]).encode())
     tune_interpreter()
     server.run(sockets=[listening])
+
+
+def url_of(host: str, listening: socket.socket) -> str:
+    """URL of a server at this address, for people."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}"
 
 
 def listen_at(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ from sf_core.engines.drivers.async_driver import AsyncDriver
 from sf_core.engines.drivers.serve import make_driver
 from sf_core.engines.drivers.step_driver import StepDriver
 from sf_core.engines.protocol import Engine, WeightsRefusedError
-from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+from sf_core.types import Chunk, GenerationRequest, WeightsRef
 
 _MOMENT_S = 0.005
 """Longest time that an engine which samples by itself is given for what it reports next."""
@@ -57,8 +57,7 @@ class DrivenEngine:
         names = {*self._names}
         self._names.add(request.request_id)
         self._tell(wire.Submit.of([request]))
-        refused = Chunk(request.request_id, [], [], self._version or 0, FinishReason.LENGTH)
-        if refused in self._chunks:
+        for refused in [c for c in self._chunks if c.request_id == request.request_id and c.fault]:
             self._chunks.remove(refused)
             self._names = names
             self.engine.submit(request)

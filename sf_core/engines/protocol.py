@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +13,11 @@ from sf_core.types import Chunk, GenerationRequest, WeightsRef
 class EngineLostError(ConnectionError):
     """The process or device behind an engine is gone, and its requests with it. `take_weights` starts it
     anew."""
+
+
+class StepFailedError(ConnectionError):
+    """The engine failed at its requests, although it works. The data plane finds out which one is at fault
+    when the engine connects again."""
 
 
 class WeightsRefusedError(ValueError):
@@ -62,7 +68,8 @@ class StepEngine(Engine, Protocol):
 
         Raises WeightsRefusedError once if the weights on their way are unusable but there are others,
         EngineLostError if the engine must start anew, and, if there are no weights, whatever made
-        them or the engine fail."""
+        them or the engine fail. After any other error all requests are aborted, and the engine goes on if it
+        still can sample."""
 
     def pause(self) -> None:
         """Sample nothing until `resume`. Requests and their KV stay; weights are taken meanwhile."""
@@ -111,3 +118,8 @@ def check_request(
         raise ValueError("pictures were given, but this engine does not support pictures")
     if request.max_tokens < 1:
         raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")
+    how = request.sampling
+    if not (0 <= how.temperature < math.inf and 0 <= how.top_p <= 1):
+        raise ValueError(f"temperature is {how.temperature} and top_p {how.top_p}; expected finite values")
+    if not (0 <= how.top_k < 2**31 and 0 <= how.seed < 2**64):
+        raise ValueError(f"top_k is {how.top_k} and the seed {how.seed}; expected at most 31 and 64 bits")

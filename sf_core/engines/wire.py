@@ -20,6 +20,17 @@ UNKNOWN_RUN = 4404
 BAD_FRAME = 4400
 """Close code: the engine sent what no engine may send; the reason says what. It does not try again."""
 
+ENGINE_FAILED = 4500
+"""Close code: the engine cannot go on with its requests; the reason says why. It connects again."""
+
+MAX_REASON_BYTES = 123
+"""Longest reason of a WebSocket close frame."""
+
+
+def fit_reason(reason: str) -> str:
+    """As much of a reason as a close frame can hold."""
+    return reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
+
 
 class Frame(msgspec.Struct, array_like=True, tag=str.lower):
     pass

@@ -26,7 +26,8 @@ def sample(
     """One token per row of logits [B, V], by inverse CDF of the row's uniform in [0, 1).
 
     Returns ids and log-probs [B]. Temperature 0 takes the best token, ignores top_p and top_k, and reports
-    its log-prob at temperature 1.
+    its log-prob at temperature 1. A row without a distribution (NaN, infinity, nothing but -inf) gets a valid
+    id and the log-prob NaN; it changes no other row.
     """
     logits = logits.float()
     greedy = temperature == 0
@@ -51,12 +52,14 @@ def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, 
     sums = blocks.sum(2).double().cumsum(1)
     total = sums[:, -1:]
     target = uniforms.unsqueeze(1) * total
-    block = torch.searchsorted(sums, target, right=True)
+    # clamped, because in a row of NaN nothing is found
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     within = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1).double().cumsum(1)
     # the block was summed in float32: what is left may be more than it holds
     rest = torch.minimum(target - before, within[:, -1:] * (1 - 1e-15))
-    return block * _BLOCK + torch.searchsorted(within, rest, right=True), total
+    tokens = block * _BLOCK + torch.searchsorted(within, rest, right=True)
+    return tokens.clamp_(max=weights.shape[1] - 1), total
 
 
 def cutoff(

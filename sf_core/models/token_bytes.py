@@ -61,7 +61,7 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
 
 def _piece_bytes(piece: str, kinds: set[str]) -> bytes:
     if "ByteLevel" in kinds:
-        table = _byte_of_character()
+        table = byte_of_character()
         return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
     if "ByteFallback" in kinds and (byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)):
         return bytes.fromhex(byte[1])
@@ -73,7 +73,7 @@ def _piece_bytes(piece: str, kinds: set[str]) -> bytes:
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Byte-level vocabularies write every byte as one printable character (Radford et al. 2019): itself, or
     one that is counted up from 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

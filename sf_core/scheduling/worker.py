@@ -31,6 +31,9 @@ DASK_SETTINGS = {
     "DASK_DISTRIBUTED__SCHEDULER__ACTIVE_MEMORY_MANAGER__START": "False",
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    # pages of logs and tasks: a strange page could read them, if its host's name was rebound to loopback
+    "DASK_DISTRIBUTED__SCHEDULER__HTTP__ROUTES": "[]",
+    "DASK_DISTRIBUTED__WORKER__HTTP__ROUTES": "[]",
     "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "30s",
     # Dask's default of 20 ms takes 1.5% of a core, of every scheduler, nanny and worker, to do nothing
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
@@ -49,7 +52,8 @@ DASK_SETTINGS = {
 }
 """Environment of schedulers and workers alike."""
 NO_DASHBOARD = ("--no-dashboard", "--dashboard-address", "127.0.0.1:0")
-"""Dask's HTTP server starts even without a dashboard, with neither key nor TLS: it is bound to loopback."""
+"""Dask's HTTP server starts even without a dashboard, with neither key nor TLS: it is bound to loopback, and
+DASK_SETTINGS leave it no routes."""
 LOG_SETTINGS = {"PREFECT_LOGGING_EXTRA_LOGGERS": "sf_core,tasks,storage"}
 """Makes Prefect put the log lines of our packages into the log of the task or flow run."""
 MAX_THREADS = 8

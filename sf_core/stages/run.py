@@ -10,10 +10,14 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+import httpx
+
 from sf_core.config import RunConfig
-from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.dataplane.journal.ownership import explain_other_holder
 from sf_core.dataplane_key import operator_key
 from sf_core.engines.registry import follows_grammars
 from sf_core.environments.registry import source_of_tasks
@@ -176,8 +180,8 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
     """Open or create the run directory for a new flow attempt; older attempts are fenced off from now on. An
     attempt that only evaluates does not change the stored configuration.
 
-    Raises ValueError if no data plane is named, or an earlier attempt has just committed a batch of another
-    run."""
+    Raises ValueError if no data plane is named, if another data plane has the run open, or if an earlier
+    attempt has just committed a batch of another run."""
     url = config.dataplane.url or dataplane_url()
     if url is None:
         raise ValueError(
@@ -185,6 +189,7 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
             "dataplane`, or start with `sf train`"
         )
     directory = RunDirectory(config.run_dir)
+    _refuse_held(directory, url)
     attempt = Attempt(
         dataplane=_without_password(url), host=socket.gethostname(), evaluate_only=evaluate_only
     )
@@ -194,6 +199,27 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
             directory.begin_anew()
         directory.write_config(config)
     return RunRef(directory.run_id, directory.uri, url, number, nonce=secrets.token_hex(8))
+
+
+def _refuse_held(directory: RunDirectory, url: str) -> None:
+    """Raises ValueError if another data plane than the one at this URL has the run open: a new attempt could
+    not be registered, and would stop the one that works there."""
+    if not directory.is_local:
+        return
+    journal = Path(directory.journal_dir, f"{directory.run_id}.journal")
+    if (held := explain_other_holder(journal)) and not _serves(url, directory.run_id):
+        raise ValueError(held)
+
+
+def _serves(url: str, run_id: str) -> bool:
+    """Whether the data plane has the run open, or cannot be asked: registration will tell."""
+    try:
+        DataplaneClient(url, run_id, operator_key(url)).status()
+    except DataplaneError as error:
+        return error.status != 404
+    except httpx.HTTPError:
+        pass
+    return True
 
 
 def _without_password(url: str) -> str:

@@ -301,6 +301,8 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         # no sandbox: tests may run as root; no WebGL: a run's page in Prefect would draw all the time
         arguments = ["--no-sandbox", "--disable-3d-apis"]
+        # names of strangers lead to this machine
+        arguments.append("--host-resolver-rules=MAP *.test 127.0.0.1")
         chromium = playwright.chromium.launch(executable_path=program, args=arguments)
         yield chromium
         chromium.close()

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -46,8 +45,12 @@ def test_every_part_is_up_and_the_runs_can_be_started(standing_stack: Stack) -> 
     assert standing_stack.dataplane_answers()
     names = {worker.name for worker in read_workers(standing_stack.services.scheduler)}
     assert names == set(RunConfig().cluster.workers)
-    online = f"{api}/work_pools/sf/workers/filter"
-    wait_until(lambda: httpx.post(online, json={}).json(), "a process worker", every_s=0.5)
+
+    def is_online() -> bool:
+        with PrefectApi(api).client() as client:
+            return bool(client.request("POST", "/work_pools/sf/workers/filter", json={}).json())
+
+    wait_until(is_online, "a process worker", every_s=0.5)
 
 
 def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(

@@ -3,8 +3,11 @@ import asyncio
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
 
-from tasks.prefect_server import RetrySoon
+from tasks.prefect_server import RefuseStrangers, RetrySoon
 
 
 def answer(status: int) -> httpx.Response:
@@ -46,3 +49,119 @@ def test_a_client_that_is_refused_again_and_again_is_told_later_times_until_it_w
     assert asyncio.run(told()) == 10.0
     clock[0] += 31
     assert asyncio.run(told()) == 0.1
+
+
+OWN = "127.0.0.1:4200"
+FURTHER = ["http://server:4200/api", "https://prefect.example.com", "10.0.0.7:8443", "*", ""]
+NAVIGATION = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+
+
+def guarded(path: str, **headers: str) -> httpx.Response:
+    """The answer of a server at 10.0.0.1 to a request with these headers."""
+
+    async def ask() -> httpx.Response:
+        app = RefuseStrangers(PlainTextResponse("served"), FURTHER)
+
+        async def at_its_address(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "server": ("10.0.0.1", 4200)}, receive, send)
+
+        transport = httpx.ASGITransport(at_its_address)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{OWN}") as http:
+            return await http.get(path, headers=given)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:4200", "127.8.0.9", "localhost:9", "LOCALHOST", "[::1]:4200", "10.0.0.1:4200", "server:80"]
+    + ["prefect.example.com", "10.0.0.7", "Prefect.Example.com:443"],
+)
+def test_loopback_its_own_address_and_configured_hosts_are_served(host: str) -> None:
+    served = guarded("/api/deployments/filter", host=host)
+    assert (served.text, served.headers["X-Frame-Options"]) == ("served", "SAMEORIGIN")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.test:4200", "127.0.0.1.evil.test", "localhost.evil.test", "10.0.0.2:4200", "example.com", "*", ""]
+    + ["[::1", "127.0.0.1@evil.test", "evil.test:", "0x7f.1", "prefect.example.com.evil.test"],
+)
+def test_other_hosts_are_refused_in_one_sentence(host: str) -> None:
+    refused = guarded("/", host=host)
+    said = refused.json()["detail"]
+    assert refused.status_code == 403
+    assert said.startswith("this Prefect server does not serve the host '")
+    assert said.endswith("start it with this host in the environment variable SF_ALLOWED_HOSTS")
+
+
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [
+        (f"http://{OWN}", OWN),
+        ("http://localhost:4200", "localhost:4200"),
+        # a tunnel to another port
+        ("http://localhost:9000", "localhost:9000"),
+        # proxies with TLS, of which the second names the server itself as host
+        ("https://prefect.example.com", "prefect.example.com"),
+        ("https://prefect.example.com", OWN),
+        ("http://10.0.0.7:8443", "10.0.0.7:8443"),
+    ],
+)
+def test_pages_of_the_ui_are_served(origin: str, host: str) -> None:
+    assert guarded("/api/flow_runs/", host=host, origin=origin, sec_fetch_site="same-origin").is_success
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://evil.test", "http://127.0.0.1:3000", "http://localhost:3000", "http://127.0.0.1", "null", "*"]
+    + ["file://", "https://prefect.example.com:444", "https://prefect.example.com.evil.test", "http://[::1"]
+    + ["http://evil.test/127.0.0.1:4200", f"http://{OWN}@evil.test", f"http://evil.test@{OWN}"],
+)
+def test_pages_of_other_origins_are_refused_in_one_sentence(origin: str) -> None:
+    for site in ("none", "same-origin", "same-site", "cross-site"):
+        refused = guarded("/api/flow_runs/", origin=origin, sec_fetch_site=site, **NAVIGATION)
+        said = refused.json()["detail"]
+        assert refused.status_code == 403
+        assert said.startswith(f"pages of {origin} may not use this Prefect server; ")
+        assert said.endswith("the address in the environment variable SF_ALLOWED_HOSTS")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_requests_of_other_sites_are_refused_without_an_origin_too(site: str) -> None:
+    for mode, dest in (
+        ("no-cors", "image"),
+        ("no-cors", "script"),
+        ("navigate", "iframe"),
+        ("cors", "empty"),
+    ):
+        headers = {"sec-fetch-site": site, "sec-fetch-mode": mode, "sec-fetch-dest": dest}
+        said = guarded("/runs", **headers).json()["detail"]
+        assert (
+            said == "pages of other origins may not use this Prefect server; they may link to pages of its UI"
+        )
+
+
+def test_a_link_opens_a_page_of_the_ui_but_nothing_of_the_api() -> None:
+    assert guarded("/runs/flow-run/1", **NAVIGATION).is_success
+    assert guarded("/api/csrf-token", **NAVIGATION).status_code == 403
+    assert guarded("/api/csrf-token", **NAVIGATION | {"sec-fetch-site": "none"}).is_success
+
+
+def test_websockets_are_refused_like_requests() -> None:
+    async def accept(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+
+    client = TestClient(RefuseStrangers(accept, FURTHER))
+    for headers in ({"host": OWN}, {"host": OWN, "origin": f"http://{OWN}"}):
+        with client.websocket_connect("/api/events/in", headers=headers):
+            pass
+    for headers in (
+        {"host": OWN, "origin": "http://evil.test"},
+        {"host": OWN, "origin": "null"},
+        {"host": "evil"},
+    ):
+        with pytest.raises(WebSocketDisconnect) as refused:
+            client.websocket_connect("/api/events/in", headers=headers).__enter__()
+        assert refused.value.code == 1008 and "this Prefect server" in refused.value.reason

@@ -51,6 +51,10 @@ def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) ->
     api = f"http://{host}:{port}/api"
     env |= SERVER_SETTINGS | {"PREFECT_API_URL": api, "PREFECT_UI_API_URL": api}
     env |= {"PREFECT_SERVER_API_HOST": host, "PREFECT_SERVER_API_PORT": str(port)}
+    # a page of another origin could otherwise start runs (docs/decisions/060)
+    own_ui = ",".join(f"http://{name}:{port}" for name in dict.fromkeys((LOOPBACK, "localhost", host)))
+    env |= {"PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": own_ui}
+    env |= {"PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true"}
     app = ("--factory", "tasks.prefect_server:create_app", "--log-level", "warning")
     return Part("prefect-server", _module("uvicorn", *app, "--host", host, "--port", str(port)), env)
 
@@ -88,11 +92,11 @@ def dataplane(directory: Path, port: int, *, memory_mb: float = DataplaneOptions
 
 
 def client_settings(authority: Path) -> dict[str, str]:
-    """Settings that spare clients of our Prefect server, which speaks plain HTTP and requires no CSRF token,
-    work in each task: reading all authorities takes 20 ms. Writes `authority` with only one of them."""
+    """Settings of clients of our Prefect server, which requires CSRF tokens. It speaks plain HTTP, and to
+    read all authorities in each task takes 20 ms: writes `authority` with only one of them."""
     end = "-----END CERTIFICATE-----\n"
     authority.write_text(certifi.contents().partition(end)[0] + end)
-    return {"PREFECT_API_SSL_CERT_FILE": str(authority), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false"}
+    return {"PREFECT_API_SSL_CERT_FILE": str(authority), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true"}
 
 
 def _module(name: str, *arguments: str) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sf_core.dataplane.chat.json_text import kind_of
-from sf_core.dataplane.errors import WrongField
+from sf_core.dataplane.chat.json_text import MAX_VALUES, count_marks, count_values, kind_of
+from sf_core.dataplane.errors import ApiError, WrongField
 
 Part = dict[str, Any]
 """`{"type": "text", "text": ...}` or `{"type": "image", "sha256": ..., "width": ..., "height": ...}`."""
@@ -74,6 +74,20 @@ class LeftOut:
     unseen: list[str] = field(default_factory=list)
     """Places of the parts of tool results that the model is not shown."""
     pictures: list[SentPicture] = field(default_factory=list)
+    _uncounted: list[bytes] = field(default_factory=list)
+    """Arguments of calls, as JSON, whose values were not counted."""
+    _num_values: int = 0
+    """Values in the arguments so far; in those that were not counted at most as many as they have marks."""
+
+    def count_arguments(self, text: str) -> None:
+        """Raises ApiError if the arguments of the request's calls hold too many values together."""
+        self._uncounted.append(text.encode())
+        self._num_values += count_marks(self._uncounted[-1])
+        if self._num_values > MAX_VALUES:
+            self._num_values += sum(count_values(one) - count_marks(one) for one in self._uncounted)
+            self._uncounted.clear()
+        if self._num_values > MAX_VALUES:
+            raise too_many_values("The arguments of the tool calls")
 
     def sentence(self, kind: str, where: str) -> str:
         """What the model sees in place of a part of a tool result."""
@@ -85,6 +99,12 @@ class LeftOut:
         part = {"type": IMAGE}
         self.pictures.append(SentPicture(where, data, part))
         return part
+
+
+def too_many_values(subject: str) -> ApiError:
+    return ApiError(
+        400, f"{subject} must hold at most {MAX_VALUES} values: send fewer, or put long lists into texts."
+    )
 
 
 def kind_of_media(part: Any) -> str:

@@ -12,6 +12,9 @@ FORMATS = ("enum", "int32", "int64", "float", "double")
 COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 """Keys of schemas whose numbers Google writes as strings."""
 
+MAX_NAME = 100
+"""Characters of names that are spelled anew."""
+
 _FREE = {
     "args",
     "response",
@@ -34,8 +37,13 @@ def spell(value: Any) -> Any:
     return {name: inner if name in _FREE else spell(inner) for name, inner in named.items()}
 
 
-@functools.lru_cache(maxsize=1024)
 def _underscore(name: str) -> str:
+    # longer than any field's; many of them would fill the cache with megabytes
+    return name if len(name) > MAX_NAME else _underscored(name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _underscored(name: str) -> str:
     return re.sub("[A-Z]", lambda capital: "_" + capital[0].lower(), name)
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,28 @@ from sf_core.dataplane.chat.template_probes import append_only_roles, end_of_tur
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.context import count_ids
+from sf_core.models.token_bound import TokenBound
 from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.pictures.sight import read_sight
-from sf_core.types import Ids
+from sf_core.types import Ids, to_ids
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
 
 MAX_VARIANTS = 16
 """Number of sets of template options whose renderers are kept."""
 
+LONG = 1000
+"""Characters of a text from which on it is encoded as a long one."""
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than were asked for."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class Renderer:
@@ -71,6 +84,8 @@ class Renderer:
         self.templates = ChatTemplates(sources)
         self.thinks = self.templates.mention(THINK_END)
         """Answers may begin with reasoning between think tags."""
+        self.least_tokens = TokenBound(self._tokenizer)
+        """No text has fewer tokens than this says."""
         self.token_bytes = TokenBytes(self._tokenizer)
         self.control_tokens = control_tokens(self._tokenizer)
         """Ids of tokens that are no text, by what they show."""
@@ -105,14 +120,21 @@ class Renderer:
         if not options:
             return self
         key = encode_sorted(options)
-        if key not in self._variants:
+        variant = self._variants.get(key)
+        if variant is None:
             variant = copy(self)
             variant.options = options
             variant._look_at_template()
-            if len(self._variants) == MAX_VARIANTS:
-                del self._variants[next(iter(self._variants))]
+            # threads do this too (large.py): each step alone is safe
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.pop(next(iter(list(self._variants))), None)
             self._variants[key] = variant
-        return self._variants[key]
+        return variant
+
+    def is_ready_for(self, options: dict[str, Any]) -> bool:
+        """Whether `with_options` looks at the template no more, which takes a tenth of a second."""
+        options = {name: value for name, value in options.items() if name in self.templates.variables}
+        return not options or encode_sorted(options) in self._variants
 
     def _look_at_template(self) -> None:
         self.opens_thinking = self.thinks and self._opens_thinking()
@@ -170,15 +192,25 @@ class Renderer:
         at = max(text.rfind(stop) for stop in self.stop_texts.values())
         return (at, int(places[-1])) if at >= 0 and len(places) else None
 
-    def encode(self, text: str, after: str = "") -> Ids:
+    def encode(self, text: str, after: str = "", most: float = inf) -> Ids:
         """Ids of a text that follows the special token `after`: some tokenizers put a space before text, but
-        only at the very beginning."""
-        ids = self._tokenizer.encode(after + text, add_special_tokens=False).ids
+        only at the very beginning. Raises TooManyTokensError if a long text has `most` tokens or more."""
+        ids = self._encode(after + text, most + bool(after))
         if after:
             # an end of turn that is no added token is encoded together with the text
             is_apart = ids[0] == self._tokenizer.token_to_id(after)
-            ids = ids[1:] if is_apart else self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=np.int32)
+            ids = ids[1:] if is_apart else self._encode(text, most)
+        return ids
+
+    def _encode(self, text: str, most: float) -> Ids:
+        if len(text) < LONG:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        # unlike `encode`, it lets other threads run, and notes no places: half the time and the memory
+        [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        if len(encoded) >= most:
+            # the list of them alone would hold up other threads
+            raise TooManyTokensError(len(encoded))
+        return to_ids(encoded.ids)
 
     def encode_behind_text(self, text: str) -> Ids:
         """Ids of a text that is not the beginning of one; see `encode`."""

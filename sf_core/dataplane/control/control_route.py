@@ -22,6 +22,7 @@ from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import parse_json
 from sf_core.dataplane.gateway.endpoint import read_body
+from sf_core.dataplane.large import apart, is_large_body
 
 Answer = Mapping[str, Any]
 Handler = Callable[..., Awaitable[Answer | Response | None]]
@@ -41,14 +42,16 @@ class ControlRoute(Route):
         handler: Handler,
         *refusals: int,
         recorded: bool = False,
+        confirmed: bool = False,
         answers: str = JSON,
     ) -> None:
         """`refusals` are error statuses beside those that follow from the rest. A recorded route answers 503
         once the journal of its run cannot be written; what the request has begun then goes on in the
-        background until it can. `answers` is a media type."""
+        background until it can. A confirmed route answers 409 if a later attempt of its run has begun
+        (ServedRun.confirm). `answers` is a media type."""
         super().__init__(path, self._answer, methods=[method])
         self.method, self.summary, self.refusals = method, summary, refusals
-        self.recorded, self.answers = recorded, answers
+        self.recorded, self.confirmed, self.answers = recorded, confirmed, answers
         self.takes: dict[str, Any] = get_type_hints(handler)
         """Types of the handler's parameters by name."""
         self.takes.pop("return")
@@ -58,6 +61,8 @@ class ControlRoute(Route):
         given = await self._read(request)
         answering = self._handler(**{name: given[name] for name in self.takes})
         answer = await (given["run"].journal.attend(answering) if self.recorded else answering)
+        if self.confirmed:
+            await given["run"].confirm()
         if isinstance(answer, Response):
             return answer
         # messages may hold integers of any size
@@ -70,7 +75,8 @@ class ControlRoute(Route):
         if "session" in self.takes:
             given["run"], given["session"] = plane.find_session(given["session_id"], request.scope["caller"])
         if "body" in self.takes:
-            given["body"] = _parse_body(self.takes["body"], await read_body(request.receive))
+            data = await read_body(request.receive)
+            given["body"] = await apart(is_large_body(data), _parse_body, self.takes["body"], data)
         if "wait_s" in self.takes:
             given["wait_s"] = _parse_wait_s(request.query_params.get("wait_s", "0"))
         if given.get("index", 0) > MAX_INDEX:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -24,10 +24,6 @@ log = logging.getLogger(__name__)
 
 MAX_OUTBOX_BYTES = 64 * 2**20
 """Bytes that may wait for a slow engine; with more it is dropped, and others continue its requests."""
-
-
-MAX_REASON_BYTES = 123
-"""Longest reason of a WebSocket close frame."""
 
 
 class Outbox:
@@ -65,7 +61,8 @@ async def serve_connection(socket: WebSocket, find_run: Callable[[str], ServedRu
         await socket.send_bytes(wire.pack(wire.Yield(reason)))
         return await socket.close()
     for former in [engine for engine in run.router.engines if engine.lease_id == hello.lease_id]:
-        run.router.lose(former)
+        # a newer start, or the same one, whose process goes on: no request has ended it
+        run.router.lose(former, None)
     await _serve(socket, run, hello)
 
 
@@ -106,7 +103,7 @@ async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
         for task in (writer, reader, fenced):
             task.cancel()
         results = await asyncio.gather(writer, reader, return_exceptions=True)
-        run.router.lose(engine)
+        run.router.lose(engine, _say_end(results))
         run.changed.notify()
     unexpected = [r for r in results if isinstance(r, Exception) and not isinstance(r, WebSocketDisconnect)]
     if not unexpected:
@@ -117,6 +114,12 @@ async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
     else:
         await _close(socket, 1011)
         raise unexpected[0]
+
+
+def _say_end(results: Sequence[object]) -> str:
+    """How a connection ended, as a predicate whose subject is the engine."""
+    told = [r.reason for r in results if isinstance(r, WebSocketDisconnect) and r.code == wire.ENGINE_FAILED]
+    return f"failed ({told[0]})" if told else "ended"
 
 
 async def _write(socket: WebSocket, run: ServedRun, outbox: Outbox) -> None:
@@ -148,6 +151,6 @@ async def _read(socket: WebSocket, run: ServedRun, engine: EngineConnection) -> 
 
 async def _close(socket: WebSocket, code: int, reason: str = "") -> None:
     try:
-        await socket.close(code, reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore"))
+        await socket.close(code, wire.fit_reason(reason))
     except (RuntimeError, WebSocketDisconnect):
         return  # the other end closed it first

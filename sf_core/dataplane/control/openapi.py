@@ -77,7 +77,7 @@ def _describe(route: ControlRoute, components: dict[str, Schema]) -> Schema:
     statuses = {400, 401, 403, 405, *route.refusals}
     statuses |= {404} if parameters else set()
     statuses |= {413} if "body" in route.takes else set()
-    statuses |= {503} if route.recorded else set()
+    statuses |= {409, 503} if route.recorded or route.confirmed else set()
     answer: Schema = {route.answers: {"schema": {"type": "object"}} if route.answers == JSON else {}}
     described: Schema = {
         "summary": route.summary,

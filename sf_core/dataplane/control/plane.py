@@ -9,20 +9,24 @@ import asyncio
 import logging
 import tempfile
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sf_core.dataplane.bodies import GroupBody, RunSpec, SessionBody
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
+from sf_core.dataplane.bodies import FinishBody, GroupBody, RunSpec, SessionBody
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, WrongField
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
+from sf_core.dataplane.journal.fence import Fence
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
+from sf_core.dataplane.journal.ownership import Owner
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners
-from sf_core.dataplane.runs.endings import end_expired
+from sf_core.dataplane.runs.endings import end_expired, finish
 from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
@@ -30,7 +34,6 @@ from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
 from storage.errors import StorageError
-from storage.files import is_local
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,8 @@ class DataPlane:
         self.stores: dict[str, ExternalSessions] = {}
         self.sessions = Lookup(self.runs)
         self.memory = Memory(options.memory_mb)
+        self.owner = Owner(journal_dir=options.journal_dir or "")
+        """This data plane, as others are told of it whose runs it has open."""
         self._options = options
         self._open_runs = None if options.journal_dir is None else OpenRuns(Path(options.journal_dir))
         self._registering = asyncio.Lock()
@@ -60,11 +65,13 @@ class DataPlane:
     async def reopen(self) -> None:
         """Serve again the runs that an earlier process served."""
         for path in self._open_runs.journals if self._open_runs else ():
+            journal = Journal(path, self._options.fsync, self.owner)
             try:
-                journal = Journal(path, self._options.fsync)
                 run = await reopen_run(journal, self._options.grace_s, self.memory)
                 if run is not None:
+                    await run.refuse_taken_over()
                     self._serve(run)
+                    continue
             except Exception as error:  # the other runs are to be served
                 log.warning(
                     "%s: the run cannot be served: %s: %s. Fix the cause, then start the flow of the run "
@@ -74,11 +81,20 @@ class DataPlane:
                     error,
                     exc_info=not isinstance(error, (ApiError, OSError)),
                 )
+            await journal.close()
 
     async def register(self, spec: RunSpec) -> ServedRun:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
-            if (run := self.runs.get(spec.run_id)) is None:
+            # an old flow must not take the journal from a newer one that works elsewhere
+            if await Fence(lambda: _open_directory(spec).is_superseded(spec.attempt)).has_passed():
+                raise ApiError.superseded(spec.run_id, spec.attempt)
+            run = self.runs.get(spec.run_id)
+            if run is not None and not await run.journal.resume():
+                # another data plane had it meanwhile, and its journal holds more than this one knows
+                await self._let_go(run)
+                run = None
+            if run is None:
                 run = await self._open(spec)
             else:
                 if run.spec.origin != spec.origin:
@@ -88,16 +104,16 @@ class DataPlane:
                 await run.journal.attend(run.journal.flush())
                 stale = [engine for engine in run.router.engines if engine.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
+            run.journal.name_attempt(spec.attempt)
             if self._open_runs is not None:
                 self._open_runs.add(spec.run_id, run.journal.path)
             return run
 
     async def _open(self, spec: RunSpec) -> ServedRun:
         journal = self._open_journal(spec)
-        opening = open_run(spec, journal, self._options.grace_s, self.memory)
         try:
-            run = await journal.attend(opening)
-        except ApiError:
+            run = await journal.attend(open_run(spec, journal, self._options.grace_s, self.memory))
+        except BaseException:
             await journal.close()
             raise
         self._serve(run)
@@ -114,6 +130,8 @@ class DataPlane:
         return fresh
 
     def _serve(self, run: ServedRun) -> None:
+        run.turns.note_failed = partial(self._note_failed, run)
+        run.journal.name_attempt(run.spec.attempt)
         self.runs[run.spec.run_id] = run
         self.sealers[run.spec.run_id] = Sealer(run)
         self.stores[run.spec.run_id] = ExternalSessions(run)
@@ -175,6 +193,7 @@ class DataPlane:
             raise _complete(run) if run.is_complete else _not_served(run_id)
         if self.memory.is_full:
             raise _no_room(self.memory)
+        run.refuse_superseded()
         run.journal.check()
         return run
 
@@ -210,12 +229,21 @@ class DataPlane:
 
     async def release(self, run: ServedRun) -> None:
         run.release()
-        await run.journal.flush()
-        self._take_away(list(run.router.engines), run, "released")
+        try:
+            await run.journal.flush()
+        finally:
+            self._take_away(list(run.router.engines), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
         # a run with results that are not written yet is for the next process too
         if self._open_runs is not None and not run.state.results.opened:
             self._open_runs.remove(run.spec.run_id)
+        await self._rest(run)
+
+    async def _rest(self, run: ServedRun) -> None:
+        """Let another data plane have a run that no flow works on."""
+        if run.is_at_rest and not self._registering.locked():
+            with suppress(ApiError):
+                await run.journal.attend(run.journal.rest())
 
     async def sweep(self) -> None:
         last = time.monotonic()
@@ -228,7 +256,11 @@ class DataPlane:
                 try:
                     with suppress(ApiError):
                         await run.journal.attend(sweep_run(run, elapsed))
-                    self.stores[run.spec.run_id].store_soon()
+                    if run.journal.is_lost:
+                        self._take_away(list(run.router.engines), run, "another data plane has the run")
+                    else:
+                        self.stores[run.spec.run_id].store_soon()
+                    await self._rest(run)
                     await self._let_go_if_over(run, elapsed)
                 except Exception:
                     # the next sweep tries again, and the other runs must not go without one
@@ -246,9 +278,14 @@ class DataPlane:
             # first, because it writes: on a full disk the run stays as it is
             if self._open_runs is not None:
                 self._open_runs.remove(run_id)
-            del self.runs[run_id], self.sealers[run_id]
-            await self.stores.pop(run_id).close()
-            await run.leave()
+            await self._let_go(run)
+
+    async def _let_go(self, run: ServedRun) -> None:
+        run_id = run.spec.run_id
+        del self.runs[run_id], self.sealers[run_id]
+        self._take_away(list(run.router.engines), run, "the run is served elsewhere")
+        await self.stores.pop(run_id).close()
+        await run.leave()
 
     async def close(self) -> None:
         for store in self.stores.values():
@@ -260,21 +297,44 @@ class DataPlane:
 
     def _take_away(self, engines: list[EngineConnection], run: ServedRun, reason: str) -> None:
         for engine in engines:
-            task = asyncio.ensure_future(run.router.take_away(engine, reason))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            self._begin(run.router.take_away(engine, reason))
+
+    def _note_failed(self, run: ServedRun, session: Session, error: EngineFailed) -> None:
+        told = run.state.recent.last_error = f"session {session.session_id}: {error.message}"
+        # a session that somebody opened stays his
+        if error.is_poison and session.claim is not None:
+            self._begin(_end_poisoned(run, session, told))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _open_journal(self, spec: RunSpec) -> Journal:
-        try:
-            is_here = is_local(spec.run_dir)
-        except StorageError as error:
-            raise WrongField("run_dir", f"run_dir: {error}") from None
-        if is_here:
-            folder = RunDirectory(spec.run_dir).journal_dir
+        directory = _open_directory(spec)
+        if directory.is_local:
+            folder = directory.journal_dir
         else:
             # remote filesystems do not append; this directory survives the process, as a journal must
             folder = self._options.journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
-        return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync)
+        return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync, self.owner)
+
+
+def _open_directory(spec: RunSpec) -> RunDirectory:
+    """Raises WrongField if no such storage is known."""
+    try:
+        return RunDirectory(spec.run_dir)
+    except StorageError as error:
+        raise WrongField("run_dir", f"run_dir: {error}") from None
+
+
+async def _end_poisoned(run: ServedRun, session: Session, error: str) -> None:
+    """End a session whose request ends engines, so that it is not repeated with the same draws."""
+    report = FinishBody.model_validate({"status": "failed", "cause": "code", "error": error})
+    try:
+        await finish(run, session, report)
+    except Exception as raised:
+        log.warning("run %s: session %s: %s", run.spec.run_id, session.session_id, raised)
 
 
 async def sweep_run(run: ServedRun, elapsed_s: float) -> None:

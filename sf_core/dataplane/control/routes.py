@@ -91,7 +91,7 @@ async def tree(run: ServedRun, session: Session) -> Answer:
     return session_tree(run.spec, session)
 
 
-@_post(SESSION + "/reward", "Give a session a reward before it ends.", recorded=True)
+@_post(SESSION + "/reward", "Give a session a reward before it ends.", recorded=True, confirmed=True)
 async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> None:
     await endings.reward(run, session, body)
 
@@ -99,14 +99,14 @@ async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> N
 @_post(SESSION + "/finish", "End a session.", 409, 503)
 async def finish(plane: DataPlane, request: Request, session_id: str, body: bodies.FinishBody) -> None:
     caller: Caller = request.scope["caller"]
-    ended = plane.find_ended(session_id, caller)
-    if ended is not None and endings.answer_late(ended, session_id, body):
-        return
-    run, session = plane.find_session(session_id, caller)
-    await run.journal.attend(endings.finish(run, session, body))
+    run = plane.find_ended(session_id, caller)
+    if run is None or not endings.answer_late(run, session_id, body):
+        run, session = plane.find_session(session_id, caller)
+        await run.journal.attend(endings.finish(run, session, body))
+    await run.confirm()
 
 
-@_post(RUN + "/finished", "End several sessions.", recorded=True)
+@_post(RUN + "/finished", "End several sessions.", recorded=True, confirmed=True)
 async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
     for report in body.sessions:
         run.closing.check(report.session_id)
@@ -193,8 +193,7 @@ async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
 @_get(
     BATCH + "/stream",
     "Get the trajectories of a sealed batch, as an Arrow stream.",
-    409,
-    503,
+    confirmed=True,
     answers=MEDIA_TYPE,
 )
 async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: float) -> Response:
@@ -202,7 +201,7 @@ async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: flo
     return StreamingResponse(arrow_stream(files, sees=run.renderer.sight is not None), media_type=MEDIA_TYPE)
 
 
-@_post(BATCH + "/seal", "Seal a batch: write it into the run directory.", 409, recorded=True)
+@_post(BATCH + "/seal", "Seal a batch: write it into the run directory.", recorded=True, confirmed=True)
 async def seal_batch(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
     return await plane.sealers[run.spec.run_id].seal_batch(index, body.attempt)
 
@@ -220,7 +219,12 @@ async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
     return evaluation_status(run, group)
 
 
-@_post(EVALUATION + "/seal", "Seal an evaluation: write it into the run directory.", 409, recorded=True)
+@_post(
+    EVALUATION + "/seal",
+    "Seal an evaluation: write it into the run directory.",
+    recorded=True,
+    confirmed=True,
+)
 async def seal_evaluation(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
     return await plane.sealers[run.spec.run_id].seal_evaluation(index, body.attempt)
 

@@ -15,20 +15,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
 from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCount, TurnEndpoint
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
+from sf_core.dataplane.gateway.order import Order
 
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 
 
 def agent_routes(sessions: Lookup[Any]) -> list[Route]:
     """The routes that SDKs expect, for the whole data plane and for one session."""
-    return [*_routes_below("", sessions), *_routes_below(SESSION, sessions)]
+    order = Order()
+    return [*_routes_below("", sessions, order), *_routes_below(SESSION, sessions, order)]
 
 
-def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
+def _routes_below(prefix: str, sessions: Lookup[Any], order: Order) -> list[Route]:
     def list_served(request: Request) -> list[str]:
         caller = request.scope["caller"]
         return sessions.list_models(caller)
@@ -44,7 +46,7 @@ def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
 
     posts: dict[str, TurnEndpoint | TokenCount] = {}
     for dialect in DIALECTS:
-        posts |= dict.fromkeys(dialect.paths, TurnEndpoint(dialect, sessions.find_session))
+        posts |= dict.fromkeys(dialect.paths, TurnEndpoint(dialect, sessions.find_session, order))
         if (count := dialect.count) is not None:
             counter = TokenCount(dialect, count.field, sessions.find_session)
             posts |= dict.fromkeys(count.paths, counter)
@@ -63,6 +65,9 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
     assert isinstance(error, ApiError)
     if error.retry_after_s is not None:
         headers = {"Retry-After": str(error.retry_after_s)}
+    elif isinstance(error, EngineFailed) and error.is_poison:
+        # the SDKs of OpenAI and Anthropic repeat a 502 otherwise
+        headers = {"x-should-retry": "false"}
     body = dialect_of(request.scope).error_body(error, request.scope["request_id"])
     return _json(body, error.status, headers)
 

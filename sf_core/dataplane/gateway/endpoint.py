@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, NamedTuple
 
@@ -14,10 +15,20 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from sf_core.dataplane.chat.contents import CHARACTERS
-from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
-from sf_core.dataplane.gateway.dialects.checks import Body, asks_strictness, get, parse_object, refuse_undone
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, ContextOverflow, WrongField
+from sf_core.dataplane.gateway.dialects.checks import (
+    MAX_TOOLS_BYTES,
+    Body,
+    asks_strictness,
+    check_size,
+    get,
+    parse_object,
+    refuse_undone,
+)
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.gateway.normalised import normalise
+from sf_core.dataplane.gateway.order import Order
+from sf_core.dataplane.large import SMALL_CHARACTERS, apart, give_back, is_large_body
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.identity import RequestIdentity
@@ -41,27 +52,20 @@ FindSession = Callable[[Scope, str], tuple[LiveTurns, Session]]
 class TurnEndpoint:
     """The endpoint that answers with turns, in one dialect."""
 
-    def __init__(self, dialect: Dialect, find_session: FindSession) -> None:
-        self._dialect, self._find_session = dialect, find_session
+    def __init__(self, dialect: Dialect, find_session: FindSession, order: Order) -> None:
+        self._dialect, self._find_session, self._order = dialect, find_session, order
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(receive, MAX_PICTURE_BYTES)
-        identity = RequestIdentity.of(scope["headers"], data)
-        body, turns, session, requests, is_mended = _read(data, scope, self._dialect, self._find_session)
-        del data  # it may hold megabytes of pictures, and the turn may take minutes
-        told = {CHARACTERS: is_mended, "strict": asks_strictness(body)}
-        for kind in (*requests[0].left_out.kinds, *(kind for kind, is_so in told.items() if is_so)):
-            turns.counters[f"left_out.{kind}"] += 1
+        size = len(data)
         try:
-            if requests[0].left_out.pictures:
-                await _show_pictures(requests[0], turns)
-                # its session may have ended meanwhile
-                turns, session = self._find_session(scope, get(body, "model", (str,), ""))
-            waiting = open_turns(turns, session, requests, identity)
-        except ContextOverflow as error:
-            await turns.note_overflow(session)
-            raise error.reword(*self._dialect.overflow) from None
-        reply = self._dialect.reply(body, waiting[0].turn.turn_id, session)
+            async with self._order.of(scope["caller"].named_session):
+                asked, waiting = await self._open(data, scope)
+        finally:
+            give_back(size)
+        del data  # it may hold megabytes of pictures, and the turn may take minutes
+        requests = asked.requests
+        reply = self._dialect.reply(asked.body, waiting[0].turn.turn_id, asked.session)
         watcher = asyncio.ensure_future(_leave_when_gone(receive, waiting))
         try:
             if requests[0].stream:
@@ -74,6 +78,31 @@ class TurnEndpoint:
             watcher.cancel()
             _leave(waiting)
 
+    async def _open(self, data: bytes, scope: Scope) -> tuple[Asked, list[Subscriber]]:
+        asked = await _read(data, scope, self._dialect, self._find_session)
+        turns, session, requests = asked.turns, asked.session, asked.requests
+        for kind, number in asked.told.items():
+            turns.counters[f"left_out.{kind}"] += number
+
+        def recheck() -> None:
+            """Raises ApiError if the session has ended meanwhile."""
+            if turns.includes(session) or scope["caller"].named_session is None:
+                return
+            self._find_session(scope, get(asked.body, "model", (str,), ""))
+            raise restarted()
+
+        try:
+            if requests[0].left_out.pictures:
+                await _show_pictures(requests[0], turns)
+                recheck()
+            identity = await apart(asked.is_large, RequestIdentity.of, scope["headers"], data)
+            return asked, await open_turns(
+                *(turns, session, requests, identity), is_large=asked.is_large, recheck=recheck
+            )
+        except ContextOverflow as error:
+            await turns.note_overflow(session)
+            raise error.reword(*self._dialect.overflow) from None
+
 
 class TokenCount:
     """The endpoint that counts the tokens of a prompt without beginning a turn."""
@@ -85,9 +114,15 @@ class TokenCount:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # a dialect may require max_tokens, which a count does not have
         data, missing = await read_body(receive, MAX_PICTURE_BYTES), {"max_tokens": 1}
-        asked = _read(data, scope, self._dialect, self._find_session, missing)
+        asked = await _read(data, scope, self._dialect, self._find_session, missing)
         await _show_pictures(asked.requests[0], asked.turns)
-        num_tokens = count_tokens(asked.turns.renderer, asked.requests[0])
+        is_long = len(data) > SMALL_CHARACTERS
+        try:
+            num_tokens = await apart(is_long, count_tokens, asked.turns.renderer, asked.requests[0])
+        except ContextOverflow as error:
+            raise error.reword(*self._dialect.overflow) from None
+        finally:
+            give_back(len(data))
         await send_body(send, 200, orjson.dumps({self._field: num_tokens}))
 
 
@@ -100,24 +135,41 @@ class Asked(NamedTuple):
     session: Session
     requests: list[TurnRequest]
     """One per prompt."""
-    is_mended: bool
-    """Characters in it were mended."""
+    told: Counter[str]
+    """What is not as it was sent, or is left out."""
+    is_large: bool
+    """It is handled in threads."""
 
 
-def _read(
+async def _read(
     data: bytes, scope: Scope, dialect: Dialect, find_session: FindSession, missing: Body | None = None
 ) -> Asked:
     """Raises ApiError also for fields that are not done, and for parts that are no text if the run refuses
     them. `missing`: fields that the body need not have."""
-    if len(data) > MAX_BODY_BYTES:
-        # each value follows one of these, and no picture has any: more values would take gigabytes
-        _check_size(sum(map(data.count, (b",", b"[", b"{"))))
-    given, is_mended = parse_object(data)
-    body = dialect.read((missing or {}) | given, scope["path"])
+    is_large = is_large_body(data)
+    body, is_mended = await apart(is_large, _parse, data, scope, dialect, missing or {})
     turns, session = find_session(scope, get(body, "model", (str,), ""))
-    rules, sees = turns.spec.rollout, turns.renderer.sight is not None
-    if not sees:
+    if turns.renderer.sight is None:
         _check_size(len(data))
+    return await apart(is_large, _ask, data, body, dialect, turns, session, is_mended, is_large)
+
+
+def _parse(data: bytes, scope: Scope, dialect: Dialect, missing: Body) -> tuple[Body, bool]:
+    """The body, and whether characters in it were mended."""
+    given, is_mended = parse_object(data, dialect.has_ids)
+    return dialect.read(missing | given, scope["path"]), is_mended
+
+
+def _ask(
+    data: bytes,
+    body: Body,
+    dialect: Dialect,
+    turns: LiveTurns,
+    session: Session,
+    is_mended: bool,
+    is_large: bool,
+) -> Asked:
+    rules, sees = turns.spec.rollout, turns.renderer.sight is not None
     done = dialect.schema_fields if turns.spec.follows_grammars else ()
     body = normalise(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
     requests = dialect.parse(body, session, sees)
@@ -130,8 +182,11 @@ def _read(
             f"{told}. Set rollout.unseen_parts to `replace`: a short text then replaces such parts.",
         )
     _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
+    if len(data) > MAX_TOOLS_BYTES:
+        check_size(requests[0].tools, "tools", MAX_TOOLS_BYTES)
+    told = Counter(left_out.kinds) + Counter({CHARACTERS: is_mended, "strict": asks_strictness(body)})
     rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}
-    return Asked(rest, turns, session, requests, is_mended)
+    return Asked(rest, turns, session, requests, told, is_large)
 
 
 async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
@@ -144,6 +199,11 @@ async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
         raise ContextOverflow(len(pictures), turns.spec.context_length)
     await turns.media.complete(pictures, sight.limit(turns.spec.rollout.max_picture_tokens))
     pictures.clear()
+
+
+def restarted() -> ApiError:
+    told = "The run was started again while this request was read: send the request again."
+    return ApiError(503, told, retry_after_s=RETRY_AFTER_S)
 
 
 def _check_size(size: int, most: int = MAX_BODY_BYTES) -> None:

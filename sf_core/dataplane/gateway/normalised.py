@@ -3,6 +3,7 @@ would begin another branch at every turn."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,6 +13,10 @@ from sf_core.dataplane.gateway.dialects.checks import Body
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Beginning of a line that Claude Code puts first into its system prompt, with a hash of the conversation so
 far. Gateways that speak other APIs pass it on."""
+
+
+_LINE_END = re.compile("\r\n|[\n\v\f\r\x1c-\x1e\x85\u2028\u2029]")
+"""What ends a line, as str.splitlines knows it. A text of megabytes is not split into its lines."""
 
 
 def normalise(body: Body, names: Collection[Normalisation]) -> Body:
@@ -52,10 +57,15 @@ def _is_text(part: Any) -> bool:
 
 def _rest(text: str) -> str:
     """The text without the lines of the header."""
-    if BILLING_HEADER not in text:
-        return text
-    lines = text.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith(BILLING_HEADER))
+    kept, end = list[str](), 0
+    at = text.find(BILLING_HEADER)
+    while at >= 0:
+        if at == 0 or _LINE_END.fullmatch(text, at - 1, at):
+            kept.append(text[end:at])
+            line_end = _LINE_END.search(text, at)
+            end = len(text) if line_end is None else line_end.end()
+        at = text.find(BILLING_HEADER, max(end, at + 1))
+    return "".join([*kept, text[end:]]) if end else text
 
 
 _NORMALISATIONS: dict[Normalisation, Callable[[Body], Body]] = {"billing_header": _without_billing_header}

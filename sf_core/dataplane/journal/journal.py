@@ -1,29 +1,30 @@
 """The append-only journal of what must survive the data plane's death.
 
-Owns framing (length, CRC-32), the order of writes, fsync, and retries while the disk fails. A record is an
-event; which events there are, whoever reads a journal knows.
+Owns the order of writes, fsync, and retries while the disk fails. A record is an event; which events there
+are, whoever reads a journal knows.
 
 Records that the disk does not take stay in memory, in their order, and are retried until written: the file
-never lacks a record that a later one builds on. Callers go on waiting meanwhile; `failure` says why.
+never lacks a record that a later one builds on. Callers go on waiting meanwhile; `failure` says why. If the
+journal is another process's (ownership.py), nothing is retried, and callers are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import struct
 import time
-import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
-from sf_core.dataplane.journal.events import Event, encode
+from sf_core.dataplane.journal.events import Event
+from sf_core.dataplane.journal.framing import frame
+from sf_core.dataplane.journal.journal_file import PIECE_BYTES, JournalFile
+from sf_core.dataplane.journal.ownership import NotOwnedError, Owner
 from sf_core.dataplane.options import Fsync
 from sf_core.dataplane.signals import Signal
 
@@ -41,17 +42,18 @@ GATHER_S = 0.005
 RETRY_S = 0.5
 """Seconds between retries of a write that failed."""
 
-PIECE_BYTES = 4 * 2**20
-"""Bytes in memory at a time while a journal is read; as many unsynced bytes trigger an fsync."""
-
-_HEADER = struct.Struct("<II")
+UNSYNCED_BYTES = PIECE_BYTES
+"""As many unsynced bytes trigger an fsync."""
 
 
 class Journal:
     """Appends from one event loop, in order. The loop hands bytes to the kernel, which takes microseconds;
-    one thread does the slow work: fsync, reading, rewriting. Writes during an fsync share the next one."""
+    one thread does the slow work: fsync, reading, rewriting. Writes during an fsync share the next one.
 
-    def __init__(self, path: Path, fsync: Fsync = "turn") -> None:
+    It is owned from the first read or append until `rest` or `close`. All methods that read or wait raise
+    ApiError 409 if another process has it."""
+
+    def __init__(self, path: Path, fsync: Fsync = "turn", owner: Owner | None = None) -> None:
         self.path = path
         self.failure: OSError | None = None
         """Why the journal cannot be written; None while it can."""
@@ -62,9 +64,7 @@ class Journal:
         self._failed_at = 0.0
         self._fsync = fsync
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._file: FileIO | None = None
-        self._end = self._synced_end = 0
-        """Bytes of the file that are valid, and that are on disk; what follows is a torn write."""
+        self._file = JournalFile(path, owner or Owner())
         self._exclusive = asyncio.Lock()
         """Held while the thread works on the whole file; what is appended meanwhile is written afterwards."""
         self._frames: list[bytes] = []
@@ -85,10 +85,42 @@ class Journal:
         """All intact records, oldest first, read piece by piece: appends go on in between. The file is cut at
         a broken record, whose write was torn. Raises ApiError 503 while the journal cannot be written, and
         409 if `read` raises ValueError."""
-        pieces = self._read(read)
+        pieces = self._file.read(partial(self._event_of, read))
         while piece := await self._exclusively(lambda: partial(next, pieces, None)):
             for event in piece:
                 yield event
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is another process's, or was given up. Opened anew, it may be this process's again."""
+        return isinstance(self.failure, NotOwnedError)
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether no other process can own it now."""
+        return self._file.ownership.is_enforced
+
+    def name_attempt(self, attempt: int) -> None:
+        """Tell processes that want the journal which attempt of the run works with it."""
+        self._file.ownership.name_attempt(attempt)
+
+    async def rest(self) -> None:
+        """Let other processes own it until the next read or append, which find out if one did."""
+        if self._file.ownership.is_held and not self.is_lost:
+            await self.flush()
+            await self._exclusively(lambda: self._file.rest)
+
+    async def resume(self) -> bool:
+        """Own it again. False if it is lost: it is to be closed and opened anew."""
+        with suppress(ApiError):
+            await self._exclusively(lambda: self._file.resume)
+        return not self.is_lost
+
+    async def give_up(self, error: NotOwnedError) -> None:
+        """Write nothing from now on, and let other processes own it."""
+        self._lose(error)
+        async with self._exclusive:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._file.rest)
 
     def note(self, event: Event) -> None:
         """Write an event with the next append: for events that only matter once another follows."""
@@ -118,7 +150,8 @@ class Journal:
         appends are in the file then, and later ones will follow the compacted part. Its predicate is called
         in the thread. If rewriting fails, for lack of room say, the journal stays as it is."""
         try:
-            await self._exclusively(lambda: partial(self._rewrite, read, *choose()))
+            await self._exclusively(lambda: self._rewriting(read, *choose()))
+            self._written.clear()
         except (ApiError, OSError) as error:
             log.warning("%s cannot be compacted: %s", self.path, error)
 
@@ -156,9 +189,10 @@ class Journal:
             await self._syncing
         self._end_retrying()
         if self.failure is not None:
-            log.error("%s: %d records are lost", self.path, len(self._frames))
-            _settle(self._for_kernel + self._for_disk, self._refusal(self.failure))
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._close_file)
+            if self._frames:
+                log.error("%s: %d records are lost", self.path, len(self._frames))
+            self._refuse_all(self.failure)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._file.rest)
         self._thread.shutdown()
 
     def _write_soon(self, waiting: list[Waiter]) -> Waiter:
@@ -177,8 +211,12 @@ class Journal:
 
     def _write(self) -> None:
         self._write_is_due = False
+        if self.is_lost:
+            assert self.failure is not None
+            return self._refuse_all(self.failure)
         try:
-            self._append(self._frames)
+            if self._frames:
+                self._file.append(b"".join(self._frames))
         except OSError as error:
             return self._fail(error)
         self._end_retrying()
@@ -186,7 +224,7 @@ class Journal:
         self._unsynced += self._for_disk
         written, self._frames, self._for_kernel, self._for_disk = self._for_kernel, [], [], []
         _settle(written)
-        is_due = self._unsynced or self.failure or self._end > self._synced_end + PIECE_BYTES
+        is_due = self._unsynced or self.failure or self._file.end > self._file.synced_end + UNSYNCED_BYTES
         if is_due and self._syncing is None:
             self._syncing = asyncio.ensure_future(self._sync_all())
 
@@ -197,13 +235,13 @@ class Journal:
                 if self._fsync == "group":
                     await asyncio.sleep(GATHER_S)
                 waiting, self._unsynced = self._unsynced, []
-                num_frames, end = len(self._written), self._end
+                num_frames, end = len(self._written), self._file.end
                 try:
-                    await loop.run_in_executor(self._thread, self._sync)
+                    await loop.run_in_executor(self._thread, self._file.sync)
                 except OSError as error:
                     return self._take_back(waiting, error)
                 del self._written[:num_frames]
-                self._synced_end = end
+                self._file.synced_end = end
                 _settle(waiting)
                 if self._retry is None:
                     self._recover()
@@ -216,19 +254,39 @@ class Journal:
         """Queue unsynced frames again: a failed fsync may have discarded them; the next would not tell."""
         self._frames[:0], self._written = self._written, []
         self._for_disk[:0], self._unsynced = waiting + self._unsynced, []
-        self._end = self._synced_end
+        self._file.end = self._file.synced_end
         self._fail(error)
 
     def _fail(self, error: OSError) -> None:
         self._end_retrying()
+        if isinstance(error, NotOwnedError):
+            self._file.ownership.free()
+            return self._lose(error)
         self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_if_free)
         if self.failure is None:
             self.failure = error
             self.num_failures += 1
             self._failed_at = time.monotonic()
             log.error("%s cannot be written: %s; retried every %g s", self.path, error, RETRY_S)
-            for signal in self.watchers:
-                signal.notify()
+            self._notify()
+
+    def _lose(self, error: NotOwnedError) -> None:
+        """Refuse all that waits and all that comes."""
+        if not self.is_lost:
+            log.error("%s (journal %s)", error, self.path)
+            self.failure = error
+            self.num_failures += 1
+        self._refuse_all(error)
+        self._notify()
+
+    def _refuse_all(self, error: OSError) -> None:
+        waiting = self._for_kernel + self._for_disk
+        self._frames, self._for_kernel, self._for_disk = [], [], []
+        _settle(waiting, self._refusal(error))
+
+    def _notify(self) -> None:
+        for signal in self.watchers:
+            signal.notify()
 
     def _end_retrying(self) -> None:
         if self._retry is not None:
@@ -236,6 +294,8 @@ class Journal:
             self._retry = None
 
     def _refusal(self, error: OSError) -> ApiError:
+        if isinstance(error, NotOwnedError):
+            return ApiError(409, f"{error}.", code=error.code)
         return ApiError(
             503,
             f"The data plane cannot write its journal in {self.path.parent}: {error.strerror or error}. "
@@ -246,7 +306,7 @@ class Journal:
         )
 
     def _recover(self) -> None:
-        if self.failure is not None:
+        if self.failure is not None and not self.is_lost:
             self.failure = None
             log.warning(
                 "%s can be written again, after %.0f s", self.path, time.monotonic() - self._failed_at
@@ -262,31 +322,20 @@ class Journal:
                     await self._syncing
                 self.check()
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except NotOwnedError as error:
+            self._fail(error)
+            raise self._refusal(error) from None
         finally:
             self._write_if_free()
 
-    def _read(self, read: Callable[[bytes], E]) -> Iterator[list[E]]:
-        if not self.path.exists():
-            return
-        with open(self.path, "r+b") as file:
-            piece: list[E] = []
-            end = intact = 0
-            for data in frames(file):
-                piece.append(self._event_of(data, read))
-                intact += len(data)
-                if intact >= end + PIECE_BYTES:
-                    yield piece
-                    piece, end = [], intact
-            if excess := os.fstat(file.fileno()).st_size - intact:
-                log.warning("%s: removed %d bytes of an incomplete or corrupt end", self.path, excess)
-                file.truncate(intact)
-                self._close_file()
-        if piece:
-            yield piece
+    def _rewriting(
+        self, read: Callable[[bytes], E], head: Sequence[Event], keep: Callable[[E], bool]
+    ) -> Callable[[], None]:
+        return partial(self._file.rewrite, map(frame, head), lambda data: keep(read(data)))
 
-    def _event_of(self, data: bytes, read: Callable[[bytes], E]) -> E:
+    def _event_of(self, read: Callable[[bytes], E], data: bytes) -> E:
         try:
-            return read(payload(data))
+            return read(data)
         except ValueError as error:
             raise ApiError(
                 409,
@@ -295,49 +344,6 @@ class Journal:
                 "iteration.",
                 code="journal_unreadable",
             ) from None
-
-    def _append(self, frames: list[bytes]) -> None:
-        if not frames:
-            return
-        if self._file is None:
-            # opened no earlier, so that a run that is refused leaves nothing behind
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
-            self._end = self._synced_end = self._file.seek(0, os.SEEK_END)
-            self._written = []
-        if self._file.seek(0, os.SEEK_END) != self._end:
-            # half a frame in the middle would hide all that is appended later
-            self._file.truncate(self._end)
-        data = memoryview(b"".join(frames))
-        while data:
-            data = data[self._file.write(data) :]
-        self._end += sum(map(len, frames))
-
-    def _sync(self) -> None:
-        # closed by a rewrite, which has forced the file to disk
-        if self._file is not None:
-            os.fdatasync(self._file.fileno())
-
-    def _rewrite(self, read: Callable[[bytes], E], head: Sequence[Event], keep: Callable[[E], bool]) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch(0o600)
-        try:
-            with open(self.path, "rb") as before, open(temporary, "wb", opener=private) as file:
-                file.writelines(map(frame, head))
-                file.writelines(data for data in frames(before) if keep(read(payload(data))))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        self._close_file()
-        os.replace(temporary, self.path)
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def _log_error(work: asyncio.Future[Any]) -> None:
@@ -354,30 +360,3 @@ def _settle(waiters: list[Waiter], error: ApiError | None = None) -> None:
             waiter.set_result(None)
         else:
             waiter.set_exception(error)
-
-
-def private(path: str, flags: int) -> int:
-    """Opener of files that no other user may read: they hold keys of runs and private data of agents."""
-    return os.open(path, flags, 0o600)
-
-
-def frame(event: Event) -> bytes:
-    payload = encode(event)
-    return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
-
-
-def frames(file: BinaryIO) -> Iterator[bytes]:
-    """Frames of a file up to the first that is broken."""
-    while len(header := file.read(_HEADER.size)) == _HEADER.size:
-        length, checksum = _HEADER.unpack(header)
-        # a length of zero is what a file system leaves where nothing was written
-        if not 0 < length <= os.fstat(file.fileno()).st_size - file.tell():
-            return
-        payload = file.read(length)
-        if zlib.crc32(payload) != checksum:
-            return
-        yield header + payload
-
-
-def payload(frame: bytes) -> bytes:
-    return frame[_HEADER.size :]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
+
+from storage.locks import FileLock, HeldError
 
 
 class OpenRuns:
@@ -15,11 +16,9 @@ class OpenRuns:
     def __init__(self, folder: Path) -> None:
         """Raises ValueError if another data plane works in this folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(folder / "lock", "w")  # noqa: SIM115 held until close
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
+            self._lock = FileLock(folder / "lock")
+        except HeldError:
             raise ValueError(
                 f"another data plane uses {folder}: give this data plane its own folder"
             ) from None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.routing.generation import Generation, Suspicion
 from sf_core.dataplane.routing.rebalancing import Queue, Running
 
 EngineState = Literal["loading", "leaving", "paused", "serving"]
@@ -45,6 +45,8 @@ class EngineConnection:
     """Why it gets no new requests and yields once it has none; None while it does not leave."""
     told_to_yield: bool = False
     in_flight: dict[str, Generation] = field(default_factory=dict)
+    unproven: dict[str, Generation] = field(default_factory=dict)
+    """Those in flight that have got no token since they were submitted here."""
     outstanding: int = 0
     """Estimated tokens that it still has to prefill or sample, summed over the requests in flight."""
     moving: set[str] = field(default_factory=set)
@@ -77,8 +79,21 @@ class EngineConnection:
     def has_room(self) -> bool:
         return self.is_routable and len(self.in_flight) < self.max_running
 
-    def can_take(self, generation: Generation) -> bool:
-        return self.has_room and self.version is not None and self.version >= generation.floor
+    def holds(self, floor: int) -> bool:
+        """Whether it samples with this policy version or a later one."""
+        return self.version is not None and self.version >= floor
+
+    @property
+    def trial(self) -> Suspicion | None:
+        """The suspects that it tries; None if it tries none."""
+        return next((generation.suspicion for generation in self.unproven.values()), None)
+
+    def can_take(self, generation: Generation, trial: Suspicion | None = None) -> bool:
+        """Whether it can be given a request while it tries, or is to try, these suspects."""
+        if not (self.has_room and self.holds(generation.floor) and generation.suspicion is trial):
+            return False
+        # suspects are tried alone
+        return trial is None or not self.unproven or self.trial is trial
 
     @property
     def is_still(self) -> bool:
@@ -133,9 +148,14 @@ class EngineConnection:
     def take(self, generation: Generation, num_prefill: int, num_decode: int) -> None:
         """Count a generation that is about to be submitted."""
         self._expect()
-        self.in_flight[generation.request_id] = generation
+        self.in_flight[generation.request_id] = self.unproven[generation.request_id] = generation
         generation.num_prefill, generation.num_decode = num_prefill, num_decode
         self.outstanding += num_prefill + num_decode
+
+    def prove(self, generation: Generation) -> None:
+        """Note that a request got a token: it does not end the engine."""
+        if self.unproven.pop(generation.request_id, None) is not None:
+            generation.suspicion, generation.num_faults = None, 0
 
     def count_progress(self, generation: Generation, num_tokens: int) -> None:
         """Count sampled tokens: the prompt is in the KV cache, and that many fewer are outstanding."""
@@ -152,6 +172,7 @@ class EngineConnection:
     def drop(self, request_id: str) -> Generation | None:
         """Remove and return a generation that is no longer in flight here; None if it was not."""
         self.moving.discard(request_id)
+        self.unproven.pop(request_id, None)
         generation = self.in_flight.pop(request_id, None)
         if generation is not None:
             self.outstanding -= generation.num_prefill + generation.num_decode

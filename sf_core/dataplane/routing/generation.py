@@ -36,6 +36,14 @@ class CacheHint:
     num_tokens: int
 
 
+@dataclass(eq=False, frozen=True, slots=True)
+class Suspicion:
+    """What requests that may have ended an engine, and are tried together, have in common."""
+
+    workers: frozenset[str]
+    """Workers whose engines they may have ended. Another worker shows sooner whether a worker is at fault."""
+
+
 class Generation:
     """One growing sequence of sampled tokens. After an interruption it continues from prompt + sampled ids
     with the remaining budget."""
@@ -55,7 +63,10 @@ class Generation:
         self.engines: list[str] = []
         self.interruptions = 0
         self.num_faults = 0
-        """Number of invalid chunks that engines sent for it."""
+        """Number of engines that it cost since its last token, which sent an invalid chunk for it, or ended
+        while it was the only suspect."""
+        self.suspicion: Suspicion | None = None
+        """Set from the end of an engine that it may have caused until it gets a token."""
         self.finish_reason: FinishReason | None = None
         self.cancelled: str | None = None
         """Why it was cancelled; None if it was not."""
@@ -110,6 +121,8 @@ class Generation:
             prompt_ids=array("i", asked.prompt_ids) + self.token_ids if produced else asked.prompt_ids,
             position=produced,
             max_tokens=asked.max_tokens - produced,
+            # its first token clears a suspect
+            stream=asked.stream or self.suspicion is not None,
         )
 
     def fault_of(self, chunk: Chunk, newest: int, num_ids: int) -> str | None:

@@ -12,21 +12,18 @@ import time
 from collections.abc import Callable
 
 from sf_core.dataplane.bodies import PauseMode
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
 from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation, asked_by_request
 from sf_core.dataplane.routing.rebalancing import find_moves
+from sf_core.dataplane.routing.suspects import MAX_FAULTS, assign, suspect
 from sf_core.dataplane.routing.wait_queue import Limits, WaitQueue
 from sf_core.dataplane.signals import Signal
 from sf_core.engines import wire
 from sf_core.types import Chunk, FinishReason, WeightsRef
 
 log = logging.getLogger(__name__)
-
-
-MAX_FAULTS = 2
-"""Engines that one request may cost: a request that none answers validly must not end them all."""
 
 
 class EngineFaultError(ValueError):
@@ -113,12 +110,15 @@ class Router:
                 self._note_fault(engine, generation, fault)
                 break
             num_tokens += len(chunk.token_ids)
+            if chunk.token_ids:
+                engine.prove(generation)
             if chunk.finish_reason is None:
                 engine.count_progress(generation, len(chunk.token_ids))
             else:
                 engine.drop(chunk.request_id)
-            if _ends_without_a_token(chunk, generation):
-                generation.refuse(_say_failed(f"engine {engine.engine_id} ended the request without a token"))
+            if chunk.fault or _ends_without_a_token(chunk, generation):
+                told = f"failed ({chunk.fault})" if chunk.fault else "ended the request without a token"
+                generation.refuse(EngineFailed(f"engine {engine.engine_id} {told}"))
             elif generation.absorb(chunk, engine.engine_id):
                 interrupted.append(generation)
             elif generation.finish_reason is not None:
@@ -128,7 +128,7 @@ class Router:
         engine.num_tokens += num_tokens
         self._wait_again(interrupted)
         if fault is not None:
-            self.lose(engine)
+            self.lose(engine, None)
             raise EngineFaultError(f"the engine {fault}")
         self._settle(engine)
         return num_tokens
@@ -137,7 +137,7 @@ class Router:
         """Refuse requests that waited too long, drop silent engines, rebalance; called once a second."""
         now = time.monotonic()
         for generation in [g for g in self.waiting if g.waiting_since < now - self.limits.patience_s]:
-            self._refuse(generation, self.obstacle(generation.floor))
+            self._refuse(generation, self._say_why_it_waits(generation))
         for engine in self.engines:
             if engine.is_still and now - engine.heard_at > self.limits.patience_s:
                 for generation in list(engine.in_flight.values()):
@@ -146,7 +146,7 @@ class Router:
             log.warning(
                 "engine %s has requests but sends nothing, so the data plane drops it", engine.engine_id
             )
-            self.lose(engine)
+            self.lose(engine, f"sent nothing for {self.limits.engine_silence_s:g} s")
         self._rebalance()
 
     def _rebalance(self) -> None:
@@ -168,9 +168,19 @@ class Router:
 
     def _note_fault(self, engine: EngineConnection, generation: Generation, fault: str) -> None:
         generation.num_faults += 1
-        if generation.num_faults == MAX_FAULTS:
+        self._end_poison(engine, generation, fault)
+
+    def _end_poison(self, engine: EngineConnection, generation: Generation, fault: str) -> None:
+        """Refuse a request that has cost too many engines: it must not end them all."""
+        if generation.num_faults >= MAX_FAULTS:
             engine.drop(generation.request_id)
-            generation.refuse(_say_failed(f"engine {engine.engine_id} {fault}, like other engines before"))
+            told = f"engine {engine.engine_id} {fault}, as an engine did before"
+            generation.refuse(EngineFailed(told, is_poison=True))
+
+    def _say_why_it_waits(self, generation: Generation) -> str:
+        if generation.suspicion is None:
+            return self.obstacle(generation.floor)
+        return f"it may have ended an engine and must be tried alone, but {self.obstacle(generation.floor)}"
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)
@@ -236,10 +246,14 @@ class Router:
         engine.num_pauses_open -= 1
         self._changed.notify()
 
-    def lose(self, engine: EngineConnection) -> None:
-        """Disconnect an engine; its requests continue elsewhere from the last received token."""
+    def lose(self, engine: EngineConnection, failure: str | None = "ended") -> None:
+        """Disconnect an engine; its requests continue elsewhere from the last received token. `failure` says,
+        as a predicate, how an engine ended that was not told to leave; None: no request can be the cause."""
         if engine in self.engines:
             self.engines.remove(engine)
+        if failure is not None and engine.leaving is None and (unproven := list(engine.unproven.values())):
+            suspect(unproven, engine.worker)
+            self._end_poison(engine, unproven[0], f"{failure} while it worked on this request")
         lost = [engine.drop(request_id) for request_id in list(engine.in_flight)]
         self._wait_again([g for g in lost if g is not None and g.interrupt(engine.engine_id)])
         engine.gone.set()
@@ -341,6 +355,7 @@ class Router:
         self._scheduled = False
         if None in self.paused or not self.waiting:
             return
+        trials = assign(self.waiting.suspects, self.engines)
         given: dict[EngineConnection, list[Generation]] = {}
         open_engines = [engine for engine in self.engines if engine.has_room]
         passed_over: list[Generation] = []
@@ -349,7 +364,7 @@ class Router:
             if not open_engines:
                 break
             num_seen += 1
-            takers = [engine for engine in open_engines if engine.can_take(generation)]
+            takers = [engine for engine in open_engines if engine.can_take(generation, trials.get(engine))]
             if not takers:
                 passed_over.append(generation)
                 continue
@@ -369,10 +384,6 @@ class Router:
 def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
     is_end = chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     return is_end and not chunk.token_ids and not generation.token_ids
-
-
-def _say_failed(reason: str) -> ApiError:
-    return ApiError(502, f"No engine gave a valid answer to this request: {reason}.", code="engine_failed")
 
 
 def _holds_what_it_was_told(engine: EngineConnection) -> bool:

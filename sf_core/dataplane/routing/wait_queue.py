@@ -31,6 +31,7 @@ class WaitQueue:
     def __init__(self) -> None:
         self._line: list[Generation] = []
         self._numbers = itertools.count()
+        self._suspects: set[Generation] = set()
 
     def __len__(self) -> int:
         return len(self._line)
@@ -44,6 +45,8 @@ class WaitQueue:
             generation.arrival = next(self._numbers)
         generation.waiting_since = time.monotonic()
         insort(self._line, generation, key=_ARRIVAL)
+        if generation.suspicion is not None:
+            self._suspects.add(generation)
 
     def leave(self, generation: Generation) -> None:
         """Remove a generation; no effect if it does not wait."""
@@ -52,7 +55,15 @@ class WaitQueue:
         place = bisect_left(self._line, generation.arrival, key=_ARRIVAL)
         if place < len(self._line) and self._line[place] is generation:
             del self._line[place]
+            self._suspects.discard(generation)
+
+    @property
+    def suspects(self) -> list[Generation]:
+        """Those that may have ended an engine, in order."""
+        return sorted(self._suspects, key=_ARRIVAL) if self._suspects else []
 
     def keep(self, passed_over: list[Generation], num_seen: int) -> None:
         """Replace the first `num_seen` generations by those passed over, which go on waiting."""
+        if self._suspects:
+            self._suspects.difference_update({*self._line[:num_seen]}.difference(passed_over))
         self._line[:num_seen] = passed_over

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from sf_core.config.failures import REASONS
-from sf_core.dataplane.bodies import FinishBody, RewardBody, RunSpec
+from sf_core.dataplane.bodies import MAX_PARTS, MAX_STEPS, FinishBody, RewardBody, RunSpec
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.journal.events import encode
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split
@@ -93,6 +93,9 @@ def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | No
     """What is wrong with the reward that a session is given."""
     if isinstance(report, FinishBody) and not report.has_reward:
         return WrongField("reward", "A finished session needs a reward that is a finite number.")
+    for name, most in (("reward_parts", MAX_PARTS), ("step_rewards", MAX_STEPS)):
+        if (number := len(getattr(report, name))) > most:
+            return WrongField(name, f"{name} must have at most {most} entries, got {number}")
     for answer in report.step_rewards:
         if session.find_turn_id(answer) is None:
             sentence = f"step_rewards names {answer!r}, which is not the id of an answer of this session."

@@ -16,7 +16,9 @@ from typing import Any
 from sf_core.dataplane.bodies import PauseMode, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.journal.fence import Fence
 from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.journal.ownership import NotOwnedError
 from sf_core.dataplane.media.media import Media
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
@@ -34,7 +36,11 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.live_turn import LiveTurns
 from sf_core.types import WeightsRef
+from storage.files import is_local
 from storage.run_directory import RunDirectory
+
+REGISTRATION_S = 10.0
+"""Seconds after the beginning of an attempt in which its flow may still register it at this data plane."""
 
 
 def limits_of(spec: RunSpec) -> Limits:
@@ -93,6 +99,12 @@ class ServedRun:
         )
         self.runners = Runners()
         self.closing = Closing()
+        directory = RunDirectory(state.spec.run_dir)
+        self._shares_journal = is_local(directory.uri)
+        """Whether another data plane would open the same journal."""
+        self._fence = Fence(lambda: directory.is_superseded(self.spec.attempt))
+        self._superseded: int | None = None
+        """The attempt that a later one at another data plane has superseded."""
         self.lease_epochs: dict[str, int] = {}
         """Highest epoch per lease that has said hello: Dask may restart a lease while it still runs."""
         self.changed = Signal()
@@ -130,10 +142,14 @@ class ServedRun:
         return 0 < self.spec.num_batches <= self.state.weights.version
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether it is released and leaves nothing in the journal alone."""
+        return self.released and not (self.sessions or self.closing or self.state.results.opened)
+
+    @property
     def is_over(self) -> bool:
-        """Whether it is released, has no engine connected, and leaves nothing in the journal alone."""
-        is_recorded = not (self.sessions or self.closing or self.state.results.opened)
-        return self.released and is_recorded and not self.router.engines
+        """Whether it is at rest, or its journal is another process's, and no engine is connected."""
+        return (self.is_at_rest or self.journal.is_lost) and not self.router.engines
 
     def refusal(self) -> ApiError:
         """What requests are told once the run is released."""
@@ -157,6 +173,36 @@ class ServedRun:
         """Do what an event does; returns when the event is on disk."""
         self.record(event)
         await self.journal.flush()
+
+    async def confirm(self) -> None:
+        """Returns once it is certain that no later attempt had begun at another data plane when what was
+        recorded before this call was on disk. Raises ApiError 409 if one had, and 503 if it is unknown."""
+        if self._shares_journal and self.journal.is_exclusive:
+            return
+        self.refuse_superseded()
+        attempt = self.spec.attempt
+        if not await self._fence.has_passed():
+            return
+        # perhaps its flow is about to register it here
+        if await self.changed.until(lambda: self.spec.attempt > attempt, REGISTRATION_S):
+            return await self.confirm()
+        self._superseded = attempt
+        if self._shares_journal:
+            # the other data plane has read it, and goes on from it
+            sentence = ApiError.superseded(self.spec.run_id, attempt).message.removesuffix(".")
+            await self.journal.give_up(NotOwnedError(sentence, "superseded"))
+        self.refuse_superseded()
+
+    async def refuse_taken_over(self) -> None:
+        """Raises ApiError 409 if a later attempt at another data plane may have gone on with this journal."""
+        shares = self._shares_journal and not self.journal.is_exclusive
+        if shares and await self._fence.has_passed():
+            raise ApiError.superseded(self.spec.run_id, self.spec.attempt)
+
+    def refuse_superseded(self) -> None:
+        """Raises ApiError 409 if it is known that a later attempt works at another data plane."""
+        if self._superseded == self.spec.attempt:
+            raise ApiError.superseded(self.spec.run_id, self.spec.attempt)
 
     async def compact(self) -> None:
         """See Journal.compact."""

@@ -1,16 +1,21 @@
 """The tokens of a request: recorded ones as far as they match its rendering, newly encoded ones after them.
+Rendering and encoding are apart, because a long text is encoded in a thread (large.py).
 
 Owns where encoding begins: at a special token (docs/concepts/token-truth.md), never inside recorded tokens.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from sf_core.dataplane.chat.messages import Message
-from sf_core.dataplane.chat.renderer import Renderer, shows
+from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError, shows
 from sf_core.dataplane.chat.template_probes import opening, render_addition
 from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.dataplane.errors import ContextOverflow
 from sf_core.dataplane.sessions.identity import Conversation
 from sf_core.dataplane.sessions.pictures import Namer, Pictures
 from sf_core.dataplane.sessions.tree import NO_TEXT, Seam, TextMark, TreePosition, Turn, place_at
@@ -25,14 +30,53 @@ class Encoded(NamedTuple):
     seam: Seam | None
 
 
-def encode_request(
+class Unencoded(NamedTuple):
+    """What is not recorded of a request, as text."""
+
+    place: TreePosition
+    """Where the recorded tokens of the request end."""
+    mark: TextMark
+    """The rendering up to there."""
+    text: str
+    after: str
+    """The special token before it; empty: there is none."""
+    renderer: Renderer
+    name: Namer
+
+    def check_length(self, most: int) -> None:
+        """Raises ContextOverflow if the request certainly has as many tokens as this. Nothing is encoded."""
+        fewest = self.renderer.least_tokens(self.text, most - self.place.at)
+        if self.place.at + fewest >= most:
+            raise ContextOverflow(self.place.at + fewest, most)
+
+    def encode(self, forced: str = "", most: float = inf) -> Encoded:
+        """`forced` is a text behind it that is no part of the rendering. Raises ContextOverflow if the
+        request has as many tokens as `most`."""
+        renderer, text, mark = self.renderer, self.text, self.mark
+        try:
+            ids = self.name(renderer.encode(text, self.after, most - self.place.at))
+        except TooManyTokensError as error:
+            raise ContextOverflow(self.place.at + error.num_tokens, int(most)) from None
+        seam = None
+        if (last_stop := renderer.last_stop(text, ids)) is not None:
+            at, num_tokens = last_stop
+            seam = Seam(self.place.at + num_tokens, mark.extend(text[:at]))
+        whole = mark.extend(text) if seam is None else seam.text.extend(text[at:])
+        if forced:
+            ids = np.concatenate([ids, renderer.encode_behind_text(forced)])
+        if (num_tokens := self.place.at + len(ids)) >= most:
+            raise ContextOverflow(num_tokens, int(most))
+        return Encoded(self.place, ids, whole, seam)
+
+
+def render_request(
     conversation: Conversation,
     matched: Turn | None,
     tools: list[Tool],
     renderer: Renderer,
     pictures: Pictures,
-) -> Encoded:
-    """Encode what is not recorded of a request. `matched` is the deepest recorded turn whose conversation
+) -> Unencoded:
+    """Render what is not recorded of a request. `matched` is the deepest recorded turn whose conversation
     this one begins with. Raises jinja2.TemplateError."""
     namer, added = pictures.namer(conversation.messages, renderer.sight), list[Message]()
     if matched is not None:
@@ -48,7 +92,7 @@ def encode_request(
     text = renderer.render(messages, tools, num_first)
     if matched is None:
         renderer.check_shown(text, messages)
-        return _encode_behind(TreePosition(None, 0), NO_TEXT, text, renderer, namer)
+        return Unencoded(TreePosition(None, 0), NO_TEXT, text, "", renderer, namer)
     rest = matched.prompt.text.rest_of(text)
     if rest is None:
         renderer.note_rewrite(added)
@@ -56,7 +100,7 @@ def encode_request(
         return extension
     renderer.check_shown(text, messages)
     place, mark = _last_common_seam(matched, text)
-    return _encode_behind(place, mark, text[mark.length :], renderer, namer)
+    return Unencoded(place, mark, text[mark.length :], "", renderer, namer)
 
 
 def _render_after_prompt(
@@ -80,8 +124,10 @@ def _render_after_prompt(
     return render_addition(renderer.render, beginning, conversation.opening_text, answered, tools)
 
 
-def _extend(turn: Turn, rest: str, added: list[Message], renderer: Renderer, namer: Namer) -> Encoded | None:
-    """The tokens of a request that extends `turn` by `added`, with `rest` rendered after the turn's prompt;
+def _extend(
+    turn: Turn, rest: str, added: list[Message], renderer: Renderer, namer: Namer
+) -> Unencoded | None:
+    """The text of a request that extends `turn` by `added`, with `rest` rendered after the turn's prompt;
     None if `rest` does not begin with the whole answer and its end-of-turn token."""
     if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
         # the answer spells an end-of-turn token in ordinary tokens: the cut would fall inside the answer
@@ -96,19 +142,7 @@ def _extend(turn: Turn, rest: str, added: list[Message], renderer: Renderer, nam
     mark = turn.prompt.text.extend(shown)
     stop = renderer.stop_texts.get(int(turn.ids[-1]), "") if len(turn.ids) else ""
     after = stop if shown.endswith(stop) else ""
-    return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer, namer, after)
-
-
-def _encode_behind(
-    place: TreePosition, mark: TextMark, text: str, renderer: Renderer, namer: Namer, after: str = ""
-) -> Encoded:
-    ids = namer(renderer.encode(text, after))
-    last_stop = renderer.last_stop(text, ids)
-    if last_stop is None:
-        return Encoded(place, ids, mark.extend(text), None)
-    at, num_tokens = last_stop
-    seam = Seam(place.at + num_tokens, mark.extend(text[:at]))
-    return Encoded(place, ids, seam.text.extend(text[at:]), seam)
+    return Unencoded(TreePosition(turn, turn.end), mark, suffix, after, renderer, namer)
 
 
 def _last_common_seam(matched: Turn, text: str) -> tuple[TreePosition, TextMark]:

@@ -32,7 +32,7 @@ KEY_BYTES = 70
 class Conversation:
     """One request's messages and their chained keys: one of the tools, then one per message."""
 
-    __slots__ = ("_numbers", "_sent", "keys", "messages", "num_known", "opening_text")
+    __slots__ = ("_numbers", "_renamed", "_sent", "keys", "messages", "num_known", "opening_text")
 
     def __init__(self, tools_key: bytes) -> None:
         self.messages: list[Message] = []
@@ -45,6 +45,8 @@ class Conversation:
         """Encoded calls whose arguments hold numbers, by message: to Python 1, 1.0 and True are equal."""
         self._sent: dict[int, Message] = {}
         """What the agent sent, where another message stands for it."""
+        self._renamed: dict[str, str] | None = None
+        """See _match_calls; None until a result needs it."""
 
     def extend(self, messages: list[Message], answers: Answers) -> None:
         for sent in messages:
@@ -54,6 +56,8 @@ class Conversation:
             message = self._recall_message(sent, answers)
             if message is not sent:
                 self._sent[at] = sent
+            if message["role"] == "assistant":
+                self._renamed = None
             self.messages.append(message)
             self.keys.append(extend_chain(self.keys[-1], message))
 
@@ -72,18 +76,22 @@ class Conversation:
 
     def _match_calls(self) -> dict[str, str]:
         """Recorded ids of the last answer's calls, by those that the agent sent."""
+        if self._renamed is not None:
+            return self._renamed
         at = len(self.messages) - 1
         while at >= 0 and self.messages[at]["role"] != "assistant":
             at -= 1
-        if (sent := self._sent.get(at)) is None:
-            return {}
-        pairs = zip(sent.get("tool_calls", ()), self.messages[at].get("tool_calls", ()), strict=True)
-        return {theirs["id"]: ours["id"] for theirs, ours in pairs}
+        sent = self._sent.get(at, {})
+        ours = self.messages[at].get("tool_calls", ()) if sent else ()
+        pairs = zip(sent.get("tool_calls", ()), ours, strict=True)
+        self._renamed = {theirs["id"]: recorded["id"] for theirs, recorded in pairs}
+        return self._renamed
 
     @property
     def num_bytes(self) -> int:
         """Approximate memory in bytes of what only this conversation holds."""
-        return sys.getsizeof(self.opening_text) + sum(map(size_of, self._sent.values()))
+        # a thread may be extending it
+        return sys.getsizeof(self.opening_text) + sum(map(size_of, list(self._sent.values())))
 
     def hold_once(self, matched: Turn) -> None:
         """Replace messages of the request by the recorded objects of the turn that it extends, to hold them
@@ -155,6 +163,9 @@ class Conversations:
         best.extend(messages[shared:], answers)
         self._recent = [*self._recent[-NUM_KEPT + 1 :], best]
         return best
+
+    def forget(self, conversation: Conversation) -> None:
+        self._recent = [one for one in self._recent if one is not conversation]
 
 
 def _calls(message: Message) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from math import inf
 from typing import Any
 
 import msgspec
@@ -24,8 +25,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.dataplane.sessions.encoding import Encoded, encode_request
-from sf_core.dataplane.sessions.identity import Conversations
+from sf_core.dataplane.sessions.encoding import Encoded, Unencoded, render_request
+from sf_core.dataplane.sessions.identity import Conversation, Conversations
 from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.pictures import Pictures
 from sf_core.dataplane.sessions.tree import (
@@ -56,6 +57,27 @@ NUM_TIPS = 16
 
 SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
 """Measured memory of the objects, without tokens and texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request that is to become a prompt."""
+
+    conversation: Conversation
+    matched: Turn | None
+    """The deepest recorded turn with whose conversation it begins."""
+    messages: list[Message]
+    """Those that it adds."""
+    text: Unencoded
+    forced: str
+    tools: bytes
+    """As in Prompt."""
+    num_bytes: int
+    """Memory of its messages."""
+
+    def encode(self, most: float = inf) -> Encoded:
+        """Raises ContextOverflow if it has as many tokens as `most`."""
+        return self.text.encode(self.forced, most)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,30 +151,50 @@ class Session:
         """The prompt of a request, new or asked before. Raises jinja2.TemplateError.
 
         `forced` is how the answer must begin; it is encoded as the end of the prompt."""
+        draft = self.draft(messages, tools, renderer, forced)
+        return draft if isinstance(draft, Prompt) else self.add(draft, draft.encode())
+
+    def draft(
+        self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
+    ) -> Draft | Prompt:
+        """The prompt of a request that was asked before, else what makes it one. Nothing is encoded. One
+        request of the session at a time may be drafted, in any thread. Raises jinja2.TemplateError."""
         conversation = self._conversations.recall(tools, messages, self._answers, renderer.options)
         keys = conversation.keys
-        prompt = self._prompts.get((keys[-1], forced))
-        if prompt is None:
-            matched = self._longest_match(keys)
-            num_matched = matched.prompt.num_messages + 1 if matched else 0
-            if matched is not None:
-                conversation.hold_once(matched)
-            encoded = encode_request(conversation, matched, tools, renderer, self.pictures)
-            if forced:
-                ids = np.concatenate([encoded.ids, renderer.encode_behind_text(forced)])
-                encoded = encoded._replace(ids=ids)
-            added = conversation.messages[num_matched:]
-            reason = self._branch_reason(keys, added, matched, encoded.place)
-            begins = () if matched else keys[:2]
-            prompt = self._add_prompt(
-                *(encoded, matched, added, len(messages), keys[-1], reason, forced, begins),
-                tools=msgspec.json.encode(tools) if begins and tools else b"",
-            )
-        return prompt
+        if (prompt := self._prompts.get((keys[-1], forced))) is not None:
+            return prompt
+        matched = self._longest_match(keys)
+        num_matched = matched.prompt.num_messages + 1 if matched else 0
+        if matched is not None:
+            conversation.hold_once(matched)
+        try:
+            unencoded = render_request(conversation, matched, tools, renderer, self.pictures)
+        except Exception:
+            self.discard(conversation)
+            raise
+        added = conversation.messages[num_matched:]
+        shown = b"" if matched or not tools else msgspec.json.encode(tools)
+        return Draft(conversation, matched, added, unencoded, forced, shown, sum(map(size_of, added)))
 
-    def open_ids(self, ids: list[int]) -> Prompt:
+    def add(self, draft: Draft, encoded: Encoded) -> Prompt:
+        """The prompt of a draft."""
+        conversation, matched = draft.conversation, draft.matched
+        keys = conversation.keys
+        reason = self._branch_reason(keys, draft.messages, matched, encoded.place)
+        return self._add_prompt(
+            *(encoded, matched, draft.messages, len(conversation.messages), keys[-1], reason, draft.forced),
+            opening=() if matched else keys[:2],
+            tools=draft.tools,
+            num_bytes=draft.num_bytes,
+        )
+
+    def discard(self, conversation: Conversation) -> None:
+        """Hold nothing of a request that is refused."""
+        self._conversations.forget(conversation)
+
+    def open_ids(self, ids: Sequence[int] | Ids) -> Prompt:
         """The prompt of these ids, new or asked before; its beginning is shared with lines that have it."""
-        array = np.array(ids, dtype=np.int32)
+        array = np.asarray(ids, dtype=np.int32)
         chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
         prompt = self._prompts.get((chain, ""))
         if prompt is None:
@@ -275,7 +317,7 @@ class Session:
         for new in event.prompts:
             prompt = new.resolve(self.prompts, self.turns)
             prompt.tapes = self._tapes
-            self._take_prompt(prompt)
+            self._take_prompt(prompt, sum(map(size_of, prompt.messages)))
             self.take_unrecorded()
         prompt = self.prompts[event.key.prompt]
         self.begin_sample(prompt, event.nth)
@@ -316,6 +358,7 @@ class Session:
         forced: str = "",
         opening: Sequence[bytes] = (),
         tools: bytes = b"",
+        num_bytes: int = 0,
     ) -> Prompt:
         place, ids = self._tree.follow(encoded.place, encoded.ids)
         prompt = Prompt(
@@ -335,18 +378,18 @@ class Session:
             continues.prompt.tools if continues is not None else tools,
             tapes=self._tapes,
         )
-        self._take_prompt(prompt)
+        self._take_prompt(prompt, num_bytes)
         return prompt
 
-    def _take_prompt(self, prompt: Prompt) -> None:
+    def _take_prompt(self, prompt: Prompt, num_bytes: int) -> None:
+        """`num_bytes`: memory of its messages."""
         self.prompts.append(prompt)
         self._prompts[prompt.chain, prompt.forced] = prompt
         self._openings.update(prompt.opening)
         self._tree.add(prompt)
         self.pictures.note(prompt.messages)
         tools = prompt.tools if prompt.continues is None else b""
-        held = prompt.ids.nbytes + len(tools) + sum(map(size_of, prompt.messages))
-        self._num_bytes += PROMPT_BYTES + held
+        self._num_bytes += PROMPT_BYTES + prompt.ids.nbytes + len(tools) + num_bytes
 
     def _longest_match(self, keys: list[bytes]) -> Turn | None:
         """The deepest recorded turn with whose conversation this one begins."""

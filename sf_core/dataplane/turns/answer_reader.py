@@ -24,7 +24,8 @@ AFTER_THINKING = f"\n{THINK_END}\n\n"
 
 class AnswerReader:
     def __init__(self, renderer: Renderer, request: TurnRequest, forced: str, turn_id: str) -> None:
-        """`forced` is the beginning of the answer that the prompt ends with."""
+        """`renderer` has the request's template options. `forced` is the beginning of the answer that the
+        prompt ends with."""
         self._renderer, self._turn_id = renderer, turn_id
         self.num_read = 0
         """Number of tokens read."""
@@ -34,7 +35,7 @@ class AnswerReader:
         """Whether the answer may end before the engine ends it, so that tokens are read one by one."""
         self.logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
         """Log-probs of the tokens read; None if the request did not ask for them."""
-        self.answer, marks = _make_stream(renderer.with_options(request.template_options), request, forced)
+        self.answer, marks = _make_stream(renderer, request, forced)
         self._text = TextStream(renderer, marks)
         self._forced: AnswerParts = self.answer.push(forced.removeprefix(AFTER_THINKING))
         self._num_calls = 0

@@ -19,7 +19,7 @@ import numpy as np
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, EngineFailed
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.media.media import Media
 from sf_core.dataplane.routing.generation import Generation
@@ -72,6 +72,8 @@ class LiveTurns:
     """The run's open sessions, by id."""
     note_started: Callable[[Claim, int], None]
     """Told of every claimed session a policy version that may have sampled in it."""
+    note_failed: Callable[[Session, EngineFailed], None] = lambda session, error: None
+    """Told of requests that engines cannot serve."""
     pace: StreamPace = field(default_factory=StreamPace)
     in_flight: dict[str, list[LiveTurn]] = field(default_factory=dict)
     """Turns that are sampled, or whose answer a client is still being sent, by session id."""
@@ -103,13 +105,16 @@ class LiveTurn:
         session: Session,
         request: TurnRequest,
         prompt: Prompt,
+        line: array[int],
+        renderer: Renderer,
         grammar: str,
         nth: int,
         identity: RequestIdentity,
         recorded: RecordedTurn | None,
     ) -> None:
         """The `nth` sample of its request, or the recorded one continued. That has a prompt of its own: the
-        client's key may say that another prompt is the same request."""
+        client's key may say that another prompt is the same request. `line`: all ids of `prompt`, which the
+        samples of a request share. `renderer` has the template options of the request."""
         is_new = recorded is None
         if recorded is None:
             key = TurnKey(session.session_id, prompt.index, session.begin_sample(prompt, nth))
@@ -118,8 +123,10 @@ class LiveTurn:
         self.prompt = recorded.prompt
         self.turn_id = session.turn_id(self.prompt, recorded.key.sample)
         self._turns, self._session = turns, session
-        self.reader = AnswerReader(turns.renderer, request, self.prompt.forced, self.turn_id)
-        self._generation = self._make_generation(request, grammar, nth)
+        self.reader = AnswerReader(renderer, request, self.prompt.forced, self.turn_id)
+        if self.prompt is not prompt:
+            line = self.prompt.full_ids()
+        self._generation = self._make_generation(request, line, grammar, nth)
         recorded.restore(self._generation)
         recorded.chunks = []  # the generation has taken these tokens over
         self._num_recorded = len(self._generation.token_ids)
@@ -142,10 +149,10 @@ class LiveTurn:
             self._journal.note(Begun(recorded.key, nth, identity.digest, prompts))
         self._serving = asyncio.ensure_future(self._serve())
 
-    def _make_generation(self, request: TurnRequest, grammar: str, nth: int) -> Generation:
+    def _make_generation(self, request: TurnRequest, line: array[int], grammar: str, nth: int) -> Generation:
         turns, session, prompt = self._turns, self._session, self.prompt
         spec, claim, sample = turns.spec, session.claim, self.recorded.key.sample
-        prompt_ids, pictures = prompt.full_ids(), list[PictureSpan]()
+        prompt_ids, pictures = line, list[PictureSpan]()
         if (sight := turns.renderer.sight) is not None:
             named = np.frombuffer(prompt_ids, dtype=np.int32)
             ids, pictures = session.pictures.read(named, sight)
@@ -241,6 +248,8 @@ class LiveTurn:
             self.error = error
             if self._generation.finish_reason is None:
                 self._break_off()
+            if isinstance(error, EngineFailed):
+                self._turns.note_failed(self._session, error)
             if not isinstance(error, ApiError):
                 log.exception("turn %s failed", self.turn_id)
         finally:

@@ -7,22 +7,32 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import NamedTuple
 
 import jinja2
+import numpy as np
 
 from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.calls.formats import FORMATS
-from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
 from sf_core.dataplane.chat.tool_formats import name_of
-from sf_core.dataplane.errors import ContextOverflow, WrongField
-from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
+from sf_core.dataplane.large import SMALL_CHARACTERS, apart
+from sf_core.dataplane.sessions.encoding import Encoded
+from sf_core.dataplane.sessions.session import Draft, Session
 from sf_core.dataplane.sessions.tree import Prompt
 from sf_core.dataplane.sessions.turn_events import RecordedTurn
 from sf_core.dataplane.turns.answer_reader import AFTER_THINKING
 from sf_core.dataplane.turns.identity import RequestIdentity
 from sf_core.dataplane.turns.live_turn import LiveTurn, LiveTurns, Subscriber
 from sf_core.dataplane.turns.request import TurnRequest
+from sf_core.types import Ids, to_ids
+
+MAX_COUNTED = 2**21
+"""Most tokens that are counted; no context window holds as many."""
 
 NO_FORMAT = (
     "The policy cannot call tools: its chat template writes tool calls in an unknown format. Set "
@@ -31,41 +41,151 @@ NO_FORMAT = (
 )
 
 
-def open_turns(
-    turns: LiveTurns, session: Session, requests: Sequence[TurnRequest], identity: RequestIdentity
+Drafted = str | Ids | Draft | Prompt
+"""A prompt on its way: texts and drafts are still to be encoded, only a Prompt is in the session."""
+
+Encoding = Ids | Encoded | Prompt
+
+
+class Prepared(NamedTuple):
+    """A request without its tokens."""
+
+    prompt: Drafted
+    renderer: Renderer
+    """With the template options of the request."""
+    grammar: str
+    """What its answers follow; empty: nothing."""
+
+
+async def open_turns(
+    turns: LiveTurns,
+    session: Session,
+    requests: Sequence[TurnRequest],
+    identity: RequestIdentity,
+    *,
+    is_large: bool = False,
+    recheck: Callable[[], None] = lambda: None,
 ) -> list[Subscriber]:
-    """Subscribe to the turns that answer these requests. Raises ApiError if one cannot become a turn."""
+    """Subscribe to the turns that answer these requests. Raises ApiError if one cannot become a turn.
+
+    While this waits for threads, no other request of the session may be opened, and the session may end:
+    `recheck` then raises ApiError."""
     first = identity.of_turn(0)
     if _find_served(turns, session, first) is None and _find_recorded(session, first) is None:
         turns.router.check_room()
         turns.journal.check()
-    opened = [(request, *_open(turns, session, request)) for request in requests]
-    begins = [(*one, nth) for one in opened for nth in range(one[0].num_samples)]
-    return [
-        Subscriber(_join_or_begin(turns, session, *begin, identity.of_turn(i)))
-        for i, begin in enumerate(begins)
-    ]
+    most = turns.spec.context_length
+    is_large = is_large or any(_is_costly(turns.renderer, request) for request in requests)
+    drafts = [await apart(is_large, _prepare, turns.renderer, session, one, most) for one in requests]
+    is_long = is_large or sum(_num_characters(draft.prompt) for draft in drafts) > SMALL_CHARACTERS
+    encoded = [await apart(is_long, _encode, session, draft, most) for draft in drafts]
+    if is_long:
+        recheck()
+    begun: list[Subscriber] = []
+    for request, draft, encoding in zip(requests, drafts, encoded, strict=True):
+        prompt = _add(session, draft.prompt, encoding)
+        line = prompt.full_ids()
+        for nth in range(request.num_samples):
+            known_as = identity.of_turn(len(begun))
+            turn = _join_or_begin(turns, session, request, prompt, line, draft, nth, known_as)
+            begun.append(Subscriber(turn))
+    return begun
 
 
 def count_tokens(renderer: Renderer, request: TurnRequest) -> int:
-    """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError."""
-    _check_tools(renderer, request)
-    return len(open_prompt(renderer, Session("count"), request).ids)
+    """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError, which is
+    ContextOverflow for more than MAX_COUNTED."""
+    session = Session("count")
+    encoded = _encode(session, _prepare(renderer, session, request, MAX_COUNTED), MAX_COUNTED)
+    return len(encoded) if isinstance(encoded, np.ndarray) else len(encoded.ids)
 
 
 def open_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> Prompt:
-    """The prompt of a request in its session. Raises ApiError if it cannot be rendered."""
+    """The prompt of a request in its session, of any length. Raises ApiError if it cannot be rendered."""
+    draft = _draft(renderer, session, request)
+    return _add(session, draft.prompt, _encode(session, draft, inf))
+
+
+def _is_costly(renderer: Renderer, request: TurnRequest) -> bool:
+    """Whether even a small request takes long: a schema is compiled, or a template looked at."""
+    return request.schema is not None or not renderer.is_ready_for(request.template_options)
+
+
+def _prepare(renderer: Renderer, session: Session, request: TurnRequest, most: int) -> Prepared:
+    """Nothing is encoded. Raises ApiError if the request cannot be rendered, and ContextOverflow for a prompt
+    that certainly has as many tokens as `most`."""
+    _check_tools(renderer, request)
+    if isinstance(request.text_or_ids, list):
+        _check_length(len(request.text_or_ids), most)
+    draft = _draft(renderer, session, request)
+    prompt = draft.prompt
+    try:
+        if isinstance(prompt, str):
+            _check_length(renderer.least_tokens(prompt, most), most)
+        elif isinstance(prompt, Draft):
+            prompt.text.check_length(most)
+        return draft._replace(grammar=_make_grammar(draft.renderer, request))
+    except ApiError:
+        _discard(session, prompt)
+        raise
+
+
+def _draft(renderer: Renderer, session: Session, request: TurnRequest) -> Prepared:
+    if isinstance(request.text_or_ids, str):
+        return Prepared(request.text_or_ids, renderer, "")
     if request.text_or_ids is not None:
-        return session.open_ids(_read_ids(renderer, request.text_or_ids))
+        return Prepared(_check_ids(renderer, request.text_or_ids), renderer, "")
     try:
         renderer = renderer.with_options(request.template_options)
         forced = _make_forced_text(request, renderer)
         messages = request.messages
         if request.merges_system:
             messages = renderer.merge_late_system(messages)
-        return session.open_prompt(messages, request.tools, renderer, forced)
+        return Prepared(session.draft(messages, request.tools, renderer, forced), renderer, "")
     except jinja2.TemplateError as error:
         raise WrongField("messages", f"The chat template refuses these messages: {error}") from None
+
+
+def _num_characters(drafted: Drafted) -> int:
+    """Characters that are still to be encoded."""
+    text = drafted.text.text if isinstance(drafted, Draft) else drafted
+    return len(text) if isinstance(text, str) else 0
+
+
+def _encode(session: Session, draft: Prepared, most: float) -> Encoding:
+    """Raises ContextOverflow for a prompt that has as many tokens as `most`."""
+    prompt, renderer = draft.prompt, draft.renderer
+    try:
+        if isinstance(prompt, Draft):
+            return prompt.encode(most)
+        if isinstance(prompt, str):
+            prompt = _check_ids(renderer, renderer.encode(prompt, most=most))
+        _check_length(prompt.end if isinstance(prompt, Prompt) else len(prompt), most)
+        return prompt
+    except TooManyTokensError as error:
+        raise ContextOverflow(error.num_tokens, int(most)) from None
+    except ContextOverflow:
+        _discard(session, prompt)
+        raise
+
+
+def _add(session: Session, drafted: Drafted, encoded: Encoding) -> Prompt:
+    if isinstance(encoded, Prompt):
+        return encoded
+    if isinstance(encoded, Encoded):
+        assert isinstance(drafted, Draft)
+        return session.add(drafted, encoded)
+    return session.open_ids(encoded)
+
+
+def _discard(session: Session, drafted: Drafted) -> None:
+    if isinstance(drafted, Draft):
+        session.discard(drafted.conversation)
+
+
+def _check_length(num_tokens: int, most: float) -> None:
+    if num_tokens >= most:
+        raise ContextOverflow(num_tokens, int(most))
 
 
 def _join_or_begin(
@@ -73,7 +193,8 @@ def _join_or_begin(
     session: Session,
     request: TurnRequest,
     prompt: Prompt,
-    grammar: str,
+    line: array[int],
+    draft: Prepared,
     nth: int,
     identity: RequestIdentity,
 ) -> LiveTurn:
@@ -82,7 +203,8 @@ def _join_or_begin(
         return served
     if (recorded := _find_recorded(session, identity)) is not None:
         session.recorded.remove(recorded)
-    turn = LiveTurn(turns, session, request, prompt, grammar, nth, identity, recorded)
+    asking = prompt, line, draft.renderer, draft.grammar
+    turn = LiveTurn(turns, session, request, *asking, nth, identity, recorded)
     asked = turn.prompt, identity.digest
     session.forget_answered(*asked)
     in_flight = turns.in_flight.get(session.session_id, ())
@@ -104,16 +226,6 @@ def _find_recorded(session: Session, identity: RequestIdentity) -> RecordedTurn 
     return None
 
 
-def _open(turns: LiveTurns, session: Session, request: TurnRequest) -> tuple[Prompt, str]:
-    """The prompt of a request in its session, and what its answers follow."""
-    _check_tools(turns.renderer, request)
-    grammar = _make_grammar(turns.renderer, request)
-    prompt = open_prompt(turns.renderer, session, request)
-    if prompt.end >= turns.spec.context_length:
-        raise ContextOverflow(prompt.end, turns.spec.context_length)
-    return prompt, grammar
-
-
 def _check_tools(renderer: Renderer, request: TurnRequest) -> None:
     """Raises ApiError if the request has tools to call and calls cannot be read."""
     if request.calls_tools and not renderer.tool_format:
@@ -121,16 +233,19 @@ def _check_tools(renderer: Renderer, request: TurnRequest) -> None:
 
 
 def _make_grammar(renderer: Renderer, request: TurnRequest) -> str:
-    """What the answers of a request follow; empty: nothing."""
+    """`renderer` has the template options of the request."""
     if request.schema is None or request.tool_choice.kind == "required":
         return ""
-    renderer = renderer.with_options(request.template_options)
     return answer_grammar(request.schema, request.tools if request.calls_tools else [], renderer)
 
 
-def _read_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
-    ids = renderer.encode(given).tolist() if isinstance(given, str) else given
-    if not 0 <= min(ids) <= max(ids) < renderer.vocab_size:
+def _check_ids(renderer: Renderer, given: Sequence[int] | Ids) -> Ids:
+    try:
+        ids = given if isinstance(given, np.ndarray) else to_ids(given)
+        is_known = len(ids) > 0 and 0 <= ids.min() <= ids.max() < renderer.vocab_size
+    except OverflowError:
+        is_known = False
+    if not is_known:
         raise WrongField("prompt", f"Token ids must be from 0 to {renderer.vocab_size - 1}.")
     if renderer.sight is not None and renderer.sight.token_id in ids:
         told = f"prompt contains the token {renderer.sight.token_id}, which is reserved for pictures"

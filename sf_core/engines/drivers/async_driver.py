@@ -14,9 +14,15 @@ from websockets.asyncio.connection import Connection, broadcast
 
 from sf_core.engines import wire
 from sf_core.engines.drivers.connection import Line
-from sf_core.engines.drivers.driver import Driver, num_tokens
+from sf_core.engines.drivers.driver import Driver, explain, num_tokens
 from sf_core.engines.drivers.spans import MAX_SPAN_S
-from sf_core.engines.protocol import AsyncEngine, Event, WeightsRefusedError
+from sf_core.engines.protocol import (
+    AsyncEngine,
+    EngineLostError,
+    Event,
+    StepFailedError,
+    WeightsRefusedError,
+)
 from sf_core.types import Chunk, WeightsRef
 
 
@@ -47,11 +53,19 @@ class AsyncDriver(Driver):
             self.send = partial(broadcast, [socket])
             self.send(hello)
             frame = wire.read_from_data_plane(await socket.recv())
-            while True:
-                await self.handle(frame)
-                if isinstance(frame, wire.Yield):
-                    return frame.reason
-                frame = await self._next_frame(socket)
+            try:
+                while True:
+                    await self.handle(frame)
+                    if isinstance(frame, wire.Yield):
+                        return frame.reason
+                    frame = await self._next_frame(socket)
+            except (EngineLostError, StepFailedError) as error:
+                await socket.close(wire.ENGINE_FAILED, wire.fit_reason(str(error)))
+                if isinstance(error, StepFailedError):
+                    # it is started anew, which shows whether it works
+                    await self.engine.rest()
+                    self._awaited = None
+                raise
 
     async def handle(self, frame: wire.ToEngine) -> None:
         """Do what the data plane says; on `yield`, the engine rests afterwards."""
@@ -96,8 +110,11 @@ class AsyncDriver(Driver):
                 case WeightsRefusedError():
                     self._tell_refused(event)
                 case Exception():
+                    is_sampling = self.version is not None and self.engine.num_requests > 0
                     self.version = None
                     self._due.clear()
+                    if is_sampling and not isinstance(event, EngineLostError):
+                        raise StepFailedError(explain(event)) from event
                     raise event
         except Exception as error:
             if not self.failure.done():

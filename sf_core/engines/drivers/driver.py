@@ -16,8 +16,8 @@ from websockets.exceptions import ConnectionClosed
 from sf_core.engines import wire
 from sf_core.engines.drivers.connection import Line
 from sf_core.engines.drivers.spans import NoRecorder, Recorder, Spans
-from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
-from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+from sf_core.engines.protocol import EngineLostError, StepFailedError, WeightsRefusedError
+from sf_core.types import Chunk, GenerationRequest, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,9 @@ class Driver(ABC):
             log.warning("engine %s was lost and is restarted: %s", hello.engine_id, error)
             self._awaited = None
             raise
+        except StepFailedError as error:
+            log.error("engine %s failed at its requests and goes on: %s", hello.engine_id, error)
+            raise
         finally:
             if self._is_welcome:
                 self._is_welcome = False
@@ -117,11 +120,11 @@ class Driver(ABC):
     def _submit(self, request: GenerationRequest) -> None:
         try:
             self.engine.submit(request)
-        except ValueError as error:
+        except Exception as error:
             # the data plane then refuses this request; others may be served
             log.error("this engine cannot serve a request: %s", error)
             assert self.version is not None
-            self._tell_chunks([Chunk(request.request_id, [], [], self.version, FinishReason.LENGTH)])
+            self._tell_chunks([Chunk.failed(request.request_id, self.version, explain(error))])
 
     def _take_weights(self, weights: WeightsRef) -> None:
         if self.version != weights.version and self._awaited != weights:
@@ -157,6 +160,13 @@ class Driver(ABC):
         log.error("this engine refuses the weights of version %d: %s", self._awaited.version, error)
         self._tell(wire.Refused(self._awaited.version, str(error)))
         self._awaited = self._spans.loads_since = None
+
+
+def explain(error: Exception) -> str:
+    """An error in a few words; the kind is named unless the message is meant to be read alone."""
+    return (
+        str(error) if isinstance(error, (ValueError, ConnectionError)) else f"{type(error).__name__}: {error}"
+    )
 
 
 def num_tokens(chunks: list[Chunk]) -> int:

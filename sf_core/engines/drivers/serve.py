@@ -27,8 +27,9 @@ def serve_engine(
     The engine, at rest before and after, takes the weights that the data plane wants; `on_ready` is called
     when it holds them. The recorder gets every span of sampling, loading, yielding and waiting. A connection
     that breaks is made again, and so is a lost engine; raises ConnectionError once `patience_s` have passed
-    since the connection broke, and ValueError if the data plane ended it because of what the engine sent.
-    What else the engine raises ends the lease.
+    since the connection broke, and ValueError if the data plane ended it because of what the engine sent. If
+    the engine fails at its requests it gives them back, and goes on if it still works. What else it raises
+    ends the lease.
     """
     return make_driver(engine, recorder, on_ready).serve(url, key, hello, patience_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,18 @@ from websockets.sync.connection import Connection
 
 from sf_core.engines import wire
 from sf_core.engines.drivers.connection import Line
-from sf_core.engines.drivers.driver import Driver, num_tokens
+from sf_core.engines.drivers.driver import Driver, explain, num_tokens
 from sf_core.engines.drivers.spans import BUSY_GAP_S
-from sf_core.engines.protocol import StepEngine, WeightsRefusedError
+from sf_core.engines.protocol import EngineLostError, StepEngine, StepFailedError, WeightsRefusedError
+from sf_core.types import GenerationRequest, Sampling
+
+log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.005
 """How often an engine with nothing to sample is asked whether its weights are there."""
+
+_PROBE_STEPS = 4
+"""Steps in which an engine must sample one token, to show that it works."""
 
 
 class StepDriver(Driver):
@@ -41,13 +48,17 @@ class StepDriver(Driver):
             self.send = socket.send
             self.send(hello)
             frame = wire.read_from_data_plane(socket.recv())
-            while True:
-                self.handle(frame)
-                if isinstance(frame, wire.Yield):
-                    return frame.reason
-                while (coming := self._next_frame(socket)) is None:
-                    self.step()
-                frame = coming
+            try:
+                while True:
+                    self.handle(frame)
+                    if isinstance(frame, wire.Yield):
+                        return frame.reason
+                    while (coming := self._next_frame(socket)) is None:
+                        self.step()
+                    frame = coming
+            except (EngineLostError, StepFailedError) as error:
+                socket.close(wire.ENGINE_FAILED, wire.fit_reason(str(error)))
+                raise
 
     def handle(self, frame: wire.ToEngine) -> None:
         """Do what the data plane says; on `yield`, the engine rests afterwards."""
@@ -72,6 +83,12 @@ class StepDriver(Driver):
             chunks = self.engine.step()
         except WeightsRefusedError as error:
             return self._tell_refused(error)
+        except EngineLostError:
+            raise
+        except Exception as error:
+            if before is None or is_idle or not self._still_samples():
+                raise
+            raise StepFailedError(explain(error)) from error
         if self.version == before:
             if before is not None and not is_idle:
                 self._spans.add_work(started, time.time(), before, num_tokens(chunks))
@@ -81,6 +98,20 @@ class StepDriver(Driver):
         # what the former weights sampled, before the new version
         self._tell_chunks(chunks)
         self._tell_updated(before, started, None)
+
+    def _still_samples(self) -> bool:
+        """Whether the engine, after a step that failed, samples for a request that is known to be sound."""
+        engine, probe = self.engine, GenerationRequest("probe", [0], 0, 1, (), Sampling(temperature=0.0))
+        try:
+            engine.abort()
+            engine.submit(probe)
+            # the first of them may take new weights
+            return any(engine.step() for _ in range(_PROBE_STEPS))
+        except Exception:
+            log.exception("the engine cannot sample any more")
+            return False
+        finally:
+            engine.abort()
 
     def _next_frame(self, socket: Connection) -> wire.ToEngine | None:
         """The next frame; None if there is none and the engine has something to do meanwhile."""

@@ -139,6 +139,11 @@ class KVCache:
         for layer in self._layers:
             layer[:, targets, :, :length] = layer[:, source : source + 1, :, :length]
 
+    def clear(self, slots: list[int]) -> None:
+        """Forget all positions of these slots."""
+        for layer in self._layers:
+            layer[:, slots] = 0
+
     def swap(self, a: list[int], b: list[int], length: int) -> None:
         """Exchange the first `length` positions of slots a[i] and b[i]."""
         at_once = max(1, _SWAPPED_TOKENS // (2 * length))

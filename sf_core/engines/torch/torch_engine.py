@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
@@ -30,6 +31,8 @@ from sf_core.models.sampling import sample
 from sf_core.surroundings import trim_memory
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 from storage.files import join, read_bytes
+
+_NO_DISTRIBUTION = "the logits of its next token are no distribution: NaN, infinite, or all forbidden"
 
 _MIN_SHARED = 8
 """Shorter common prefixes are recomputed: copying them would cost as much."""
@@ -134,7 +137,15 @@ class TorchEngine:
             return self._replace_weights(arrival)
         if self._held is None or self._paused:
             return []
-        model, cache, table = self._held.model, self._held.cache, self._table
+        try:
+            return self._sample(self._held)
+        except Exception:
+            # table and cache may disagree now
+            self._forget_requests()
+            raise
+
+    def _sample(self, held: _Held) -> list[Chunk]:
+        model, cache, table = held.model, held.cache, self._table
         self._admit(cache)
         if not table.num_running:
             return []
@@ -160,12 +171,24 @@ class TorchEngine:
         token_ids, logprobs = sample(logits, rows["temperature"], rows["top_p"], rows["top_k"], draws)
         for at, one in following:
             one.take([int(token_ids[at])])
-        table.append(ready, token_ids, logprobs, self._held.version)
-        chunks = table.report_due(ready)
+        failed: list[Chunk] = []
+        if not (sound := np.isfinite(logprobs)).all():
+            failed = self._fail(held, ready[~sound].tolist())
+            ready, token_ids, logprobs = ready[sound], token_ids[sound], logprobs[sound]
+        table.append(ready, token_ids, logprobs, held.version)
+        chunks = [*failed, *table.report_due(ready)]
         for chunk in chunks if following else ():
             if chunk.finish_reason is not None:
                 self._following.pop(chunk.request_id, None)
         return chunks
+
+    def _fail(self, held: _Held, slots: list[int]) -> list[Chunk]:
+        """End the requests in these slots, whose logits are no distribution."""
+        # what is NaN there would spread to the next requests in these slots
+        held.cache.clear(slots)
+        chunks = [self._table.abort(self._table.request_in(slot), held.version) for slot in slots]
+        self._table.rows["cached"][slots] = 0
+        return [replace(chunk, fault=_NO_DISTRIBUTION) for chunk in chunks]
 
     def pause(self) -> None:
         self._paused = True

@@ -30,6 +30,10 @@ class RequestRefusedError(ValueError):
     """vLLM does not take this request; it takes others."""
 
 
+class RequestFailedError(RequestRefusedError):
+    """vLLM failed at this request, but says that it is healthy."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
     """Tokens of a stream, in the order they came."""
@@ -75,11 +79,29 @@ class VllmClient:
                 self._url + _GENERATE, data=data, headers=headers, timeout=timeout
             ) as response:
                 if response.status != 200:
-                    raise _explain_failure(response.status, await response.text())
+                    raise await self._explain_failure(response.status, await response.text())
                 async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
                     # errors come in streams of status 200 too
-                    if line.startswith(b"data: {"):
-                        yield _read_piece(orjson.loads(line[6:]))
+                    if "choices" not in (message := orjson.loads(line[6:])):
+                        error = message.get("error") or message
+                        told = str(error.get("message") or error)
+                        raise await self._explain_failure(int(error.get("code") or 500), told)
+                    yield _read_piece(message)
+
+    async def _explain_failure(self, status: int, text: str) -> Exception:
+        """What it means that a request was answered with this status."""
+        told = f"vLLM: {status} {text}"
+        if status == 404:
+            # the request is right, and the server lacks the adapter that it names
+            return EngineLostError(told)
+        if 400 <= status < 500:
+            return RequestRefusedError(f"vLLM refused a request: {text}")
+        with suppress(EngineLostError):
+            await self.check_health()
+            return RequestFailedError(told)
+        return EngineLostError(told)
 
     async def find_model(self) -> tuple[str, int | None]:
         """The name by which the server's own model is asked, and how many tokens it takes, if it says so.
@@ -231,9 +253,6 @@ def _name_loss(path: str) -> Iterator[None]:
 
 
 def _read_piece(message: dict[str, Any]) -> StreamPiece:
-    if "choices" not in message:
-        error = message.get("error") or message
-        raise _explain_failure(int(error.get("code") or 500), str(error.get("message") or error))
     (choice,) = message["choices"]
     token_ids = choice["token_ids"] or []
     content = (choice["logprobs"] or {}).get("content") or []
@@ -253,10 +272,3 @@ def _read_message(answer: bytes) -> str:
     with suppress(ValueError, TypeError, KeyError):
         return str(orjson.loads(answer)["error"]["message"])
     return answer.decode(errors="replace")[:1000]
-
-
-def _explain_failure(status: int, text: str) -> Exception:
-    # 404: the request is right, and the server lacks the adapter that it names
-    if 400 <= status < 500 and status != 404:
-        return RequestRefusedError(f"vLLM refused a request: {text}")
-    return EngineLostError(f"vLLM: {status} {text}")

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from sf_core.engines.protocol import EngineLostError
-from sf_core.engines.vllm.client import RequestRefusedError, StreamPiece, VllmClient
+from sf_core.engines.vllm.client import (
+    RequestFailedError,
+    RequestRefusedError,
+    StreamPiece,
+    VllmClient,
+)
 from sf_core.pictures.sight import PLACEHOLDER_BIAS, Sight
 from sf_core.types import GenerationRequest, PictureSpan
 from storage.files import absolute, is_local, write_atomic
@@ -85,7 +90,7 @@ class Pictures:
                         has_begun = True
                         yield piece
                 return
-            except EngineLostError:
+            except (EngineLostError, RequestFailedError):
                 if has_begun or not left:
                     raise
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
+from sf_core.engines.drivers.driver import explain
 from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import EngineLostError, Event, WeightsRefusedError, check_request
 from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
@@ -309,13 +310,13 @@ class VllmEngine:
                     self.tell(chunk)
             if reason is None or (reason == "abort" and self._flows and name in self._turns):
                 raise EngineLostError("vLLM ended a request that was not cancelled")
-        except RequestRefusedError as error:
-            log.error("%s", error)
-            turn.has_ended = True
-            self._turns.pop(name, None)
-            self.tell(Chunk(name, [], [], version, FinishReason.LENGTH))
         except EngineLostError as error:
             self._lose(error)
+        except Exception as error:
+            log.error("%s", error, exc_info=not isinstance(error, RequestRefusedError))
+            turn.has_ended = True
+            self._turns.pop(name, None)
+            self.tell(Chunk.failed(name, version, explain(error)))
         finally:
             turn.stream = None
             self._streaming.discard(turn)

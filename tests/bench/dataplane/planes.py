@@ -57,7 +57,7 @@ BUDGET = 300
 """Most tokens of a turn in `converse`."""
 
 
-class EngineKilledError(Exception):
+class EngineKilledError(BaseException):
     """Ends an engine in the middle of its work; its connection drops."""
 
 

@@ -18,7 +18,7 @@ from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.engines import wire
 from sf_core.engines.drivers.step_driver import StepDriver
-from sf_core.engines.protocol import StepEngine
+from sf_core.engines.protocol import StepEngine, StepFailedError
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 
@@ -33,6 +33,10 @@ def scripted(script: Callable[[list[int], int], list[int]]) -> MakeEngine:
     return lambda: ScriptedEngine(script)
 
 
+class ProcessEnded(BaseException):
+    """The end of an engine's process, raised by its step."""
+
+
 class ClusterEngine:
     """One engine and its connection. It handles and sends frames only in `act`."""
 
@@ -44,6 +48,8 @@ class ClusterEngine:
         """All other frames from the router."""
         self.num_sampled = 0
         """Number of tokens that it has reported."""
+        self.has_failed = False
+        """Whether it ended in a step."""
         self.engine = make()
         self._driver = StepDriver(self.engine)
         self._driver.send = self.send
@@ -67,11 +73,15 @@ class ClusterEngine:
         self._driver.handle(wire.Abort(request_ids))
 
     def act(self) -> None:
-        """Handle the frames received, then take one step."""
+        """Handle the frames received, then take one step, which may end the engine."""
         while self.inbox and not self.is_gone:
             self._driver.handle(wire.read_from_data_plane(self.inbox.pop(0)))
         if not self.is_gone and self._driver.has_work:
-            self._driver.step()
+            try:
+                self._driver.step()
+            except (StepFailedError, ProcessEnded):
+                self.has_failed = True
+                self.die()
 
     def send(self, frame: bytes) -> None:
         """Deliver a frame of the engine to the router."""
@@ -88,6 +98,10 @@ class ClusterEngine:
 
     def die(self) -> None:
         self.router.lose(self.connection)
+
+    def supersede(self) -> None:
+        """Have a newer start of its lease take its place."""
+        self.router.lose(self.connection, None)
 
 
 class Cluster:

@@ -40,6 +40,14 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "used"), [("1e-44", 0.01), ("0.009", 0.01), ("0.02", 0.02), ("0", 0.0), ("-0.0", 0.0)]
+)
+def test_a_temperature_that_logits_would_overflow_at_is_raised(given: str, used: float) -> None:
+    rollout = load_config("quickstart", [f"rollout.temperature={given}", "rollout.top_p=1e-44"]).rollout
+    assert (rollout.temperature, rollout.top_p) == (used, 1e-6)
+
+
+@pytest.mark.parametrize(
     ("override", "sentence"),
     [
         ("rollout.gruop_size=4", "rollout.gruop_size: unknown key; allowed here: group_size, "),
@@ -52,6 +60,8 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
             "rollout.curriculum.stages={until: 3}",
             "rollout.curriculum.stages: expected a list, got {'until': 3}",
         ),
+        ("rollout.top_k=2147483648", "rollout.top_k: input should be less than or equal to 2147483647, "),
+        ("rollout.temperature=.nan", "rollout.temperature: input should be a finite number, got nan"),
         ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
         ("train.max_grad_norm=.inf", "train.max_grad_norm: input should be a finite number, got inf"),
         ("train.betas=[.nan, 0.9]", "train.betas.0: input should be a finite number, got nan"),

@@ -56,4 +56,4 @@ def test_the_process_says_where_it_listens_and_ends_when_told(
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "example.org"])
 def test_without_a_key_only_loopback_is_served(host: str) -> None:
     with pytest.raises(ValueError, match="set SF_DATAPLANE_KEY, or serve on"):
-        serve(host, 0, DataplaneOptions())
+        serve(host, 0, DataplaneOptions(), key="of-the-account", welcomes_strangers=True)

@@ -144,3 +144,18 @@ def test_a_token_is_where_the_sum_of_probabilities_passes_the_uniform(
     for row, token in enumerate(tokens):
         below = reached[row, token - 1] if token else 0.0
         assert below - 1e-6 <= draws[row] <= reached[row, token] + 1e-6
+
+
+@pytest.mark.parametrize("num_tokens", [5, 256, 300])
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.5, 0), (1.0, 3), (0.0, 2**31 - 1)])
+def test_a_row_without_a_distribution_changes_no_other_row(num_tokens: int, top_p: float, top_k: int) -> None:
+    logits = torch.randn(7, num_tokens, generator=torch.Generator().manual_seed(0)) * 10
+    temperature = np.array([1, 1, 1, 1, 1e-38, 1e-44, 0], np.float32)
+    how = temperature, np.full(7, top_p, np.float32), np.full(7, top_k), np.full(7, 1 - 2**-53)
+    sound = [0, 6]
+    expected = sample(logits[sound], *(values[sound] for values in how))
+    logits[1], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    tokens, logprobs = sample(logits, *how)
+    assert [tokens[sound].tolist(), logprobs[sound].tolist()] == [values.tolist() for values in expected]
+    assert np.isnan(np.delete(logprobs, sound)).all()
+    assert ((tokens >= 0) & (tokens < num_tokens)).all()

@@ -1,3 +1,4 @@
+import os
 import socket
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ from storage.attempts import Attempt
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.dataplane.planes import attended, running_app
+from tests.bench.refusals import check_sentence
 from tests.bench.runs import commit, configure
 
 
@@ -53,6 +55,28 @@ def test_an_attempt_that_only_evaluates_leaves_the_configuration(tmp_path: Path)
     directory = RunDirectory(run.uri)
     assert (run.attempt, directory.newest_attempt().evaluate_only) == (2, True)
     assert directory.read_config(RunConfig) == config
+
+
+def test_no_attempt_begins_at_another_data_plane_than_the_one_that_has_the_run_open(
+    tmp_path: Path, model_dir: str
+) -> None:
+    with (
+        running_app() as url,
+        running_app() as other_url,
+        attended(url, tmp_path, model_dir) as plane,
+    ):
+        plane.register(attempt=1)
+        config = configured(tmp_path).model_copy(update={"run_id": "run"})
+        elsewhere = config.model_copy(update={"dataplane": DataplaneConfig(url=other_url)})
+        with pytest.raises(ValueError) as refused:
+            begin_attempt(elsewhere)
+        check_sentence(
+            str(refused.value), "run run", f"process {os.getpid()} on ", "dataplane.url", "attempt 1"
+        )
+        assert not RunDirectory(config.run_dir).exists()
+        assert begin_attempt(config.model_copy(update={"dataplane": DataplaneConfig(url=url)})).attempt == 1
+        plane.post("/runs/run/release")
+        assert begin_attempt(elsewhere).attempt == 2
 
 
 def test_an_attempt_at_another_run_leaves_nothing_of_one_without_a_batch(tmp_path: Path) -> None:

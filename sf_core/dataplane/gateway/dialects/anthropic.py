@@ -21,10 +21,12 @@ from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
+    MAX_TOOLS,
     Body,
     answer_schema,
     check_choice,
     check_conversation,
+    check_number,
     function_tool,
     get,
     parse_arguments,
@@ -57,6 +59,7 @@ class Anthropic:
     paths: tuple[str, ...] = ("/v1/messages",)
     count: Count | None = Count(("/v1/messages/count_tokens",), "input_tokens")
     schema_fields = frozenset({"output_config.format", "output_format"})
+    has_ids = False
     header: bytes | None = b"anthropic-version"
     overflow = "prompt is too long: {tokens} tokens > {most} maximum. Please shorten the {param}.", "messages"
 
@@ -194,6 +197,7 @@ class AnthropicReply:
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:
+    check_number(tools, "tools", MAX_TOOLS, "tools")
     parsed = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"

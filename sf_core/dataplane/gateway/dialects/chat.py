@@ -13,9 +13,11 @@ from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
+    MAX_TOOLS,
     Body,
     answer_schema,
     check_conversation,
+    check_number,
     function_tool,
     get,
     parse_arguments,
@@ -130,6 +132,7 @@ def _parse_tools(tools: Any) -> list[Tool]:
         return []
     if not isinstance(tools, list):
         raise WrongField("tools", f"tools must be a list, got {kind_of(tools)}")
+    check_number(tools, "tools", MAX_TOOLS, "tools")
     parsed = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None

@@ -10,10 +10,20 @@ from collections.abc import Collection
 from itertools import groupby
 from typing import Any
 
+import msgspec
+
+from sf_core.config.rollout_config import MOST_TOP_K, bound_temperature, bound_top_p
 from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.answer_grammar import Schema
-from sf_core.dataplane.chat.contents import CHARACTERS, LeftOut
-from sf_core.dataplane.chat.json_text import KINDS, MAX_DEPTH, TooDeepError, kind_of, mend_json
+from sf_core.dataplane.chat.contents import CHARACTERS, LeftOut, too_many_values
+from sf_core.dataplane.chat.json_text import (
+    KINDS,
+    MAX_DEPTH,
+    TooDeepError,
+    has_too_many,
+    kind_of,
+    mend_json,
+)
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
@@ -26,12 +36,28 @@ Body = dict[str, Any]
 TEMPLATE_INPUTS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 """Variables of a chat template that the request has elsewhere."""
 
+MAX_TOOLS = 1024
+"""Most tools of a request, and most names of allowed ones. OpenAI takes 128, Google 512; agents with many MCP
+servers send some hundreds."""
+
+MAX_TOOLS_BYTES = 2 * 2**20
+"""Most bytes of the tools of a request as JSON: 2 kB for each, which is more than those of agents have."""
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
+"""Most stop strings, and most characters of one: answers are searched for each of them token by token. OpenAI
+takes 4, Google 5."""
+
+MAX_OPTION_BYTES = 2**16
+"""Most bytes of `chat_template_kwargs` as JSON: a template is looked at with each set of them."""
+
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """How much a client may ask a model to reason."""
 
 
-def parse_json(data: bytes) -> tuple[Any, bool]:
+def parse_json(data: bytes, has_ids: bool = False) -> tuple[Any, bool]:
     """The value of a body, and whether characters in it were mended (chat/json_text.py)."""
+    if has_too_many(data, numbers=not has_ids):
+        raise too_many_values("The request body")
     try:
         return mend_json(data)
     except TooDeepError:
@@ -41,8 +67,9 @@ def parse_json(data: bytes) -> tuple[Any, bool]:
         raise ApiError(400, f"The request body is not valid JSON: {error}") from None
 
 
-def parse_object(data: bytes) -> tuple[Body, bool]:
-    body, is_mended = parse_json(data)
+def parse_object(data: bytes, has_ids: bool = False) -> tuple[Body, bool]:
+    """`has_ids`: it may hold any number of numbers."""
+    body, is_mended = parse_json(data, has_ids)
     if not isinstance(body, dict):
         raise ApiError(400, f"The request body must be a JSON object, got {kind_of(body)}")
     return body, is_mended
@@ -77,10 +104,24 @@ def check_choice(choice: ToolChoice, tools: list[Tool], where: str = "tool_choic
 
 def pick_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[Tool]:
     """The tools of these names. Raises ApiError if one names no tool."""
-    known = [tool["function"]["name"] for tool in tools]
-    if unknown := [repr(name) for name in names if name not in known]:
+    check_number(names, where, MAX_TOOLS, "names of allowed functions")
+    known = {tool["function"]["name"] for tool in tools}
+    if unknown := [quote(name) for name in names if not isinstance(name, str) or name not in known]:
         raise WrongField(where, f"{where} allows functions that are not in tools: {', '.join(unknown)}")
-    return [tool for tool in tools if tool["function"]["name"] in names]
+    picked = frozenset(names)
+    return [tool for tool in tools if tool["function"]["name"] in picked]
+
+
+def check_number(given: Collection[Any], where: str, most: int, kind: str) -> None:
+    """Raises WrongField for more than `most` of a kind of things, in the plural."""
+    if len(given) > most:
+        raise WrongField(where, f"{where} must have at most {most} {kind}, got {len(given)}")
+
+
+def check_size(value: Any, where: str, most: int) -> None:
+    """Raises WrongField for a value whose JSON has more bytes than `most`."""
+    if (size := len(msgspec.json.encode(value))) > most:
+        raise WrongField(where, f"{where} must have at most {most} bytes as JSON, got {size}")
 
 
 def parse_arguments(arguments: Any, left_out: LeftOut) -> dict[str, Any]:
@@ -89,6 +130,7 @@ def parse_arguments(arguments: Any, left_out: LeftOut) -> dict[str, Any]:
     if not arguments:
         return {}
     if isinstance(arguments, str):
+        left_out.count_arguments(arguments)
         try:
             arguments, is_mended = mend_json(arguments)
             left_out.kinds += [CHARACTERS] * is_mended
@@ -110,8 +152,12 @@ def function_tool(given: dict[str, Any]) -> Tool:
 def parse_stop(body: Body, name: str = "stop") -> list[str]:
     stop = get(body, name, (str, list), [])
     stop = [stop] if isinstance(stop, str) else stop
+    check_number(stop, name, MAX_STOPS, "stop strings")
     if not all(isinstance(text, str) and text for text in stop):
         raise WrongField(name, f"{name} must be a non-empty string or a list of such strings")
+    if (longest := max(map(len, stop), default=0)) > MAX_STOP_CHARACTERS:
+        told = f"{name} must have strings of at most {MAX_STOP_CHARACTERS} characters, got {longest}"
+        raise WrongField(name, told)
     return list(stop)
 
 
@@ -228,6 +274,8 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
     if taken := TEMPLATE_INPUTS & options.keys():
         named = ", ".join(sorted(taken))
         raise WrongField("chat_template_kwargs", f"chat_template_kwargs must not contain {named}")
+    if options:
+        check_size(options, "chat_template_kwargs", MAX_OPTION_BYTES)
     if effort is None:
         return options
     if effort not in EFFORTS:
@@ -236,11 +284,13 @@ def template_options(body: Body, effort: Any = None) -> dict[str, Any]:
 
 
 def read_sampling(body: Body, top_k: int | None = None, hottest: float = 2.0) -> Sampling:
-    """How a request asks to be sampled; seeds are read and chosen apart from it. `top_k` is given by dialects
-    that have words of their own for it."""
+    """How a request is sampled, within the limits of engines; seeds are read and chosen apart from it.
+    `top_k` is given by dialects that have words of their own for it."""
     top_k = _read_top_k(body) if top_k is None else top_k
     return Sampling(
-        number(body, "temperature", 1.0, 0.0, hottest), number(body, "top_p", 1.0, 0.0, 1.0), top_k
+        bound_temperature(number(body, "temperature", 1.0, 0.0, hottest)),
+        bound_top_p(number(body, "top_p", 1.0, 0.0, 1.0)),
+        min(top_k, MOST_TOP_K),
     )
 
 

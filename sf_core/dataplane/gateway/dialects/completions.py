@@ -30,6 +30,7 @@ class Completions(OpenAI):
     name = "completions"
     paths: tuple[str, ...] = ("/v1/completions",)
     overflow = OVERFLOW, "prompt"
+    has_ids = True
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
         num_samples = positive(body, "n", MAX_TURNS) or 1

@@ -6,6 +6,7 @@ package google-genai does. That package sends calls back as they came, but their
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from typing import Any
 
 import msgspec
@@ -27,9 +28,11 @@ from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
+    MAX_TOOLS,
     Body,
     check_choice,
     check_conversation,
+    check_number,
     function_tool,
     get,
     number,
@@ -78,6 +81,7 @@ class Google:
     paths: tuple[str, ...] = _paths("generateContent", STREAMED)
     count: Count | None = Count(_paths("countTokens"), "totalTokens")
     schema_fields = frozenset({"response_mime_type", "response_schema", "response_json_schema"})
+    has_ids = False
     header: bytes | None = b"x-goog-api-key"
     overflow = (
         "The input token count ({tokens}) exceeds the maximum number of tokens allowed ({most}). "
@@ -144,7 +148,8 @@ def _read_top_k(body: Body) -> int:
 
 def _parse_tools(tools: list[Any], left_out: LeftOut) -> list[Tool]:
     """The functions; kinds of tools that are left out are added to `left_out`."""
-    parsed = []
+    parsed: list[Tool] = []
+    check_number(tools, "tools", MAX_TOOLS, "entries")
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if not isinstance(tool, dict):
@@ -153,7 +158,9 @@ def _parse_tools(tools: list[Any], left_out: LeftOut) -> list[Tool]:
         if other := sorted(given.difference(LEFT_OUT)):
             raise WrongField(where, f"{where}: only functions are supported, not {other[0]}")
         left_out.kinds += sorted(given)
-        for n, declared in enumerate(get(tool, "function_declarations", (list,), [])):
+        declarations = get(tool, "function_declarations", (list,), [])
+        check_number([*parsed, *declarations], "tools", MAX_TOOLS, "functions")
+        for n, declared in enumerate(declarations):
             parsed.append(_parse_function(declared, f"{where}.function_declarations[{n}]"))
     return parsed
 
@@ -202,11 +209,11 @@ def _parse_messages(body: Body, left_out: LeftOut) -> list[Message]:
     if instruction is not None:
         found = _texts(_parts(instruction, "system", "system_instruction"))
         messages += [{"role": "system", "content": canonical(found)}] if any(found) else []
-    calls: list[dict[str, Any]] = []
+    calls = _OpenCalls([])
     for role, parts in _parse_contents(get(body, "contents", (list,), []), left_out.sees):
         if role == "model":
             messages.append(_answer(parts, len(messages), left_out))
-            calls = list(messages[-1].get("tool_calls", ()))
+            calls = _OpenCalls(messages[-1].get("tool_calls", []))
         else:
             messages += _results(parts, calls, left_out)
             if said := _said(parts, left_out):
@@ -298,7 +305,33 @@ def _answer(parts: list[Placed], num_before: int, left_out: LeftOut) -> Message:
     return answer | ({"tool_calls": calls} if calls else {})
 
 
-def _results(parts: list[Placed], calls: list[dict[str, Any]], left_out: LeftOut) -> list[Message]:
+_Numbered = tuple[int, dict[str, Any]]
+"""A call, and its place among those of its answer."""
+
+
+class _OpenCalls:
+    """The calls of an answer that have no result so far."""
+
+    def __init__(self, calls: list[dict[str, Any]]) -> None:
+        self._by_id: dict[str, deque[_Numbered]] = defaultdict(deque)
+        self._by_name: dict[str, deque[_Numbered]] = defaultdict(deque)
+        for numbered in enumerate(calls):
+            self._by_id[numbered[1]["id"]].append(numbered)
+            self._by_name[numbered[1]["function"]["name"]].append(numbered)
+        self._taken: set[int] = set()
+
+    def take(self, name: Any, call_id: str) -> dict[str, Any] | None:
+        """The first of this id; without an id, the first of this name. None if there is none."""
+        found = self._by_id.get(call_id) if call_id else self._by_name.get(name)
+        while found:
+            at, call = found.popleft()
+            if at not in self._taken:
+                self._taken.add(at)
+                return call
+        return None
+
+
+def _results(parts: list[Placed], calls: _OpenCalls, left_out: LeftOut) -> list[Message]:
     """The messages of the results in a content, the last of which has what stands beside them."""
     results: list[Message] = []
     found: list[str | Part] = []
@@ -316,19 +349,15 @@ def _results(parts: list[Placed], calls: list[dict[str, Any]], left_out: LeftOut
     return results
 
 
-def _result(given: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Message:
-    """The message of a result. `calls` are those without one so far; without an id, a result is that of the
-    first of its name."""
+def _result(given: dict[str, Any], where: str, calls: _OpenCalls) -> Message:
     name, call_id = given.get("name"), get(given, "id", (str,), "")
-    found = [call for call in calls if call_id in ("", call["id"])]
-    found = [call for call in found if call_id or call["function"]["name"] == name]
-    if not found:
+    call = calls.take(name if isinstance(name, str) else None, call_id)
+    if call is None:
         said = (
             f"{where}: the result of {name!r} does not answer an open call of the model's content before it"
         )
         raise WrongField(where, said)
-    calls.remove(found[0])
     response = get(given, "response", (dict,), {})
     [output] = response.values() if response.keys() in ({"output"}, {"result"}) else [response]
     content = output if isinstance(output, str) else msgspec.json.encode(output).decode()
-    return {"role": "tool", "content": content, "tool_call_id": found[0]["id"]}
+    return {"role": "tool", "content": content, "tool_call_id": call["id"]}

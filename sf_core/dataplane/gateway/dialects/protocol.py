@@ -59,6 +59,9 @@ class Dialect(Protocol):
     schema_fields: frozenset[str]
     """Fields of `UNDONE` that hold answers to a schema, which it reads for runs whose engines can do so."""
 
+    has_ids: bool
+    """Prompts may be lists of token ids, which are then the only values that a body may have many of."""
+
     header: bytes | None
     """A header that all its clients send, and no others; None: there is none."""
 

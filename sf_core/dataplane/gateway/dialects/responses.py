@@ -14,9 +14,13 @@ from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
     Body,
     answer_schema,
     check_conversation,
+    check_number,
+    check_size,
     function_tool,
     get,
     parse_arguments,
@@ -26,7 +30,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
     template_options,
 )
 from sf_core.dataplane.gateway.dialects.openai import OVERFLOW, OpenAI, read_choice
-from sf_core.dataplane.gateway.dialects.responses_reply import ResponsesReply
+from sf_core.dataplane.gateway.dialects.responses_reply import ECHOED, ResponsesReply
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.request import TurnRequest
 
@@ -37,8 +41,23 @@ _INSTRUCTED = "~i"
 _NOT_STORED = "~n"
 """Suffix of the id of a response that no later request may name."""
 
+_MORE = "more"
+"""Where texts of an answer are kept that come behind its calls, until all are known."""
+
 _ITEM_ID = re.compile(r"(?P<kind>rs|msg|fc)_(?P<turn>.+)\.\d+")
 """Id of an item of a response (responses_reply.py)."""
+
+MAX_ECHOED_BYTES = 2**18
+"""Most bytes of a field that the response repeats, as JSON; a stream repeats it three times."""
+
+MAX_ECHOED = {"instructions": 2**20, "tools": MAX_TOOLS_BYTES}
+"""The same of those that may be long."""
+
+MAX_REFERENCES = 1024
+"""Most references of a request to items of earlier responses: a few bytes each, they may mean megabytes."""
+
+MAX_RECALLED = 8 * 2**20
+"""Most characters of the text of a conversation that the request refers to."""
 
 LEFT_OUT = ("web_search", "web_search_preview", "namespace", "tool_search", "image_generation")
 """Types of tools that clients send whether they are wanted or not, and that a provider would run itself: the
@@ -56,6 +75,9 @@ class Responses(OpenAI):
         refuse(body, "prompt", "stored prompts are not supported; use instructions")
         get(body, "text", (dict,), {})
         given = get(body, "tools", (list,), [])
+        check_number(given, "tools", MAX_TOOLS, "tools")
+        for name in ECHOED:
+            check_size(body.get(name), name, MAX_ECHOED.get(name, MAX_ECHOED_BYTES))
         left_out = LeftOut(sees, [tool["type"] for tool in given if _is_left_out(tool)])
         chosen = body.get("tool_choice")
         named = chosen.get("name") if isinstance(chosen, dict) else None
@@ -64,6 +86,7 @@ class Responses(OpenAI):
         messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
         messages += _previous_messages(body, session)
         messages += _parse_input(body.get("input"), session, left_out)
+        _check_text(messages)
         return [
             TurnRequest(
                 messages=check_conversation(messages, "input"),
@@ -133,22 +156,36 @@ def _parse_input(items: Any, session: Session, left_out: LeftOut) -> list[Messag
     if not isinstance(items, list):
         raise WrongField("input", f"input must be a string or a list of items, got {kind_of(items)}")
     messages: list[Message] = []
+    references = [item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"]
+    check_number(references, "input", MAX_REFERENCES, "item references")
+    known: set[str] = set()
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if not isinstance(item, dict):
             raise WrongField(where, f"{where} must be an object, got {kind_of(item)}")
         if item.get("type") == "item_reference":
-            _recall(messages, item.get("id"), session, where)
+            _recall(messages, known, item.get("id"), session, where)
         elif item.get("type") == "additional_tools":
             left_out.kinds.append("additional_tools")
         else:
-            _add_item(messages, item, where, left_out)
+            _add_item(messages, known, item, where, left_out)
+    for message in messages:
+        _join_texts(message)
     return messages
 
 
-def _recall(messages: list[Message], item_id: Any, session: Session, where: str) -> None:
+def _check_text(messages: list[Message]) -> None:
+    texts = (text for message in messages for text in (message["content"], message.get("reasoning_content")))
+    num_characters = sum(len(text if isinstance(text, str) else join_texts(text)) for text in texts if text)
+    if num_characters > MAX_RECALLED:
+        told = f"the items that input refers to must have at most {MAX_RECALLED} characters together"
+        raise WrongField("input", f"{told}, got {num_characters}: refer to each item once")
+
+
+def _recall(messages: list[Message], known: set[str], item_id: Any, session: Session, where: str) -> None:
     """Add an item of an earlier response, which is named by its id. The references to the calls of an answer
-    stand in the order of the calls, and the first to one of its texts means all of them."""
+    stand in the order of the calls, and the first to one of its texts means all of them. `known`: ids of the
+    calls so far."""
     named = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
     turn = session.find_turn(named["turn"]) if named else None
     if named is None or turn is None:
@@ -158,18 +195,21 @@ def _recall(messages: list[Message], item_id: Any, session: Session, where: str)
     if named["kind"] == "msg":
         answer = {"role": "assistant", "content": turn.message["content"]}
         last = messages[-1] if messages else {}
+        _join_texts(last)
         if last.get("role") != "assistant" or not join_texts(last["content"]).endswith(answer["content"]):
             _add_message(messages, answer, where, LeftOut())
     elif named["kind"] == "rs":
         _add_reasoning(messages, turn.message.get("reasoning_content", ""))
     elif named["kind"] == "fc":
-        known = {call["id"] for message in messages for call in message.get("tool_calls", ())}
         call = next((one for one in turn.message.get("tool_calls", ()) if one["id"] not in known), None)
         if call is not None:
+            known.add(call["id"])
             _open_answer(messages).setdefault("tool_calls", []).append(call)
 
 
-def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_out: LeftOut) -> None:
+def _add_item(
+    messages: list[Message], known: set[str], item: dict[str, Any], where: str, left_out: LeftOut
+) -> None:
     match item.get("type", "message"):
         case "reasoning":
             _add_reasoning(messages, _read_reasoning(item, where))
@@ -182,6 +222,7 @@ def _add_item(messages: list[Message], item: dict[str, Any], where: str, left_ou
             # in vLLM's order, which is another one in Chat (chat/messages.py)
             function = {"name": item["name"], "arguments": arguments}
             call = {"id": item["call_id"], "function": function, "type": "function"}
+            known.add(call["id"])
             _open_answer(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
             content = read_result(item.get("output"), f"{where}.output", left_out)
@@ -200,10 +241,16 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str, left
         last["content"] = content
     elif role == "assistant" and last.get("tool_calls"):
         # text after an unanswered call belongs to the same answer
-        last["content"] = join_texts(last["content"]) + join_texts(content)
+        last.setdefault(_MORE, []).append(join_texts(content))
     else:
         named = {"name": item["name"]} if isinstance(item.get("name"), str) else {}
         messages.append({"role": role, "content": content} | named)
+
+
+def _join_texts(message: Message) -> None:
+    """Join the texts that were added to an answer: one by one, many of them would be copied all the time."""
+    if more := message.pop(_MORE, None):
+        message["content"] = "".join([join_texts(message["content"]), *more])
 
 
 def _read_reasoning(item: dict[str, Any], where: str) -> str:

@@ -14,7 +14,7 @@ from sf_core.dataplane.gateway.dialects.openai import logprob_entries
 from sf_core.dataplane.gateway.dialects.protocol import encode_event
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, TokenLogprob
 
-_ECHOED: dict[str, Any] = {
+ECHOED: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -39,7 +39,7 @@ CODES = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}
 class ResponsesReply:
     def __init__(self, turn_id: str, body: Body, response_id: str) -> None:
         self._turn_id = turn_id
-        given = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+        given = {name: body[name] for name in ECHOED if body.get(name) is not None}
         self._head = {
             "id": response_id,
             "object": "response",
@@ -47,7 +47,7 @@ class ResponsesReply:
             "model": body["model"],
             "error": None,
             "incomplete_details": None,
-            **_ECHOED,
+            **ECHOED,
             **given,
         }
         self._num_events = 0

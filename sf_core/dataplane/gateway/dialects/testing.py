@@ -98,6 +98,20 @@ class DialectTests:
         [plain] = self._parse({})
         assert not plain.stream
 
+    def test_sampling_is_bounded_by_what_engines_can_compute(self) -> None:
+        for asked, used in ((1e-44, 0.01), (1e-38, 0.01), (0.01, 0.01), (0.02, 0.02), (0, 0.0)):
+            [request] = self._parse({"temperature": asked, "top_p": asked})
+            assert request.sampling.temperature == used
+            assert request.sampling.top_p == max(asked, 1e-6)
+        [request] = self._parse({"top_k": 10**9})
+        assert request.sampling.top_k == 10**9
+        try:
+            [request] = self._parse({"top_k": 2**64 - 1})
+        except ApiError as error:
+            assert error.status == 400
+        else:
+            assert request.sampling.top_k == 2**31 - 1
+
     def test_wrong_fields_are_refused_in_one_sentence(self) -> None:
         wrong: list[tuple[Fields, str]] = [
             ({self.max_tokens: 0}, f"{self.max_tokens} must be at least 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -10,12 +11,15 @@ import openai
 import pytest
 from anthropic import Anthropic
 
+from sf_core.cli.serving.local_plane import local_plane
+from sf_core.cli.serving.serve import find_policy, session_rules
 from storage.files import list_files
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import read_trajectories
 from tests.bench.commands import sf
+from tests.bench.engines.fatal import fail, make_forward_fatal
 from tests.bench.policy_server import KEY, Served, publish_run
-from tests.patience import patience
+from tests.patience import patience, wait_until
 
 
 @pytest.fixture
@@ -88,6 +92,56 @@ def test_sessions_are_recorded_only_in_the_folder_that_is_named(
         served.end()
     [uri] = RunDirectory(str(record)).list_partitions("opened")[2]
     assert read_trajectories(uri)["task_id"].to_pylist() == ["one"]
+
+
+def test_no_temperature_ends_the_engine_and_what_is_used_is_recorded(
+    published_run: RunDirectory, tmp_path: Path
+) -> None:
+    record = tmp_path / "kept"
+    served = Served(published_run.uri, "--record", str(record), log=tmp_path / "log")
+    own = {"Authorization": f"Bearer {KEY}"}
+    try:
+        with httpx.Client(base_url=served.url, headers=own, timeout=patience()) as http:
+            session = http.post("/sessions", json={"run_id": "kept"}).json()["session_id"]
+            for temperature in (1e-38, 1e-44):
+                body = {"model": "policy", "temperature": temperature, "max_tokens": 4}
+                chat = body | {"messages": [{"role": "user", "content": "hi"}]}
+                for path, asked in (
+                    ("/v1/completions", body | {"prompt": "hi", "top_p": 1e-44, "top_k": 2**63 - 1}),
+                    ("/v1/messages", chat),
+                    (f"/sessions/{session}/v1/chat/completions", chat),
+                ):
+                    answered = http.post(path, json=asked)
+                    assert answered.status_code == 200, answered.text
+            http.post(f"/sessions/{session}/finish", json={"status": "finished", "reward": 0.5})
+        assert served.process.poll() is None
+    finally:
+        served.end()
+    [uri] = RunDirectory(str(record)).list_partitions("opened")[3]
+    [turns, *_] = read_trajectories(uri)["turns"].to_pylist()
+    sampled = [turn["temperature"] for turn in turns if turn["temperature"] is not None]
+    assert sampled == [pytest.approx(0.01)] * len(sampled) and sampled
+
+
+def test_a_request_that_makes_the_forward_pass_fail_is_refused_and_the_engine_goes_on(
+    published_run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_forward_fatal(33, fail, monkeypatch.setattr)
+    policy = find_policy(published_run.uri, "torch")
+    rules = session_rules(policy.config.rollout)
+    own = {"Authorization": f"Bearer {KEY}"}
+    with local_plane(policy, name="taught", run_dir=str(tmp_path / "own"), rollout=rules, key=KEY) as plane:
+        wait_until(plane.is_serving.is_set)
+
+        def ask(prompt: list[int]) -> int:
+            body = {"model": "policy", "prompt": prompt, "max_tokens": 4}
+            url = f"{plane.url}/v1/completions"
+            return httpx.post(url, json=body, headers=own, timeout=patience()).status_code
+
+        with ThreadPoolExecutor(8) as pool:
+            assert [*pool.map(ask, [[5, 6]] * 4 + [[5, 33]] + [[5, 7]] * 3)] == [200] * 4 + [502] + [200] * 3
+        assert [ask([5, 33]), ask([5, 6])] == [502, 200]
+        assert not plane.has_failed.is_set()
 
 
 def test_a_version_that_is_not_kept_is_answered_with_those_that_are(published_run: RunDirectory) -> None:

@@ -216,7 +216,7 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
                 socket.send(wire.pack(wire.Chunks([Chunk(given(socket).request_id, [5], [], VERSION)])))
                 assert close_reason(socket)[0] == wire.BAD_FRAME
             assert asked.result().status_code == 502
-            assert "sent 1 tokens with 0 log-probs, like other engines before" in asked.result().text
+            assert "sent 1 tokens with 0 log-probs, as an engine did before" in asked.result().text
         assert len(served_plane.live_engines()) == 1
         tree = served_plane.get(f"/sessions/{opened['session_id']}")
         assert tree["turns"] == []

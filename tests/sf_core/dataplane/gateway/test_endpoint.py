@@ -227,6 +227,17 @@ def test_sessions_of_a_run_are_sampled_as_the_run_says(served_plane: ServedPlane
     assert (ad_hoc.temperature, ad_hoc.top_k, ad_hoc.seed) == (0.1, 0, 5)
 
 
+def test_engines_and_sessions_get_the_temperature_that_logits_can_be_divided_by(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register(temperature=1e-38)
+    served_plane.connect(answering(renderer, "the quick brown fox jumps"))
+    [claim] = served_plane.claim()
+    ask(served_plane, claim["session_id"])
+    ask(served_plane, temperature=1e-38)
+    assert [request.sampling.temperature for request in served_plane.asked] == [0.01, 0.01]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_stop_string_ends_the_answer_before_it(
     served_plane: ServedPlane, renderer: Renderer, streamed: bool

@@ -41,7 +41,10 @@ def write(path: Path, records: list[Record]) -> None:
 
 def read(path: Path) -> list[Record]:
     async def replay() -> list[Record]:
-        return [record async for record in Journal(path).replay(decode)]
+        journal = Journal(path)
+        records = [record async for record in journal.replay(decode)]
+        await journal.close()
+        return records
 
     return asyncio.run(replay())
 
@@ -311,7 +314,7 @@ def test_a_journal_that_cannot_be_compacted_stays_as_it_was(tmp_path: Path) -> N
 
     asyncio.run(compact())
     assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1]
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.journal"]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "a.journal", tmp_path / "a.lock"]
 
 
 def test_a_journal_that_is_closed_on_a_full_disk_tells_who_waits(tmp_path: Path) -> None:

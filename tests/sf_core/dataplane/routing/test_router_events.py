@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sf_core.dataplane.routing.suspects import assign
 from sf_core.engines import wire
 from sf_core.types import WeightsRef
 from tests.bench.dataplane.router import (
@@ -65,7 +66,10 @@ class Events:
 
     def die(self) -> None:
         if (engine := self.some_engine()) is not None:
-            engine.die()
+            unproven = [*engine.connection.unproven.values()]
+            # twice the only suspect in a row is not by chance
+            has_chance = len(unproven) != 1 or not unproven[0].num_faults
+            (engine.die if has_chance else engine.supersede)()
 
     def drain(self) -> None:
         if (engine := self.some_engine()) is not None:
@@ -216,14 +220,17 @@ def check_dispatch(cluster: Cluster, asked_before: dict[int, int], published: in
     assert [g.arrival for g in waiting] == sorted(g.arrival for g in waiting if g.arrival is not None)
     if None not in router.paused:
         # work conserving: nobody waits for an engine that may take it
-        assert not [g for g in waiting for connection in router.engines if connection.can_take(g)]
+        trials = assign(router.waiting.suspects, router.engines)
+        assert not [g for g in waiting for c in router.engines if c.can_take(g, trials.get(c))]
     by_id = {generation.request_id: generation for generation in cluster.generations}
     for engine in cluster.engines:
         for request in engine.asked[asked_before.get(id(engine), 0) :]:
             generation, version = by_id[request.request_id], engine.connection.version
             assert version is not None and version >= max(generation.floor, published)
             # whoever waits and came before could not have been given to this engine
-            assert not [g for g in waiting if g.arrival < generation.arrival and g.floor <= version]  # type: ignore[operator]
+            trial = trials.get(engine.connection)
+            could = [g for g in waiting if g.floor <= version and g.suspicion is trial]
+            assert not [g for g in could if g.arrival < generation.arrival]  # type: ignore[operator]
 
 
 def check_connections(cluster: Cluster) -> None:

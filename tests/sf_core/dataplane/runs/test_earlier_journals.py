@@ -1,9 +1,9 @@
-"""Journals of earlier versions, which have no picks and name a gate by its name alone, are read."""
+"""Journals of earlier versions are read: without picks, with a gate that is named by its name alone, and from
+before processes owned journals."""
 
 from __future__ import annotations
 
 import asyncio
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,71 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
-from sf_core.dataplane.journal.journal import _HEADER, frames, payload
+from sf_core.dataplane.journal.framing import frame_payload, frames, payload
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import decide
 from sf_core.recipes.gates import Varied
 from sf_core.recipes.outcomes import Pick, TaskRef
 from storage.tables.outcomes import read_outcomes
+from tests.bench.dataplane.run_driver import Driver
 from tests.sf_core.dataplane.runs.test_curriculum_replay import CurriculumDriver
 
-JOURNAL = Path(__file__).parents[3] / "data/journals/before_picks.journal"
+JOURNALS = Path(__file__).parents[3] / "data/journals"
+
+JOURNAL = JOURNALS / "before_picks.journal"
 """Of version e1e84bd: batch 0 is sealed (groups 0 and 2), group 3 is dropped, 4 is complete, 5 is half done,
 6 and 7 have begun."""
 
 
-def moved(run_dir: Path, model_dir: str) -> bytes:
+OPEN_SESSION = "run.open.9bcf8a535e85246c"
+
+BEFORE_OWNERS = JOURNALS / "before_owners.journal"
+"""Of version db999c56: batch 0 is sealed (group 0), group 1 is complete, 2 is half done, and an agent outside
+has opened OPEN_SESSION and given it a reward."""
+
+
+def moved(run_dir: Path, model_dir: str, journal: Path = JOURNAL) -> bytes:
     """The journal with the folders of this machine."""
     data, kinds = b"", set()
-    with JOURNAL.open("rb") as file:
+    with journal.open("rb") as file:
         for found in frames(file):
             kind, *values = msgspec.msgpack.decode(payload(found))
             kinds.add(kind)
             if kind == "registered":
-                assert values[0]["rollout"]["gate"] == "varied"
                 values[0] |= {"run_dir": str(run_dir), "model_dir": model_dir}
             event = msgspec.msgpack.encode([kind, *values])
-            data += _HEADER.pack(len(event), zlib.crc32(event)) + event
+            data += frame_payload(event)
     assert "registered" in kinds and "admitted" not in kinds
     return data
+
+
+def test_a_run_of_the_time_before_journals_had_owners_goes_on(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario() -> None:
+        driver = Driver(tmp_path, model_dir, renderer)
+        await driver.register(gate="all", groups_per_batch=1)
+        journal = driver.run.journal.path
+        await driver.plane.close()
+        journal.with_suffix(".lock").unlink()
+        journal.write_bytes(moved(tmp_path / "run", model_dir, BEFORE_OWNERS))
+        driver.plane = DataPlane(DataplaneOptions(str(driver.folder / "plane")))
+        await driver.plane.reopen()
+        assert sorted(driver.run.sessions) == ["run.g2.1.a0", OPEN_SESSION]
+        earned = driver.run.sessions[OPEN_SESSION].earned
+        assert earned is not None and earned.reward == 0.25
+        await driver.register(attempt=2, iteration=1, version=1)
+        sealed = await driver.plane.sealers["run"].seal_batch(1, 2)
+        assert (sealed["groups"], sealed["sessions"]) == ([1], 2)
+        while not decide.readiness(driver.run.state.ledger, 2).ready:
+            await driver.play()
+        before = driver.state()
+        await driver.restart()
+        assert driver.state() == before
+        assert OPEN_SESSION in driver.run.sessions
+        await driver.plane.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("curriculum", [None, {"pool": 30, "solved": 0.0}])

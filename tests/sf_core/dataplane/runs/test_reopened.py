@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from openai import OpenAI
 
 from sf_core.dataplane.bodies import FinishBody
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.journal.framing import frames, payload
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs.events import Registered, RunEvent, read_event
 from sf_core.dataplane.runs.recovery import reopen_run
@@ -55,11 +57,12 @@ def test_the_journal_of_a_long_run_stays_bounded(served_plane: ServedPlane, rend
     assert list(run.sessions) == [open_claim["session_id"]]
     assert len(run.sessions[open_claim["session_id"]].turns) == 2
     assert run.state.ledger.list_done_before(6) == list(range(6))
-    assert isinstance(asyncio.run(first_event(journal)), Registered)
+    assert isinstance(first_event(journal), Registered)
 
 
-async def first_event(journal: Path) -> RunEvent:
-    return await anext(Journal(journal).replay(read_event))
+def first_event(journal: Path) -> RunEvent:
+    with journal.open("rb") as file:
+        return read_event(payload(next(frames(file))))
 
 
 def test_a_reopened_session_is_trained_on_as_the_living_one(
@@ -111,11 +114,15 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(
 
 
 def reopened(journal: Path) -> ServedRun:
+    """The run that another data plane would find if this one died now."""
+
     async def reopen() -> ServedRun:
-        run = await reopen_run(Journal(journal), 10.0, Memory())
+        run = await reopen_run(copy, 10.0, Memory())
         assert run is not None
+        await copy.close()
         return run
 
+    copy = Journal(Path(shutil.copy(journal, journal.with_name("copy.journal"))))
     return asyncio.run(reopen())
 
 
@@ -158,7 +165,7 @@ def test_a_run_whose_journal_another_version_wrote_is_refused_with_a_sentence(
         await by_then.append(msgspec.Raw(msgspec.msgpack.encode(["registered", spec, 1])))
         await by_then.close()
 
-    spec = asyncio.run(first_event(journal)).spec.model_dump(mode="json")
+    spec = first_event(journal).spec.model_dump(mode="json")
     asyncio.run(write(spec | {"run_id": "other", "key": "a key of another time", "group_size": "several"}))
     response = served_plane.http.post("/runs", json=spec | {"run_id": "other"})
     assert response.status_code == 409

@@ -255,7 +255,7 @@ class Asked:
 
     async def ask(self, request: TurnRequest, content: bytes = b"") -> Answer:
         identity = RequestIdentity.of([], content)
-        [subscriber] = open_turns(self.run.turns, self.session, [request], identity)
+        [subscriber] = await open_turns(self.run.turns, self.session, [request], identity)
         try:
             async for _ in subscriber.pieces():
                 pass

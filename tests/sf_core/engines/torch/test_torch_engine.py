@@ -18,8 +18,11 @@ from sf_core.engines.host_weights import HostWeights
 from sf_core.engines.protocol import WeightsRefusedError
 from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch import loading
+from sf_core.engines.torch.cached_model import DecoderModel
+from sf_core.engines.torch.kv_cache import KVCache
 from sf_core.engines.torch.torch_engine import TorchEngine, make_engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
+from tests.bench.engines.fatal import fail, make_forward_fatal
 from tests.bench.engines.model_folders import ModelFolders
 from tests.properties import examples
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
@@ -452,3 +455,70 @@ def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_und
             expected = expected[: len(tokens[name])]
         assert tokens[name] == expected
         assert len(tokens[name]) <= r.max_tokens
+
+
+@pytest.fixture
+def fails_at(small_policy: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A token with which the logits of built-in policies are NaN, and so are keys and values."""
+    token, next_logits = 33, DecoderModel.next_logits
+
+    def spoiled(self: DecoderModel, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        bad = (ids == token).nonzero().flatten().tolist()
+        logits = next_logits(self, cache, ids, starts)
+        keys, values = cache.read(0, cache.place(None, starts, 1))
+        keys[bad], values[bad], logits[bad] = torch.nan, torch.nan, torch.nan
+        logits[:, token] = -torch.inf
+        return logits
+
+    monkeypatch.setattr(DecoderModel, "next_logits", spoiled)
+    return token
+
+
+def test_a_row_whose_logits_are_no_distribution_ends_its_request_alone(
+    small_policy: str, fails_at: int
+) -> None:
+    sound = [request(str(i), [5 + i] * 12, stream=True) for i in range(3)]
+    expected = generate(engine_of(small_policy, max_running=4), sound)
+    engine = engine_of(small_policy, max_running=4)
+    for one in (sound[0], request("bad", [5] * 11 + [fails_at]), *sound[1:]):
+        engine.submit(one)
+    chunks = drain(engine)
+    [failed] = [chunk for chunk in chunks if chunk.fault]
+    assert failed == Chunk.failed("bad", 0, failed.fault) and "no distribution" in failed.fault
+    assert collect([chunk for chunk in chunks if not chunk.fault]) == expected
+    # its slot is given to others
+    assert generate(engine, sound) == expected
+
+
+def test_an_engine_goes_on_after_a_step_that_failed(
+    small_policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_forward_fatal(33, fail, monkeypatch.setattr)
+    engine = engine_of(small_policy)
+    expected = generate(engine, [request("r", [5] * 12)])
+    for name, prompt in (("r", [5] * 12), ("fatal", [5] * 11 + [33])):
+        engine.submit(request(name, prompt))
+    with pytest.raises(RuntimeError, match="forward pass failed"):
+        drain(engine)
+    assert engine.num_requests == 0 and engine.abort() == []
+    assert generate(engine, [request("r", [5] * 12)]) == expected
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=float("nan")),
+        Sampling(temperature=-1.0),
+        Sampling(temperature=float("inf")),
+        Sampling(top_p=float("nan")),
+        Sampling(top_k=2**31),
+        Sampling(top_k=-1),
+        Sampling(seed=2**64),
+        Sampling(seed=-1),
+    ],
+)
+def test_sampling_that_is_out_of_range_is_refused_before_it_joins_a_batch(
+    small_policy: str, sampling: Sampling
+) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        engine_of(small_policy).submit(request("r", [5], sampling=sampling))

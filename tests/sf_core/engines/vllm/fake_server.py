@@ -55,6 +55,8 @@ class FakeVllm:
         """So many more requests with pictures it answers as if its core lacked one of them."""
         self.has_failed = False
         """It refuses to be paused."""
+        self.is_dead = False
+        """It says that it is not healthy."""
         self.aborts_by_itself = False
         self.never_ends = False
         """Streams stay open behind their last token."""
@@ -78,7 +80,7 @@ class FakeVllm:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/is_paused", self._answer),
-            web.get("/health", self._answer),
+            web.get("/health", self._tell_health),
             web.get("/server_info", self._settings),
             web.post("/inference/v1/generate", self._generate),
             web.post("/pause", self._pause),
@@ -91,6 +93,9 @@ class FakeVllm:
             web.post("/v1/load_lora_adapter", self._load_adapter),
             web.post("/v1/unload_lora_adapter", self._unload_adapter),
         ]
+
+    async def _tell_health(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=503 if self.is_dead else 200)
 
     async def _answer(self, request: web.Request) -> web.Response:
         return web.json_response({})

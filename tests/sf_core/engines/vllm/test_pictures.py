@@ -29,7 +29,7 @@ from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.pictures.sight import PROCESSOR, Sight
-from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan
+from sf_core.types import Chunk, GenerationRequest, PictureSpan
 from storage.files import list_files, write_atomic
 from storage.media import media_file, store_picture
 from storage.tensors.weights import load_weights, save_weights
@@ -123,8 +123,9 @@ class TestPictures(ServingTests):
     ) -> None:
         with self.serve() as engine:
             self.fake.shown_at = 1
-            assert sample(engine, self.request("r")) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
-            check_sentence(caplog.messages[-1], "vLLM places the pictures at [{'offset': 2, 'length': 6}, ")
+            [chunk] = sample(engine, self.request("r"))
+            check_sentence(chunk.fault, "vLLM places the pictures at [{'offset': 2, 'length': 6}, ")
+            assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
             self.fake.shown_at = 0
             assert len(sample(engine, self.request("r"))) > 1
 
@@ -138,8 +139,9 @@ class TestPictures(ServingTests):
                 ("is missing", file.unlink),
             ):
                 spoil()
-                assert sample(engine, self.request("r")) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
-                check_sentence(caplog.messages[-1], str(file), sentence)
+                [chunk] = sample(engine, self.request("r"))
+                check_sentence(chunk.fault, str(file), sentence)
+                assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
             assert len(self.fake.bodies) == 0
 
     @pytest.mark.parametrize(

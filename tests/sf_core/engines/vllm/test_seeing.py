@@ -16,7 +16,7 @@ from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import AsyncEngine, Engine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, catch, drain, ids_of, sample
-from sf_core.types import FinishReason, GenerationRequest, PictureSpan, Sampling, WeightsRef
+from sf_core.types import Chunk, FinishReason, GenerationRequest, PictureSpan, Sampling, WeightsRef
 from storage.media import media_file
 from tests.bench.engines.adapter_folders import AdapterFolders
 from tests.bench.engines.model_folders import ModelFolders
@@ -148,8 +148,8 @@ class TestSeeing(FolderEngineTests):
                 ids, pictures = place_pictures([5, picture, 6, other], self.policies.sight)
                 engine.submit(GenerationRequest("r", ids, 0, 9, (), self.sampling(0), pictures=pictures))
                 (chunk,) = drain(engine)
-                assert (chunk.token_ids, chunk.finish_reason) == ([], FinishReason.LENGTH)
-                told.append(caplog.messages[-1])
+                assert chunk == Chunk.failed("r", 0, caplog.messages[-1])
+                told.append(chunk.fault)
             assert "is missing" in told[0] and "does not have the SHA-256 in its name" in told[1]
             assert told[2].startswith("vLLM places the pictures at [{'offset': 1, ")
             request = self.request("r")

@@ -23,7 +23,7 @@ from sf_core.engines.vllm.places import AdoptedServer, OwnServer
 from sf_core.engines.vllm.server import make_adapter_arguments, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.models.adapter import Adapter, name_factor
-from sf_core.types import Chunk, FinishReason, WeightsRef
+from sf_core.types import Chunk, WeightsRef
 from storage.tensors.weights import save_adapter, save_weights
 from tests.bench.refusals import check_sentence
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
@@ -202,8 +202,12 @@ class ServingTests(EngineTests):
         with self.serve() as engine:
             self.fake.error = {"error": {"code": 400, "message": "too long"}}
             engine.submit(self.request("r"))
-            assert drain(engine) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
+            assert drain(engine) == [Chunk.failed("r", 0, "vLLM refused a request: too long")]
+            self.fake.error = {"error": {"code": 500, "message": "a bug"}}
+            engine.submit(self.request("r"))
+            assert drain(engine) == [Chunk.failed("r", 0, "vLLM: 500 a bug")]
             self.fake.error = {"error": {"code": 500, "message": "EngineCore is dead"}}
+            self.fake.is_dead = True
             engine.submit(self.request("r"))
             with pytest.raises(EngineLostError, match="EngineCore is dead"):
                 drain(engine)

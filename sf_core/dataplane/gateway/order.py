@@ -1,0 +1,22 @@
+"""The order of a session's requests: each is read and opened before the next one begins to be, although a
+large one waits for threads meanwhile. Their answers come in any order."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
+from weakref import WeakValueDictionary
+
+
+class Order:
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, session_id: str | None) -> AbstractAsyncContextManager[None]:
+        """Entered by the requests of a session one by one, as they come. None: a session of its own."""
+        if session_id is None:
+            return nullcontext()
+        lock = self._locks.get(session_id)
+        if lock is None:
+            lock = self._locks[session_id] = asyncio.Lock()
+        return lock

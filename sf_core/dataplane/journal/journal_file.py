@@ -1,0 +1,252 @@
+"""The file of a journal: reading, appending and rewriting it, by the one process that owns it.
+
+Owns that nothing is cut off or replaced that another process wrote: the file must be the one that this
+process left, and as long as it left it, but for the beginning of an own write that failed.
+
+Where nothing locks, an earlier owner may still append. A process therefore writes only to a file that it
+made: before its first write it copies what it has read, and an earlier owner finds another file in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeVar
+
+from sf_core.dataplane.journal.framing import frames, payload
+from sf_core.dataplane.journal.ownership import NotOwnedError, Owner, Ownership
+
+log = logging.getLogger(__name__)
+
+E = TypeVar("E")
+
+PIECE_BYTES = 4 * 2**20
+"""Bytes in memory at a time while a journal is read."""
+
+
+class _Identity(NamedTuple):
+    """What a rename changes about the file at a path."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> _Identity:
+        return cls(stat.st_dev, stat.st_ino)
+
+
+class JournalFile:
+    """Methods raise NotOwnedError if the journal is another process's."""
+
+    def __init__(self, path: Path, owner: Owner) -> None:
+        self.path = path
+        self.ownership = Ownership(path, owner)
+        self.end = self.synced_end = 0
+        """Bytes of the file that are valid, and that are on disk."""
+        self._reach = 0
+        """Where the last write of this process would have ended: what is between is a torn write."""
+        self._identity: _Identity | None = None
+        """Of the file that this process left; None: it has seen that there is no file."""
+        self._is_known = False
+        """Whether `end` and `_identity` are those of the file that this process left, or has read."""
+        self._is_made = False
+        """Whether this process made the file."""
+        self._file: FileIO | None = None
+
+    def take(self) -> None:
+        """Own the file, until `rest` or `close`."""
+        if self.ownership.is_held:
+            return
+        self.ownership.take()
+        try:
+            if self._is_known:
+                self._refuse_changed()
+        except BaseException:
+            self.ownership.free()
+            raise
+
+    def read(self, decode: Callable[[bytes], E]) -> Iterator[list[E]]:
+        """All intact records, piece by piece. The file is cut at a broken record, whose write was torn."""
+        if not self.path.exists() and not self._is_known:
+            # nothing to own yet: a run that is refused leaves nothing behind
+            self._know(None, 0)
+        if self._is_known and self._identity is None:
+            return
+        self.take()
+        if self._is_known:
+            self._refuse_changed()
+        with open(self.path, "r+b") as file:
+            piece: list[E] = []
+            end = intact = 0
+            for data in self._known_frames(file):
+                piece.append(decode(payload(data)))
+                intact += len(data)
+                if intact >= end + PIECE_BYTES:
+                    yield piece
+                    piece, end = [], intact
+            self._end_read(file, intact)
+        if piece:
+            yield piece
+
+    def _known_frames(self, file: BinaryIO) -> Iterator[bytes]:
+        """Intact frames, without those that an earlier owner appended after this process read the file."""
+        end = 0
+        for data in frames(file):
+            end += len(data)
+            if self._is_known and not self._is_ours and end > self.end:
+                return
+            yield data
+
+    def _end_read(self, file: BinaryIO, intact: int) -> None:
+        stat = os.fstat(file.fileno())
+        if self._is_ours:
+            if self._is_known:
+                self._refuse_size(stat.st_size)
+            if excess := stat.st_size - intact:
+                log.warning("%s: removed %d bytes of an incomplete or corrupt end", self.path, excess)
+                file.truncate(intact)
+                self._close()
+                self._know(stat, intact)
+        if not self._is_known:
+            self._know(stat, intact)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether no other process writes to the file."""
+        return self.ownership.is_enforced or self._is_made
+
+    def append(self, data: bytes) -> None:
+        if self._file is None:
+            self._open()
+        assert self._file is not None
+        size = self._file.seek(0, os.SEEK_END)
+        self._refuse_changed(size)
+        if size != self.end:
+            # half a frame in the middle would hide all that is appended later
+            self._file.truncate(self.end)
+        self._reach = self.end + len(data)
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+        self.end = self._reach
+
+    def sync(self) -> None:
+        # closed by a rewrite, which has forced the file to disk
+        if self._file is not None:
+            os.fdatasync(self._file.fileno())
+
+    def rewrite(self, head: Iterable[bytes], keep: Callable[[bytes], bool]) -> None:
+        """Replace the content with `head` and the old frames that are to be kept after it."""
+        if self._file is None:
+            self._open()
+        self._refuse_changed()
+        with open(self.path, "rb") as before:
+            self._replace(before, head, (data for data in frames(before) if keep(payload(data))))
+
+    def resume(self) -> None:
+        """Own the file again, if it is as this process left it."""
+        self.take()
+        if self._is_known:
+            self._refuse_changed()
+
+    def rest(self) -> None:
+        """Let other processes own the file until this one appends, reads or rewrites again."""
+        self._close()
+        self.ownership.free()
+
+    def _open(self) -> None:
+        self.take()
+        if not self._is_ours and self.path.exists():
+            self._copy()
+        self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
+        stat = os.fstat(self._file.fileno())
+        if not self._is_known or (self._identity is None and stat.st_size == 0):
+            self._know(stat, stat.st_size)
+            self._is_made = True
+            self._sync_folder()
+
+    def _copy(self) -> None:
+        """Make a file of what this process has read."""
+        with open(self.path, "rb") as before:
+            self._refuse_other(os.fstat(before.fileno()))
+            self._replace(before, (), self._known_frames(before))
+
+    def _replace(self, before: BinaryIO, head: Iterable[bytes], kept: Iterable[bytes]) -> None:
+        # another process may make one too where nothing locks
+        temporary = self.path.with_suffix(f".{secrets.token_hex(8)}.tmp")
+        try:
+            with open(temporary, "wb", opener=private) as file:
+                file.writelines(head)
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+                stat = os.fstat(file.fileno())
+            if not os.path.samestat(os.stat(self.path), os.fstat(before.fileno())):
+                raise self._changed()
+            os.replace(temporary, self.path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._close()
+        self._know(stat, stat.st_size)
+        self._is_made = True
+        self._sync_folder()
+
+    def _know(self, stat: os.stat_result | None, end: int) -> None:
+        """Take this file, up to `end`, for the one that this process left."""
+        self._identity = None if stat is None else _Identity.of(stat)
+        self.end = self.synced_end = self._reach = end
+        self._is_known = True
+
+    def _refuse_changed(self, size: int | None = None) -> None:
+        """Raises NotOwnedError unless the file at the path is the one that this process left."""
+        try:
+            stat = os.stat(self.path)
+        except FileNotFoundError:
+            if self._identity is None:
+                return
+            raise self._changed() from None
+        self._refuse_other(stat)
+        if self._is_ours:
+            self._refuse_size(stat.st_size if size is None else size)
+
+    def _refuse_other(self, stat: os.stat_result) -> None:
+        if self._is_known and _Identity.of(stat) != self._identity:
+            raise self._changed()
+
+    def _refuse_size(self, size: int) -> None:
+        if not self.end <= size <= self._reach:
+            raise self._changed()
+
+    def _changed(self) -> NotOwnedError:
+        return NotOwnedError(
+            f"another process changed, moved or removed {self.path} while this data plane had the run "
+            "open, so this data plane records nothing more of the run: start the flow of the run again to "
+            "continue from that file",
+            "journal_changed",
+        )
+
+    def _sync_folder(self) -> None:
+        """Force the name of the file to disk."""
+        # not every file system can
+        with suppress(OSError):
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def private(path: str, flags: int) -> int:
+    """Opener of files that no other user may read: they hold keys of runs and private data of agents."""
+    return os.open(path, flags, 0o600)

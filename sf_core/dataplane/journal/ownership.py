@@ -1,0 +1,100 @@
+"""Who may write a journal: the process that holds the lock on a file beside the journal.
+
+The lock is not on the journal itself, which a compaction replaces. Knows nothing of what a journal contains.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.locks import FileLock, Flock, HeldError, describe, find_holder
+
+
+class NotOwnedError(OSError):
+    """The journal is not, or is no longer, this process's to write; the message is one sentence."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+        """Code of the error answer."""
+
+
+@dataclass
+class Owner:
+    """The data plane that owns journals, as other processes are told of it."""
+
+    dataplane: str = ""
+    """URL of the data plane. Empty: not known."""
+    journal_dir: str = ""
+    """Its folder, if it has one."""
+    flock: Flock = fcntl.flock
+
+
+class Ownership:
+    """The lock of one journal, which is taken before the journal is first read or written."""
+
+    def __init__(self, journal: Path, owner: Owner) -> None:
+        self._journal, self._owner = journal, owner
+        self._attempt: int | None = None
+        self._lock: FileLock | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._lock is not None
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether no other process can hold the lock."""
+        return self._lock is not None and self._lock.is_enforced
+
+    def take(self) -> None:
+        """Raises NotOwnedError that names the holder if another process has the lock."""
+        self._journal.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = FileLock(lock_file(self._journal), flock=self._owner.flock)
+        except HeldError as error:
+            raise NotOwnedError(explain_held(self._journal, error.facts), "run_held") from None
+        self._tell()
+
+    def name_attempt(self, attempt: int) -> None:
+        """Tell others which attempt of the run works here."""
+        if attempt != self._attempt:
+            self._attempt = attempt
+            self._tell()
+
+    def free(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _tell(self) -> None:
+        if self._lock is not None:
+            owner = self._owner
+            facts = {"dataplane": owner.dataplane, "journal_dir": owner.journal_dir, "attempt": self._attempt}
+            self._lock.tell(**{name: value for name, value in facts.items() if value not in ("", None)})
+
+
+def lock_file(journal: Path) -> Path:
+    return journal.with_suffix(".lock")
+
+
+def explain_other_holder(journal: Path) -> str:
+    """Sentence that names the data plane that has this journal open; empty if none has."""
+    facts = find_holder(lock_file(journal))
+    return "" if facts is None else explain_held(journal, facts)
+
+
+def explain_held(journal: Path, facts: Mapping[str, Any]) -> str:
+    named = [facts.get("dataplane"), describe(facts)]
+    attempt = facts.get("attempt")
+    named.append(f"attempt {attempt}" if attempt is not None else "")
+    who = ", ".join(str(part) for part in named if part)
+    return (
+        f"run {journal.stem} is open at another data plane{f' ({who})' if who else ''}, which holds "
+        f"{lock_file(journal)}: continue the run at that data plane (dataplane.url), or end that process and "
+        "start the run again"
+    )

@@ -1,0 +1,66 @@
+"""Threads for what large requests cost, so that the event loop, which serves all runs, never waits for one.
+
+Small requests are handled on the loop, which is faster. What a thread does to a request takes as long as it
+takes; the loop gets the interpreter back after SWITCH_S (serving.py), or after one call into a library: no
+such call may take longer than a few hundredths of a second (docs/decisions/059).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+from sf_core.dataplane.chat.json_text import count_marks
+from sf_core.surroundings import trim_memory
+
+SMALL_CHARACTERS = 2**14
+"""Characters that are tokenized on the loop, in some 10 ms."""
+
+SMALL_BYTES = 2**18
+"""Bytes of a body that is read on the loop."""
+
+SMALL_VALUES = 2**12
+"""Values of a body that is read on the loop, in some 20 ms."""
+
+VAST_BYTES = 2**20
+"""Bytes of a request whose memory is given back to the system some time after it."""
+
+TRIM_S = 2.0
+"""Seconds after such a request."""
+
+_threads = ThreadPoolExecutor(2, thread_name_prefix="large-requests")
+"""Few, because tokenizing one request may take 200 MB."""
+
+_trims: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.TimerHandle] = WeakKeyDictionary()
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def apart(is_large: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns what the work returns, which is done in a thread if the request is large."""
+    if not is_large:
+        return work(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_threads, lambda: work(*args, **kwargs))
+
+
+def is_large_body(data: bytes) -> bool:
+    """Whether to read a body takes long, by its size or by its values."""
+    if len(data) <= 2 * SMALL_VALUES:
+        return False  # not even these bytes hold as many
+    return len(data) > SMALL_BYTES or count_marks(data) > SMALL_VALUES
+
+
+def give_back(num_bytes: int) -> None:
+    """Note that a request of this size is over."""
+    loop = asyncio.get_running_loop()
+    if num_bytes >= VAST_BYTES and loop not in _trims:
+        _trims[loop] = loop.call_later(TRIM_S, _trim, loop)
+
+
+def _trim(loop: asyncio.AbstractEventLoop) -> None:
+    del _trims[loop]
+    _threads.submit(trim_memory, 2**24)

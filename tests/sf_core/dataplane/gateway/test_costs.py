@@ -1,0 +1,238 @@
+"""What a request costs the others: CPU of all threads of a data plane between two ticks of its loop."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.checks import asks_strictness, refuse_undone
+from sf_core.dataplane.gateway.dialects.registry import find_dialect
+from sf_core.dataplane.sessions.session import Session
+from tests.bench.dataplane.planes import ServedPlane, attended, running_process, say
+from tests.bench.dataplane.worst_bodies import (
+    CALL,
+    CHAT,
+    COMPLETIONS,
+    COUNTS,
+    GOOGLE,
+    HI,
+    LINE,
+    MESSAGES,
+    NUM_BYTES,
+    PLACES,
+    RESPONSES,
+    RESULT,
+    WHOLE,
+    Place,
+    Worst,
+    name_of,
+    places,
+    spy,
+    worst,
+)
+from tests.patience import wait_until
+
+BOUND_S = 0.05
+"""Most CPU between two ticks, beside the parse of the body."""
+
+TRIES = 4
+"""The least of so many counts: another process may hold up the ticking thread."""
+
+
+@pytest.fixture(scope="module")
+def ticking(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
+) -> Iterator[ServedPlane]:
+    """A data plane that counts its CPU, with a run of a large window and one of a small window."""
+    folder = tmp_path_factory.mktemp("ticking")
+    module = "tests.bench.dataplane.ticking"
+    options = ("--grace-s", "0")
+    with (
+        running_process(folder / "port", 0, *options, module=module) as url,
+        attended(url, folder, model_dir) as plane,
+    ):
+        more: dict[str, Any] = {"max_tokens": 8, "session_timeout_s": 600.0, "follows_grammars": True}
+        plane.register(context_length=2**20, **more)
+        small = {"run_id": "small", "served_model": "small", "run_dir": str(folder / "small")}
+        plane.register(context_length=2048, **(more | small))
+        plane.connect(lambda prompt, seed: say(renderer, "ok"))
+        yield plane
+        plane.post("/runs/small/release")
+
+
+def count(plane: ServedPlane, path: str, body: bytes) -> tuple[float, int]:
+    """CPU in seconds between two ticks at most, and the status of the answer."""
+    plane.http.get("/ticks")
+    response = plane.http.post(path, content=body)
+    return plane.http.get("/ticks").json()[0], response.status_code
+
+
+def parse_s(body: bytes) -> float:
+    """CPU in seconds of the parse of a body alone."""
+    began = time.process_time()
+    try:
+        msgspec.json.decode(body)
+    except ValueError:
+        json.loads(body)
+    return time.process_time() - began
+
+
+def check(plane: ServedPlane, case: Worst) -> None:
+    check_body(plane, str(case), case.path, case.body())
+
+
+def check_body(plane: ServedPlane, case: str, path: str, body: bytes) -> None:
+    parsed_s = min(parse_s(body) for _ in range(2))
+    most_s = float("inf")
+    for _ in range(TRIES):
+        used_s, status = count(plane, path, body)
+        assert status < 500, (case, status)
+        most_s = min(most_s, used_s)
+        if most_s <= BOUND_S:
+            break
+    print(f"{1000 * most_s:5.0f} ms, parse {1000 * parsed_s:3.0f} ms, status {status}: {case}")
+    assert most_s <= BOUND_S + parsed_s, f"{case}: {1000 * most_s:.0f} ms between two ticks"
+
+
+def test_every_field_that_a_dialect_reads_has_its_worst_bodies() -> None:
+    for path, bodies in WHOLE.items():
+        dialect, seen, known = find_dialect(path), set[str](), set[str]()
+        assert dialect is not None
+        for body in bodies:
+            known |= {name_of(place) for place in places(body)}
+            read = spy(dialect.read(body, path), (), seen)
+            with nullcontext() if "item_reference" not in str(body) else suppress(ApiError):
+                dialect.parse(refuse_undone(read, (), dialect.schema_fields), Session("s"))
+            asks_strictness(read)
+            dialect.reply(read, "s.0.0", Session("s"))
+        print(path, sorted(seen - known))
+        assert seen <= known
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("path", "variant", "place"), PLACES, ids=str)
+def test_the_worst_body_of_a_field_does_not_stop_the_others(
+    ticking: ServedPlane, path: str, variant: int, place: Place
+) -> None:
+    for case in worst(path, variant, place):
+        check(ticking, case)
+
+
+REPRESENTATIVE = [
+    Worst(CHAT, 0, ("messages", 1, "content", 0, "text"), "text"),
+    Worst(CHAT, 0, ("messages", 1, "content", 0, "text"), "fitting"),
+    Worst(CHAT, 0, ("messages",), "many"),
+    Worst(CHAT, 0, ("messages", 2, "tool_calls"), "many"),
+    Worst(CHAT, 0, ("stop",), "strings"),
+    Worst(CHAT, 0, ("tools", 0, "function", "parameters"), "names"),
+    Worst(CHAT, 1, ("tool_choice", "allowed_tools", "tools"), "many"),
+    Worst(COMPLETIONS, 1, ("prompt", 0), "numbers"),
+    Worst(RESPONSES, 0, ("input",), "many"),
+    Worst(RESPONSES, 0, ("metadata",), "names"),
+    Worst(MESSAGES, 0, ("messages", 2, "content"), "many"),
+    Worst(GOOGLE, 0, ("contents", 2, "parts"), "many"),
+]
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
+def test_worst_bodies_do_not_stop_the_others(ticking: ServedPlane, case: Worst) -> None:
+    check(ticking, case)
+
+
+def made(field: str, value: Any, path: str = CHAT, **more: Any) -> bytes:
+    body = WHOLE[path][0] | {"stream": False} | more
+    return json.dumps(body | {field: value}).encode()
+
+
+def with_arguments(values: list[int]) -> dict[str, Any]:
+    return {**CALL, "function": {"name": "calc", "arguments": json.dumps({"a": values})}}
+
+
+def named(number: int, description: str) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": f"f{number}", "description": description, "parameters": {}},
+    }
+
+
+CALLED = [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+MANY_CALLS = [{**CALL, "id": f"c{i}"} for i in range(9000)]
+TEXT = LINE * (NUM_BYTES // (len(LINE) + 1))
+SPECIAL: dict[str, tuple[str, bytes]] = {
+    # of which the tokenizer has a long token, so that only the encoding tells how many tokens it has
+    "blanks": (CHAT, made("messages", [{"role": "user", "content": " " * NUM_BYTES}])),
+    "a text for a small window": (CHAT, made("messages", [{"role": "user", "content": TEXT}], model="small")),
+    "results of a call": (CHAT, made("messages", [*CALLED, *[RESULT] * 20_000])),
+    "calls with results": (
+        CHAT,
+        made(
+            "messages",
+            [HI, {"role": "assistant", "tool_calls": MANY_CALLS}]
+            + [{**RESULT, "tool_call_id": call["id"]} for call in MANY_CALLS],
+        ),
+    ),
+    "arguments of a call": (
+        CHAT,
+        made(
+            "messages", [HI, {"role": "assistant", "tool_calls": [with_arguments([0] * 1_500_000)]}, RESULT]
+        ),
+    ),
+    "tools of different names": (CHAT, made("tools", [named(i, "d" * 1000) for i in range(1024)])),
+    "samples": (CHAT, made("n", 128)),
+    "texts behind a call": (
+        RESPONSES,
+        made(
+            "input",
+            [{"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}]
+            + [{"role": "assistant", "content": "x" * 200}] * 20_000
+            + [{"type": "function_call_output", "call_id": "c", "output": "4"}],
+            RESPONSES,
+        ),
+    ),
+    "references": (
+        RESPONSES,
+        made("input", [{"type": "item_reference", "id": "msg_x.0.0.1"}] * 30_000, RESPONSES),
+    ),
+    "texts to count": (
+        COUNTS[MESSAGES],
+        made("messages", [{"role": "user", "content": TEXT[: 2**21]}], MESSAGES),
+    ),
+    "ids": (COMPLETIONS, made("prompt", [7] * 2_700_000, COMPLETIONS)),
+    "ids that fit": (COMPLETIONS, made("prompt", [7] * 1_000_000, COMPLETIONS)),
+    "billing headers": (
+        CHAT,
+        made("messages", [{"role": "system", "content": "x-anthropic-billing-header:\n" * 290_000}, HI]),
+    ),
+}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", SPECIAL)
+def test_what_only_one_dialect_can_be_sent_does_not_stop_the_others(ticking: ServedPlane, name: str) -> None:
+    check_body(ticking, name, *SPECIAL[name])
+
+
+def test_what_a_refused_request_takes_is_given_back(ticking: ServedPlane) -> None:
+    def rss() -> float:
+        return float(ticking.http.get("/ticks").json()[1]) / 2**20
+
+    [claim] = ticking.claim()
+    path = f"/sessions/{claim['session_id']}{CHAT}"
+    small = made("messages", [HI], n=1)
+    assert ticking.http.post(path, content=small).status_code == 200
+    ticking.get("/runs/run")
+    before = rss()
+    for number in range(8):
+        text = f"{number} {TEXT[: NUM_BYTES // 2]}{' ' * (NUM_BYTES // 4)}"
+        body = made("messages", [HI, {"role": "user", "content": text}])
+        assert ticking.http.post(path, content=body).status_code == 400
+    # eight of them hold 90 MB, and each took as much
+    wait_until(lambda: rss() < before + 40)
