@@ -14,12 +14,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sf_core.config.addresses import is_loopback
-from sf_core.surroundings import CACHE_DIR, cache_dir, check_place, configured_dataplane_key
+from sf_core.surroundings import configured_dataplane_key, why_not_writable
 
 
 def key_file() -> Path:
-    """File of the account's key."""
-    return cache_dir() / "dataplane.key"
+    """File of the account's key, in the user's folder of configuration."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder, "seamlessflow", "dataplane.key")
 
 
 def operator_key(url: str) -> str | None:
@@ -38,7 +39,11 @@ def account_key() -> str:
     """The account's key, made if there is none. Raises OSError if the file cannot be written, and ValueError,
     one sentence, if another user could read or replace it."""
     file = key_file()
-    check_place(file.parent, *CACHE_DIR)
+    if reason := why_not_writable(file.parent):
+        raise OSError(
+            f"{file.parent}, where the key of your data planes is kept, cannot be written ({reason}): set "
+            "SF_DATAPLANE_KEY to a key of your own"
+        )
     if not file.exists():
         _make(file)
     status = file.stat()

@@ -14,10 +14,10 @@ LOOPBACK = "http://127.0.0.1:8700"
 
 @pytest.fixture(autouse=True)
 def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder of an account that has no key yet."""
+    """The folder of configuration of an account that has no key yet."""
     monkeypatch.delenv("SF_DATAPLANE_KEY", raising=False)
-    monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "seamlessflow"
 
 
 def test_the_account_has_one_key_in_a_file_of_its_own(account: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_users_key_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_cannot_be_one_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SF_CACHE_DIR", "/dev/null/x")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null/x")
     assert operator_key(LOOPBACK) is None
 
 
@@ -64,8 +64,8 @@ def test_an_empty_key_is_refused() -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_named(account: Path) -> None:
-    account.mkdir(mode=0o500)
-    with pytest.raises(OSError, match="set SF_CACHE_DIR to another folder"):
+    account.parent.mkdir(mode=0o500)
+    with pytest.raises(OSError, match=r"cannot be written .*: set SF_DATAPLANE_KEY to a key of your own"):
         account_key()
 
 

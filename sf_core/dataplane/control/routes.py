@@ -23,6 +23,7 @@ from sf_core.dataplane.control.status import batch_status, evaluation_status, ru
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
 from sf_core.dataplane.gateway.keys import Caller, Keys
+from sf_core.dataplane.gateway.lookup import no_session
 from sf_core.dataplane.runs import claiming, endings
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import Claim
@@ -102,7 +103,8 @@ async def finish(plane: DataPlane, request: Request, session_id: str, body: bodi
     run = plane.find_ended(session_id, caller)
     if run is None or not endings.answer_late(run, session_id, body):
         run, session = plane.find_session(session_id, caller)
-        await run.journal.attend(endings.finish(run, session, body))
+        if not await run.journal.attend(endings.finish(run, session, body)):
+            raise no_session(session_id)
     await run.confirm()
 
 
@@ -130,8 +132,7 @@ async def _finish_one(run: ServedRun, report: bodies.FinishedReport) -> bool:
     """Whether the session has ended by this report, now or before."""
     if (session := run.sessions.get(report.session_id)) is None:
         return endings.answer_late(run, report.session_id, report)
-    await endings.finish(run, session, report)
-    return True
+    return await endings.finish(run, session, report)
 
 
 # --- runs

@@ -86,13 +86,17 @@ class Lookup(Generic[Host]):
                 return run, session
         if not self._may_know(session_id, caller):
             raise caller.refusal()
-        raise ApiError(404, f"Session {session_id} is unknown or has ended.", code="session_not_found")
+        raise no_session(session_id)
 
     def _may_know(self, session_id: str, caller: Caller) -> bool:
         """Whether the caller is told that a session is not there."""
         specs = [run.turns.spec for run in self._runs.values()]
         is_known = any(caller.is_client_of(spec) or caller.is_agent_of(spec, session_id) for spec in specs)
         return is_known or caller.is_operator or caller.is_welcome
+
+
+def no_session(session_id: str) -> ApiError:
+    return ApiError(404, f"Session {session_id} is unknown or has ended.", code="session_not_found")
 
 
 def no_model(model: str, when: str = "") -> ApiError:

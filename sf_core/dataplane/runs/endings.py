@@ -50,14 +50,15 @@ async def reward(run: ServedRun, session: Session, body: RewardBody) -> None:
     await run.record_now(events.Rewarded(session.session_id, *given))
 
 
-async def finish(run: ServedRun, session: Session, report: FinishBody) -> None:
-    """End a session as its agent or runner reports. Returns when the result is on disk. Raises ApiError
-    503 while the result of an earlier report is not, and 409 as `answer_late` does."""
+async def finish(run: ServedRun, session: Session, report: FinishBody) -> bool:
+    """End a session as its agent or runner reports. Returns when the result is on disk: whether this report
+    ended the session. Raises ApiError 503 while the result of an earlier report is not on disk, and 409 as
+    `answer_late` does."""
     if run.sessions.get(session.session_id) is not session:
         # it ended before this report came
-        answer_late(run, session.session_id, report)
-        return
+        return answer_late(run, session.session_id, report)
     await _finish(run, session, report, digest_of(report))
+    return True
 
 
 def answer_late(run: ServedRun, session_id: str, report: FinishBody) -> bool:

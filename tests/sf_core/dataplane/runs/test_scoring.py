@@ -95,7 +95,8 @@ def test_a_report_that_is_refused_costs_those_beside_it_nothing(scored_plane: Se
         "finished": [good],
         "refused": {bad: refusal},
     }
-    assert scored_plane.post("/runs/run/finished", reports) == {"finished": [], "refused": {}}
+    # sent again, the same reports are recognised: each has ended its session
+    assert scored_plane.post("/runs/run/finished", reports) == {"finished": [bad, good], "refused": {}}
     assert scored_plane.get("/runs/run")["reward_recent"] == 1.0
 
 
