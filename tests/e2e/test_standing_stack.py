@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from sf_core.child_processes import MARK
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import read_workers
+from tests.bench.dataplane.outside import agents_at, await_stored
 from tests.chaos.faults import Fault, Kill, KillProcess, Stop
 from tests.chaos.runner import run_through, run_undisturbed
 from tests.chaos.training import runs
@@ -22,7 +24,7 @@ from tests.e2e.conftest import is_committed, small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, PrefectApi
 from tests.e2e.standing import Stack
-from tests.patience import wait_until
+from tests.patience import patience, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,41 @@ def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     after = manifests(config)
     assert (2, "publish") in after.keys() - before.keys()
     assert {key: after[key] for key in before} == before
+
+
+def test_a_run_that_the_stack_has_open_is_not_continued_beside_it(
+    standing_stack: Stack, tmp_path: Path
+) -> None:
+    """`sf resume` with a data plane of its own, while agents outside go on at that of `sf up`."""
+    gates = tmp_path / "gates"
+    code = "import os\nfrom tests.e2e.held_package import agent, reward, tasks\n"
+    (standing_stack.user_code / "beside.py").write_text(f"{code}os.environ['GATES'] = {str(gates)!r}\n")
+    prefect = PrefectApi(standing_stack.services.api)
+    environment = {part: f"beside:{part}" for part in ("tasks", "agent", "reward")}
+    config = small_run("beside", tmp_path, environment=environment, train={"iterations": 2})
+    open_gates(gates, 0)
+    run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
+    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
+    with agents_at(standing_stack.services.dataplane, "beside") as agents:
+        agents.await_more()
+        resumed = subprocess.run(
+            [sys.executable, "-m", "sf_core", "resume", config.run_dir],
+            env=standing_stack.environment() | {"PREFECT_API_URL": standing_stack.services.api},
+            cwd=standing_stack.user_code,
+            capture_output=True,
+            text=True,
+            timeout=patience(280),
+        )
+        told = resumed.stdout + resumed.stderr
+        assert resumed.returncode == 1, told
+        holder = f"process {standing_stack.pid('dataplane')} on "
+        for part in ("run beside is open at another data plane", standing_stack.services.dataplane, holder):
+            assert part in told
+        agents.await_more()
+    open_gates(gates, 1, 2, 3)
+    prefect.await_state(run, "Completed", 150)
+    assert {manifest["attempt"] for manifest in manifests(config).values()} == {1}
+    await_stored(config.run_dir, agents.acknowledged)
 
 
 def open_gates(folder: Path, *numbers: int) -> None:

@@ -6,7 +6,6 @@ The lock is not on the journal itself, which a compaction replaces. Knows nothin
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def explain_other_holder(journal: Path) -> str:
     return "" if facts is None else explain_held(journal, facts)
 
 
-def explain_held(journal: Path, facts: Mapping[str, Any]) -> str:
+def explain_held(journal: Path, facts: dict[str, Any]) -> str:
     named = [facts.get("dataplane"), describe(facts)]
     attempt = facts.get("attempt")
     named.append(f"attempt {attempt}" if attempt is not None else "")

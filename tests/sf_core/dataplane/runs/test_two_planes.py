@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
-from storage.tables.trajectories import read_trajectories, to_rows
+from tests.bench.dataplane.outside import END, HI, agents_at, await_stored, stored
 from tests.bench.dataplane.planes import (
     ServedPlane,
     answering,
@@ -32,9 +31,6 @@ from tests.bench.dataplane.planes import (
 )
 from tests.bench.refusals import check_sentence
 from tests.patience import join, patience, wait_until
-
-HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-END = {"status": "finished", "reward": 1.0}
 
 
 @contextlib.contextmanager
@@ -86,69 +82,6 @@ def register_refused(plane: ServedPlane, **changes: Any) -> str:
     return str(refused.value)
 
 
-def stored(run_dir: str) -> Counter[str]:
-    """How often each session that agents opened is in the run directory."""
-    partitions = RunDirectory(run_dir).list_partitions("opened")
-    rows = (row for uris in partitions.values() for uri in uris for row in to_rows(read_trajectories(uri)))
-    return Counter(row.session_id for row in rows)
-
-
-def await_stored(run_dir: str, acknowledged: list[str]) -> None:
-    """Check that each acknowledged session gets there, and none twice."""
-    wait_until(lambda: set(acknowledged) <= stored(run_dir).keys(), "all acknowledged sessions")
-    assert set(stored(run_dir).values()) <= {1}
-
-
-class Agents:
-    """Agents outside, each of which opens one session after the other at a data plane, in threads."""
-
-    def __init__(self, plane: ServedPlane, number: int = 3) -> None:
-        self.url = plane.url
-        self.acknowledged: list[str] = []
-        """Sessions whose end was answered by 200."""
-        self.refusals: Counter[int] = Counter()
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(number)]
-        for thread in self._threads:
-            thread.start()
-
-    def await_more(self, number: int = 5) -> None:
-        before = len(self.acknowledged)
-        wait_until(lambda: len(self.acknowledged) >= before + number, "ends of sessions")
-
-    def stop(self) -> None:
-        self._is_over.set()
-        join(*self._threads)
-
-    def _work(self) -> None:
-        with httpx.Client(base_url=self.url, timeout=patience()) as http:
-            while not self._is_over.is_set():
-                with contextlib.suppress(httpx.TransportError, httpx.HTTPStatusError):
-                    self._take_part(http)
-
-    def _take_part(self, http: httpx.Client) -> None:
-        session_id = self._post(http, "/sessions", {"run_id": "run"})["session_id"]
-        self._post(http, f"/sessions/{session_id}/v1/chat/completions", HI)
-        self._post(http, f"/sessions/{session_id}/finish", END)
-        self.acknowledged.append(session_id)
-
-    def _post(self, http: httpx.Client, path: str, body: Any) -> Any:
-        response = http.post(path, json=body)
-        if response.status_code != 200:
-            self.refusals[response.status_code] += 1
-            self._is_over.wait(0.05)
-        return response.raise_for_status().json()
-
-
-@contextlib.contextmanager
-def agents_at(plane: ServedPlane) -> Iterator[Agents]:
-    agents = Agents(plane)
-    try:
-        yield agents
-    finally:
-        agents.stop()
-
-
 # --- a run directory on a disk with locks
 
 
@@ -159,7 +92,7 @@ def test_a_second_data_plane_is_refused_and_after_a_kill_it_has_all_that_was_ack
     with process(tmp_path, model_dir, "b") as second:
         with process(tmp_path, model_dir, "a") as first:
             begin(first, renderer, 1)
-            with agents_at(first) as agents:
+            with agents_at(first.url) as agents:
                 agents.await_more()
                 told = register_refused(second, attempt=2)
                 for part in ("run_held", first.url, f"process {pid_of(first)} on ", "attempt 1", "end that"):
@@ -183,7 +116,7 @@ def test_a_stopped_data_plane_keeps_its_run_and_goes_on_when_it_is_continued(
     with process(tmp_path, model_dir, "a") as first, process(tmp_path, model_dir, "b") as second:
         begin(first, renderer, 1)
         pid, session_id = pid_of(first), open_and_ask(first)
-        with agents_at(first) as agents:
+        with agents_at(first.url) as agents:
             agents.await_more()
             os.kill(pid, signal.SIGSTOP)
             try:
@@ -205,7 +138,7 @@ def test_after_a_failover_agents_that_go_on_find_all_that_was_acknowledged(
     with contextlib.ExitStack() as held:
         first = held.enter_context(process(tmp_path, model_dir, "a"))
         begin(first, renderer, 1)
-        agents = held.enter_context(agents_at(first))
+        agents = held.enter_context(agents_at(first.url))
         agents.await_more()
         os.kill(pid_of(first), signal.SIGKILL)
         port = int(first.url.rsplit(":", 1)[1])
@@ -341,12 +274,12 @@ def test_a_stopped_data_plane_of_a_remote_run_acknowledges_nothing_after_it_was_
     with process(tmp_path, model_dir, "a") as first, process(tmp_path, model_dir, "b") as second:
         begin(first, renderer, 1, run_dir=run_dir)
         pid = pid_of(first)
-        with agents_at(first) as agents:
+        with agents_at(first.url) as agents:
             agents.await_more()
             os.kill(pid, signal.SIGSTOP)
             try:
                 begin(second, renderer, 2, run_dir=run_dir)
-                with agents_at(second) as others:
+                with agents_at(second.url) as others:
                     others.await_more()
             finally:
                 os.kill(pid, signal.SIGCONT)
