@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
+from sf_core.dataplane.gateway.dialects.checks import MAX_STOPS, MAX_TOOLS, MAX_TOOLS_BYTES
 from tests.bench.dataplane.planes import CALC, ServedPlane
 from tests.bench.dataplane.specs import SPEC, changed
 from tests.bench.refusals import check_sentence, snapshot
 
 HI = [{"role": "user", "content": "hi"}]
+
+
+def _call(values: list[int]) -> dict[str, Any]:
+    function = {"name": "calc", "arguments": json.dumps({"a": values})}
+    return {"id": "c1", "type": "function", "function": function}
+
+
 CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
 TOOL = {"name": "calc", "description": "Evaluates.", "input_schema": {"type": "object"}}
 LIMITS = {"temperature": 0.5, "top_p": 0.9, "stream": False}
@@ -231,6 +239,86 @@ def test_what_is_wrong_inside_a_field_is_named(
     check_sentence(sentence, name)
 
 
+MANY = [{**CALC, "function": {**CALC["function"], "name": f"f{i}"}} for i in range(MAX_TOOLS + 1)]
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"tools": [{"function": {"name": "calc"}}] * 2000}}
+VAST = {"type": "object", "description": "x" * (MAX_TOOLS_BYTES + 1)}
+STOPS = [str(i) for i in range(MAX_STOPS + 1)]
+OPTIONS = {"x": "y" * 70_000}
+TOO_MANY: list[tuple[str, str, str, dict[str, Any]]] = [
+    (CHAT, "tools must have at most 1024 tools, got 1025", "tools", {"tools": MANY}),
+    (CHAT, "at most 1024 names of allowed functions, got 2000", "tool_choice", {"tool_choice": ALLOWED}),
+    (CHAT, "at most 64 stop strings, got 65", "stop", {"stop": STOPS}),
+    (CHAT, "strings of at most 1024 characters, got 2000", "stop", {"stop": "x" * 2000}),
+    (CHAT, "at most 65536 bytes as JSON", "chat_template_kwargs", {"chat_template_kwargs": OPTIONS}),
+    (
+        CHAT,
+        "at most 2097152 bytes as JSON",
+        "tools",
+        {"tools": [{"function": {"name": "f", "parameters": VAST}}]},
+    ),
+    (COMPLETIONS, "at most 64 stop strings", "stop", {"stop": STOPS}),
+    (RESPONSES, "at most 1024 tools", "tools", {"tools": [{"type": "function", **CALC["function"]}] * 1025}),
+    (RESPONSES, "at most 262144 bytes as JSON", "metadata", {"metadata": {"x": "y" * 300_000}}),
+    (RESPONSES, "at most 1048576 bytes as JSON", "instructions", {"instructions": "y" * 2_000_000}),
+    (
+        RESPONSES,
+        "at most 1024 item references",
+        "input",
+        {"input": [{"type": "item_reference", "id": "msg_x.0.0.1"}] * 1025},
+    ),
+    (MESSAGES, "at most 1024 tools", "tools", {"tools": [TOOL] * 1025}),
+    (MESSAGES, "at most 64 stop strings", "stop_sequences", {"stop_sequences": STOPS}),
+    (
+        GOOGLE,
+        "at most 1024 functions",
+        "tools",
+        {"tools": [{"functionDeclarations": [{"name": "f"}] * 1025}]},
+    ),
+    (GOOGLE, "at most 1024 entries", "tools", {"tools": [{"functionDeclarations": []}] * 1025}),
+    (GOOGLE, "at most 64 stop strings", "stopSequences", {"stopSequences": STOPS}),
+    (GOOGLE, "at most 131072 values", "request body", {"contents": [[]] * 140_000}),
+    (CHAT, "at most 131072 values", "request body", {"metadata": [0] * 140_000}),
+    (
+        CHAT,
+        "at most 131072 values",
+        "arguments of the tool calls",
+        {"messages": [*HI, {"role": "assistant", "tool_calls": [_call([0] * 70_000)] * 2}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "limit", "name", "change"), TOO_MANY, ids=lambda value: str(value)[:40])
+def test_a_limit_names_what_is_too_much(
+    refusing_plane: ServedPlane, path: str, limit: str, name: str, change: dict[str, Any]
+) -> None:
+    status, sentence = ask(refusing_plane, path, REQUESTS[path] | change)
+    assert status == 400
+    check_sentence(sentence, limit, name.replace("stopSequences", "stop_sequences"))
+
+
+OVERFLOWS = {
+    CHAT: (
+        "maximum context length is 2048 tokens",
+        {"messages": [{"role": "user", "content": "hello " * 10**6}]},
+    ),
+    COMPLETIONS: ("maximum context length is 2048 tokens", {"prompt": "hello " * 10**6}),
+    RESPONSES: ("maximum context length is 2048 tokens", {"input": "hello " * 10**6}),
+    MESSAGES: ("tokens > 2047 maximum", {"messages": [{"role": "user", "content": "hello " * 10**6}]}),
+    GOOGLE: ("2047", {"contents": [{"parts": [{"text": "hello " * 10**6}]}]}),
+}
+
+
+@pytest.mark.parametrize("path", OVERFLOWS)
+def test_what_cannot_fit_is_an_overflow_in_the_words_of_its_provider(
+    refusing_plane: ServedPlane, path: str
+) -> None:
+    words, change = OVERFLOWS[path]
+    for given in (change, {"prompt": [7] * 200_000} if path == COMPLETIONS else change):
+        content = json.dumps(REQUESTS[path] | given).encode()
+        response = refusing_plane.http.post(path, content=content)
+        assert response.status_code == 400 and words in response.json()["error"]["message"]
+
+
 RUN = "/runs/run"
 CONTROL: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/runs", {}, 400, "run_id"),
@@ -243,6 +331,8 @@ CONTROL: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/sessions", {"run_id": "run", "typo": 1}, 400, "typo"),
     ("POST", "/sessions", {"run_id": "run", "metadata": []}, 400, "metadata"),
     ("POST", "/sessions", {"run_id": "run", "metadata": {"x": 10**30}}, 400, "64 bits"),
+    ("POST", "/sessions", {"run_id": "run", "metadata": {"x": "y" * 70_000}}, 400, "65536 bytes"),
+    ("POST", "/sessions", {"run_id": "run", "metadata": {"x": [0] * 140_000}}, 400, "131072 values"),
     ("POST", "/sessions/nobody/reward", {"reward": 1}, 404, "nobody"),
     ("POST", "/sessions/nobody/finish", {"status": "finished"}, 404, "nobody"),
     ("POST", "/sessions/nobody/finish", {"status": "done"}, 400, "status"),
