@@ -303,6 +303,7 @@ STEPS = st.lists(
 def run_writers(steps: list[list[tuple[str, int]]], owner: Owner) -> None:
     async def scenario(folder: Path) -> None:
         writers = Writers(folder, owner)
+        await writers.open(0)
         for step in steps:
             # each writer does one thing at a time
             own = {writer: [name for name, by in step if by == writer] for writer in (0, 1)}
