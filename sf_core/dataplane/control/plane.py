@@ -17,6 +17,7 @@ from sf_core.dataplane.bodies import GroupBody, RunSpec, SessionBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, check_allowed, no_model
+from sf_core.dataplane.journal.fence import Fence
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.journal.ownership import Owner
@@ -24,7 +25,6 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.claiming import declare_group, open_session, take_from_silent_runners
 from sf_core.dataplane.runs.endings import end_expired
-from sf_core.dataplane.runs.fence import Fence
 from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer

@@ -16,6 +16,7 @@ from typing import Any
 from sf_core.dataplane.bodies import PauseMode, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.journal.fence import Fence
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.ownership import NotOwnedError
 from sf_core.dataplane.media.media import Media
@@ -25,7 +26,6 @@ from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.dataplane.runs import decide, events
 from sf_core.dataplane.runs.decide import Readiness
 from sf_core.dataplane.runs.events import OpenedSession, RunEvent, read_event
-from sf_core.dataplane.runs.fence import Fence
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.results import TokenRate
 from sf_core.dataplane.runs.runners import Runners

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal.fence import Fence
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.ownership import NotOwnedError, Owner
-from sf_core.dataplane.runs.fence import Fence
 from storage.locks import FileLock
 from storage.run_directory import RunDirectory
 from tests.patience import wait_until
