@@ -31,10 +31,6 @@ from tests.e2e.prefect_ui import prefect_ui
 from tests.e2e.strangers import GETS, NAMES, POST_JSON, POSTS, SOCKET, page_at, rebound_page, send, stranger
 from tests.patience import patience
 
-needs_the_gateway = pytest.mark.xfail(
-    strict=True,
-    reason="the data plane does not check Host, Origin and type yet (sf_core/dataplane/gateway/keys.py)",
-)
 TOKEN_THEN_POST = """async ([url, body]) => {
     const api = url.replace(/[/]api[/].*/, "/api")
     const {token} = await (await fetch(api + "/csrf-token?client=evil")).json()
@@ -242,7 +238,6 @@ def check_untouched(plane: ServedPlane) -> None:
     assert plane.http.get("/runs/stolen").status_code == 404
 
 
-@needs_the_gateway
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_of_another_origin_uses_nothing_of_the_data_plane(
     answering_plane: ServedPlane, browser: Browser, strange_port: int, name: str
@@ -260,7 +255,6 @@ def test_a_page_of_another_origin_uses_nothing_of_the_data_plane(
         assert page.evaluate(SOCKET, [plane.url.replace("http", "ws", 1) + "/engines", "{}"]) == "refused"
 
 
-@needs_the_gateway
 def test_a_name_that_was_rebound_to_this_machine_is_refused_by_the_data_plane(
     answering_plane: ServedPlane, browser: Browser
 ) -> None:
@@ -274,7 +268,6 @@ def test_a_name_that_was_rebound_to_this_machine_is_refused_by_the_data_plane(
         assert page.evaluate(SOCKET, [base.replace("http", "ws", 1) + "/engines", "{}"]) == "refused"
 
 
-@needs_the_gateway
 @pytest.mark.parametrize(
     "headers",
     [
@@ -319,7 +312,6 @@ def test_with_a_key_the_data_plane_asks_for_nothing_else() -> None:
             assert httpx.get(f"{url}/metrics", headers=headers).is_client_error
 
 
-@needs_the_gateway
 def test_an_engine_needs_the_operators_key(answering_plane: ServedPlane) -> None:
     with pytest.raises(InvalidStatus), connect(answering_plane.url.replace("http", "ws", 1) + "/engines"):
         pass

@@ -125,7 +125,7 @@ class JournalFile:
             self._open()
         assert self._file is not None
         size = self._file.seek(0, os.SEEK_END)
-        self._refuse_changed(size)
+        self._refuse_size(size)
         if size != self.end:
             # half a frame in the middle would hide all that is appended later
             self._file.truncate(self.end)
@@ -139,6 +139,8 @@ class JournalFile:
         # closed by a rewrite, which has forced the file to disk
         if self._file is not None:
             os.fdatasync(self._file.fileno())
+            # after the write: who replaces the file from now on has read what is acknowledged
+            self._refuse_replaced()
 
     def rewrite(self, head: Iterable[bytes], keep: Callable[[bytes], bool]) -> None:
         """Replace the content with `head` and the old frames that are to be kept after it."""
@@ -203,17 +205,23 @@ class JournalFile:
         self.end = self.synced_end = self._reach = end
         self._is_known = True
 
-    def _refuse_changed(self, size: int | None = None) -> None:
-        """Raises NotOwnedError unless the file at the path is the one that this process left."""
+    def _refuse_changed(self) -> None:
+        """Raises NotOwnedError unless the file at the path is as this process left it."""
+        stat = self._refuse_replaced()
+        if stat is not None and self._is_ours:
+            self._refuse_size(stat.st_size)
+
+    def _refuse_replaced(self) -> os.stat_result | None:
+        """Raises NotOwnedError unless the file at the path is the one that this process left; None: there is
+        still no file."""
         try:
             stat = os.stat(self.path)
         except FileNotFoundError:
             if self._identity is None:
-                return
+                return None
             raise self._changed() from None
         self._refuse_other(stat)
-        if self._is_ours:
-            self._refuse_size(stat.st_size if size is None else size)
+        return stat
 
     def _refuse_other(self, stat: os.stat_result) -> None:
         if self._is_known and _Identity.of(stat) != self._identity:
