@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from prefect.server.api import server
@@ -19,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sf_core.config.addresses import is_loopback
+from sf_core.own_addresses import UNNAMED, OwnAddresses
 from sf_core.surroundings import allowed_hosts
 from tasks.server import OURS
 
@@ -65,8 +64,7 @@ class RefuseStrangers:
         """`addresses` are HOST, HOST:PORT or URLs, as in the address bar of a browser. Pages from there may
         use this server, which also serves loopback and the IP address that it listens at."""
         self._app = app
-        self._addresses = {_address_of(url) for url in addresses} - {"", "*"}
-        self._hosts = {_host_of(address) for address in self._addresses} - {""}
+        self._own = OwnAddresses(addresses)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def forbid_frames(message: Message) -> None:
@@ -86,41 +84,21 @@ class RefuseStrangers:
 
     def _why_refused(self, scope: Scope) -> str | None:
         headers = Headers(scope=scope)
-        address = headers.get("host", "").lower()
         # a socket tells its IP address, and no name can be bound to that; Prefect calls itself by a name
-        ours = self._hosts | {str(scope["server"][0])}
-        if not is_loopback(host := _host_of(address)) and host not in ours:
+        if (host := self._own.find_foreign_host(headers, str(scope["server"][0]))) is not None:
             return (
                 f"this Prefect server does not serve the host {host!r}: use http://127.0.0.1 with its port, "
                 "or start it with this host in the environment variable SF_ALLOWED_HOSTS"
             )
-        if origin := headers.get("origin"):
-            # a page from here itself, or one from there
-            if _address_of(origin) in {address, *self._addresses}:
-                return None
-            return (
-                f"pages of {origin} may not use this Prefect server; if its UI has this address, start the "
-                "server with the address in the environment variable SF_ALLOWED_HOSTS"
-            )
-        is_own = headers.get("sec-fetch-site", "none") in ("none", "same-origin")
-        if is_own or _opens_a_page(scope, headers):
+        origin = self._own.find_foreign_origin(headers)
+        if origin is None or (origin == UNNAMED and _opens_a_page(scope, headers)):
             return None
-        return "pages of other origins may not use this Prefect server; they may link to pages of its UI"
-
-
-def _address_of(url: str) -> str:
-    """HOST or HOST:PORT of a URL."""
-    try:
-        return urlsplit(url if "//" in url else f"//{url}").netloc.lower()
-    except ValueError:
-        return ""
-
-
-def _host_of(address: str) -> str:
-    try:
-        return urlsplit(f"//{address}").hostname or ""
-    except ValueError:
-        return ""
+        if origin == UNNAMED:
+            return "pages of other origins may not use this Prefect server; they may link to pages of its UI"
+        return (
+            f"pages of {origin} may not use this Prefect server; if its UI has this address, start the "
+            "server with the address in the environment variable SF_ALLOWED_HOSTS"
+        )
 
 
 def _opens_a_page(scope: Scope, headers: Headers) -> bool:

@@ -125,13 +125,6 @@ def dataplane(
         ),
     ] = DataplaneOptions.memory_mb,
     port_file: Annotated[str | None, typer.Option(help="File to which the port is written.")] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Another host name of this data plane, for requests without a key. By default only loopback "
-            "names are allowed for these requests. Repeat the option for several names."
-        ),
-    ] = None,
     gateways: Annotated[int, typer.Option(hidden=True)] = 1,
 ) -> None:
     """Run a data plane, the process between agents and engines. One data plane can serve many runs.
@@ -141,7 +134,7 @@ def dataplane(
     """
     from sf_core.dataplane.server import serve
     from sf_core.dataplane_key import account_key
-    from sf_core.surroundings import configured_dataplane_key
+    from sf_core.surroundings import allowed_hosts, configured_dataplane_key
 
     if gateways != 1:
         fail(
@@ -149,7 +142,7 @@ def dataplane(
             "several data planes with different --port, and give each run the URL of one data plane (--set "
             "dataplane.url=http://HOST:PORT)"
         )
-    options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, tuple(allowed_host or ()))
+    options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, tuple(allowed_hosts()))
     try:
         key = configured_dataplane_key()
         serve(

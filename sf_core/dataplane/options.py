@@ -21,7 +21,7 @@ class DataplaneOptions:
     memory_mb: float = 2048
     """Memory of open sessions and results above which nothing new is begun."""
     allowed_hosts: tuple[str, ...] = ()
-    """Host names, beside those of loopback, under which clients without a key may reach it."""
+    """Hosts, HOST or HOST:PORT, beside those of loopback, under which clients without a key may reach it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for no memory at all."""

@@ -22,7 +22,6 @@ _WORDS = {
     **dict.fromkeys(("output", "out", "prompts", "port_file"), "FILE"),
     **dict.fromkeys(("journal_dir", "record", "folder", "root"), "FOLDER"),
     **dict.fromkeys(("host", "scheduler"), "ADDRESS"),
-    "allowed_host": "HOST",
     **dict.fromkeys(("run", "runs", "where"), "RUN"),
     **{"endpoint": "URL", "to": "FORMAT", "overrides": "KEY=VALUE", "device_kind": "KIND"},
 }

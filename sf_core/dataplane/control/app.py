@@ -23,6 +23,7 @@ from sf_core.dataplane.gateway.keys import KeyCheck, Keys
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.gateway.observed import Observed
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.own_addresses import OwnAddresses
 
 DEFAULTS = DataplaneOptions()
 
@@ -34,7 +35,7 @@ def make_app(
     are clients of the runs without a key. Raises ValueError if another data plane uses the journal
     directory."""
     plane = DataPlane(options)
-    keys = Keys(key, welcomes_strangers, options.allowed_hosts)
+    keys = Keys(key, welcomes_strangers, OwnAddresses(options.allowed_hosts))
     metrics = Metrics(PlaneMetrics(plane.runs, plane.memory))
 
     @contextlib.asynccontextmanager

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import orjson
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sf_core.dataplane.bodies import RunSpec
@@ -31,10 +32,11 @@ from sf_core.dataplane.gateway.dialects.registry import (
     named_in_path,
 )
 from sf_core.dataplane.gateway.endpoint import send_body
-from sf_core.dataplane.gateway.pages import explain_page, foreign_origin
+from sf_core.dataplane.gateway.pages import explain_page
 from sf_core.dataplane.sessions.session import Session
+from sf_core.own_addresses import OwnAddresses
 
-KEY_HEADERS = (b"x-api-key", b"x-goog-api-key", b"authorization")
+KEY_HEADERS = ("x-api-key", "x-goog-api-key", "authorization")
 """The first that is sent counts."""
 
 
@@ -46,8 +48,8 @@ class Keys:
     """The key that opens every route."""
     welcomes_strangers: bool = False
     """Whether those who show no valid key are clients of the runs that have no key."""
-    hosts: tuple[str, ...] = ()
-    """Host names, beside those of loopback, under which strangers may reach the data plane."""
+    addresses: OwnAddresses = field(default_factory=OwnAddresses)
+    """Where strangers may reach the data plane."""
 
     def of_session(self, spec: RunSpec, session_id: str) -> str:
         """Key of one session of a run. A restart of the data plane does not change the key; a run that starts
@@ -68,17 +70,16 @@ class Caller:
 
     @classmethod
     def of(cls, scope: Scope, keys: Keys) -> Caller:
-        headers = dict(scope["headers"])
-        given = next(filter(None, map(headers.get, KEY_HEADERS)), b"").removeprefix(b"Bearer ")
+        headers = Headers(scope=scope)
+        sent = next(filter(None, map(headers.get, KEY_HEADERS)), "")
+        given = sent.removeprefix("Bearer ").encode("latin-1")
         if not given and AGENTS_PATH.fullmatch(scope["path"]):
             given = dict(urllib.parse.parse_qsl(scope.get("query_string", b""))).get(b"key", b"")
         is_whole_key = _is_same(given, keys.operator)
         first, _, last = (b"", b"", b"") if is_whole_key else given.rpartition(b":")
-        in_header = headers.get(b"x-session-id")
-        in_key = last if first else None
-        named = in_key if in_header is None else in_header
-        session_id = named_in_path(scope["path"]) or (None if named is None else named.decode("latin-1"))
-        return cls(given, keys, session_id, explain_page(scope, keys.hosts))
+        in_key = last.decode("latin-1") if first else None
+        session_id = named_in_path(scope["path"]) or headers.get("x-session-id", in_key)
+        return cls(given, keys, session_id, explain_page(headers, keys.addresses))
 
     @property
     def is_operator(self) -> bool:
@@ -151,8 +152,8 @@ class KeyCheck:
         """Whether some route may answer. Which session it may use is decided where the session is found."""
         if scope["type"] == "websocket":
             # engines are no pages, whatever key they show
-            headers = dict(scope["headers"])
-            return caller.is_operator and foreign_origin(headers, self._keys.hosts) is None
+            origin = self._keys.addresses.find_foreign_origin(Headers(scope=scope))
+            return caller.is_operator and origin is None
         if caller.is_operator:
             return True
         if not is_for_clients(scope["path"]):

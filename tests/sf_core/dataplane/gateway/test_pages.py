@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.gateway.pages import explain_page
+from sf_core.own_addresses import OwnAddresses
 from tests.bench.dataplane.planes import ServedPlane, attended, running_app
 from tests.patience import patience
 
@@ -80,7 +81,7 @@ def test_a_request_that_a_page_may_have_sent_is_refused_in_words(
         assert response.status_code == 403
         message = response.json()["error"]["message"]
         assert sentence in message
-        assert "--allowed-host" in message or "content-type: application/json" in message
+        assert "SF_ALLOWED_HOSTS" in message or "content-type: application/json" in message
         assert "access-control-allow-origin" not in response.headers
 
 
@@ -157,5 +158,4 @@ def test_headers_of_any_form_are_judged(sent: dict[str, str]) -> None:
 
 
 def explain(sent: dict[str, Any]) -> str | None:
-    headers = [(name.encode(), value.encode()) for name, value in sent.items() if value is not None]
-    return explain_page({"type": "http", "headers": headers}, ("named.test",))
+    return explain_page({n: v for n, v in sent.items() if v is not None}, OwnAddresses(["named.test"]))
