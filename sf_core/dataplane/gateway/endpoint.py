@@ -184,9 +184,9 @@ def _ask(
     _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
     if len(data) > MAX_TOOLS_BYTES:
         check_size(requests[0].tools, "tools", MAX_TOOLS_BYTES)
-    told = Counter(left_out.kinds) + Counter({CHARACTERS: is_mended, "strict": asks_strictness(body)})
+    counted = Counter(left_out.kinds) + Counter({CHARACTERS: is_mended, "strict": asks_strictness(body)})
     rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}
-    return Asked(rest, turns, session, requests, told, is_large)
+    return Asked(rest, turns, session, requests, counted, is_large)
 
 
 async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:
