@@ -242,14 +242,14 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
-def trim_memory(more_than: int = TRIMMED_BYTES) -> None:
-    """Return memory that was freed to the system, if it is more than this many bytes. Workers keep it
+def trim_memory() -> None:
+    """Return memory that was freed to the system, if it is more than TRIMMED_BYTES. Workers keep it
     otherwise, because to take it again costs time (docs/decisions/005). For moments at which what comes next
     needs far less."""
     with suppress(AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallinfo2.restype = _Mallinfo
-        if libc.mallinfo2().fordblks > more_than:
+        if libc.mallinfo2().fordblks > TRIMMED_BYTES:
             libc.malloc_trim(0)
 
 

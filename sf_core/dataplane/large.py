@@ -8,13 +8,14 @@ such call may take longer than a few hundredths of a second (docs/decisions/059)
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from sf_core.dataplane.chat.json_text import count_marks
-from sf_core.surroundings import trim_memory
 
 SMALL_CHARACTERS = 2**14
 """Characters that are tokenized on the loop, in some 10 ms."""
@@ -63,4 +64,5 @@ def give_back(num_bytes: int) -> None:
 
 def _trim(loop: asyncio.AbstractEventLoop) -> None:
     del _trims[loop]
-    _threads.submit(trim_memory, 2**24)
+    with suppress(AttributeError):  # another C library
+        _threads.submit(ctypes.CDLL(None).malloc_trim, 0)

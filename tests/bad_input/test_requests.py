@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sf_core.dataplane.bodies import MAX_PARTS, MAX_STEPS
 from sf_core.dataplane.gateway.dialects.checks import MAX_STOPS, MAX_TOOLS, MAX_TOOLS_BYTES
 from tests.bench.dataplane.planes import CALC, ServedPlane
 from tests.bench.dataplane.specs import SPEC, changed
@@ -381,6 +382,15 @@ def test_a_control_route_names_what_is_wrong(
     got, sentence = ask(refusing_plane, path, body, method)
     assert got == status, sentence
     check_sentence(sentence, name)
+
+
+@pytest.mark.parametrize(("field", "limit"), [("reward_parts", MAX_PARTS), ("step_rewards", MAX_STEPS)])
+def test_a_reward_has_so_many_entries(refusing_plane: ServedPlane, field: str, limit: int) -> None:
+    session = refusing_plane.post("/sessions", {"run_id": "run"})["session_id"]
+    body = {"reward": 1, field: {str(i): 1 for i in range(limit + 1)}}
+    status, sentence = ask(refusing_plane, f"/sessions/{session}/reward", body)
+    assert status == 400
+    check_sentence(sentence, field, f"at most {limit} entries, got {limit + 1}")
 
 
 REGISTERED: list[tuple[str, Any]] = [

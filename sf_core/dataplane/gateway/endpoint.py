@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -135,8 +135,8 @@ class Asked(NamedTuple):
     session: Session
     requests: list[TurnRequest]
     """One per prompt."""
-    told: Counter[str]
-    """What is not as it was sent, or is left out."""
+    told: Mapping[str, int]
+    """What is not as it was sent, or is left out, and how often."""
     is_large: bool
     """It is handled in threads."""
 
@@ -176,17 +176,18 @@ def _ask(
     left_out = requests[0].left_out
     unseen = left_out.unseen
     if unseen and rules.unseen_parts == "refuse":
-        told = f"{unseen[0]} has a part that is not text; only text is supported"
+        said = f"{unseen[0]} has a part that is not text; only text is supported"
         raise WrongField(
             unseen[0],
-            f"{told}. Set rollout.unseen_parts to `replace`: a short text then replaces such parts.",
+            f"{said}. Set rollout.unseen_parts to `replace`: a short text then replaces such parts.",
         )
     _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
     if len(data) > MAX_TOOLS_BYTES:
         check_size(requests[0].tools, "tools", MAX_TOOLS_BYTES)
-    told = Counter(left_out.kinds) + Counter({CHARACTERS: is_mended, "strict": asks_strictness(body)})
+    told = {CHARACTERS: is_mended, "strict": asks_strictness(body)}
+    kinds = [*left_out.kinds, *(kind for kind, is_so in told.items() if is_so)]
     rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}
-    return Asked(rest, turns, session, requests, told, is_large)
+    return Asked(rest, turns, session, requests, Counter(kinds) if kinds else {}, is_large)
 
 
 async def _show_pictures(request: TurnRequest, turns: LiveTurns) -> None:

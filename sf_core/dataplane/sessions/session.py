@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,8 +59,7 @@ SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
 """Measured memory of the objects, without tokens and texts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A request that is to become a prompt."""
 
     conversation: Conversation

@@ -108,7 +108,8 @@ def open_prompt(renderer: Renderer, session: Session, request: TurnRequest) -> P
 
 def _is_costly(renderer: Renderer, request: TurnRequest) -> bool:
     """Whether even a small request takes long: a schema is compiled, or a template looked at."""
-    return request.schema is not None or not renderer.is_ready_for(request.template_options)
+    options = request.template_options
+    return request.schema is not None or (bool(options) and not renderer.is_ready_for(options))
 
 
 def _prepare(renderer: Renderer, session: Session, request: TurnRequest, most: int) -> Prepared:

@@ -214,6 +214,34 @@ SPECIAL: dict[str, tuple[str, bytes]] = {
 }
 
 
+NAMES = {f"{i:07}": 1.5 for i in range(120_000)}
+TASKS: dict[str, Any] = {f"{i:07}": {} for i in range(30_000)}
+CONTROL: dict[str, tuple[str, Any]] = {
+    "metadata of a session": ("/sessions", {"run_id": "run", "metadata": NAMES}),
+    "long metadata": ("/sessions", {"run_id": "run", "metadata": {"a": TEXT}}),
+    "metadata of a group": ("/runs/run/groups", {"metadata": NAMES}),
+    "sessions of a runner": ("/runs/run/claim", {"runner": "b", "max": 0, "running": [*NAMES]}),
+    "tasks of a runner": (
+        "/runs/run/claim",
+        {"runner": "b", "max": 0, "tasks": TASKS},
+    ),
+    "reports": (
+        "/runs/run/finished",
+        {"sessions": [{"session_id": name, "status": "finished", "reward": 1} for name in TASKS]},
+    ),
+    "parts of a reward": ("/sessions/SESSION/reward", {"reward": 1, "reward_parts": NAMES}),
+    "rewards of answers": ("/sessions/SESSION/reward", {"reward": 1, "step_rewards": NAMES}),
+}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", CONTROL)
+def test_the_bodies_of_control_routes_do_not_stop_agents(ticking: ServedPlane, name: str) -> None:
+    path, body = CONTROL[name]
+    session = ticking.post("/sessions", {"run_id": "run"})["session_id"]
+    check_body(ticking, name, path.replace("SESSION", session), json.dumps(body).encode())
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("name", SPECIAL)
 def test_what_only_one_dialect_can_be_sent_does_not_stop_the_others(ticking: ServedPlane, name: str) -> None:
