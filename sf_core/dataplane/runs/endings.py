@@ -55,7 +55,6 @@ async def finish(run: ServedRun, session: Session, report: FinishBody) -> bool:
     ended the session. Raises ApiError 503 while the result of an earlier report is not on disk, and 409 as
     `answer_late` does."""
     if run.sessions.get(session.session_id) is not session:
-        # it ended before this report came
         return answer_late(run, session.session_id, report)
     await _finish(run, session, report, digest_of(report))
     return True

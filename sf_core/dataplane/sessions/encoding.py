@@ -69,6 +69,26 @@ class Unencoded(NamedTuple):
         return Encoded(self.place, ids, whole, seam)
 
 
+class Draft(NamedTuple):
+    """A request that is to become a prompt."""
+
+    conversation: Conversation
+    matched: Turn | None
+    """The deepest recorded turn with whose conversation it begins."""
+    messages: list[Message]
+    """Those that it adds."""
+    text: Unencoded
+    forced: str
+    tools: bytes
+    """As in Prompt."""
+    num_bytes: int
+    """Memory of its messages."""
+
+    def encode(self, most: float = inf) -> Encoded:
+        """Raises ContextOverflow if it has as many tokens as `most`."""
+        return self.text.encode(self.forced, most)
+
+
 def render_request(
     conversation: Conversation,
     matched: Turn | None,

@@ -12,9 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
-from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +23,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.dataplane.sessions.encoding import Encoded, Unencoded, render_request
+from sf_core.dataplane.sessions.encoding import Draft, Encoded, render_request
 from sf_core.dataplane.sessions.identity import Conversation, Conversations
 from sf_core.dataplane.sessions.memory import size_of_judgement
 from sf_core.dataplane.sessions.pictures import Pictures
@@ -36,6 +34,7 @@ from sf_core.dataplane.sessions.tree import (
     TokenTree,
     TreePosition,
     Turn,
+    find_repeated,
     last_whole_turn,
 )
 from sf_core.dataplane.sessions.turn_events import (
@@ -52,31 +51,8 @@ from storage.tables.judgements import Judgement
 
 __all__ = ["Prompt", "Session", "Turn"]
 
-NUM_TIPS = 16
-"""Number of latest turns whose whole line is compared with a prompt given as ids."""
-
-SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
+SESSION_BYTES, PROMPT_BYTES = 2500, 800
 """Measured memory of the objects, without tokens and texts."""
-
-
-class Draft(NamedTuple):
-    """A request that is to become a prompt."""
-
-    conversation: Conversation
-    matched: Turn | None
-    """The deepest recorded turn with whose conversation it begins."""
-    messages: list[Message]
-    """Those that it adds."""
-    text: Unencoded
-    forced: str
-    tools: bytes
-    """As in Prompt."""
-    num_bytes: int
-    """Memory of its messages."""
-
-    def encode(self, most: float = inf) -> Encoded:
-        """Raises ContextOverflow if it has as many tokens as `most`."""
-        return self.text.encode(self.forced, most)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +173,7 @@ class Session:
         chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
         prompt = self._prompts.get((chain, ""))
         if prompt is None:
-            tip = self._find_repeated(array)
+            tip = find_repeated(self.turns, self._tapes, array)
             place = TreePosition(tip, tip.end if tip else 0)
             place, rest = self._tree.follow(place, array[place.at :])
             encoded = Encoded(place, rest, NO_TEXT, None)
@@ -334,12 +310,12 @@ class Session:
 
     def _add_abandoned(self, turn: Turn) -> None:
         self.abandoned.append(turn)
-        self._num_bytes += _turn_bytes(turn)
+        self._num_bytes += turn.num_bytes
 
     def _add_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
         self._tree.add(turn)
-        self._num_bytes += _turn_bytes(turn)
+        self._num_bytes += turn.num_bytes
         answer = as_said(turn.message)
         for said in (answer, without_ids(answer)):
             self._answers[extend_chain(turn.prompt.chain, said)] = turn
@@ -420,16 +396,3 @@ class Session:
         if place.at < place.node.end:
             return "retokenised"
         return "forked" if place.node.has_continuation else None
-
-    def _find_repeated(self, ids: Ids) -> Turn | None:
-        """One of the latest turns whose whole line the ids begin with; most requests have one."""
-        for turn in islice(reversed(self.turns), NUM_TIPS):
-            # the turn's own ids first: they tell most lines apart at little cost
-            ends_alike = turn.end <= len(ids) and np.array_equal(turn.ids, ids[turn.start : turn.end])
-            if ends_alike and np.array_equal(self._tapes.read(turn), ids[: turn.end]):
-                return turn
-        return None
-
-
-def _turn_bytes(turn: Turn) -> int:
-    return TURN_BYTES + 12 * len(turn.ids) + size_of(turn.message)

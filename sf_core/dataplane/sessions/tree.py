@@ -10,14 +10,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
 
-from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.messages import Message, size_of
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.types import FinishReason, Ids, Sampling
+
+TURN_BYTES = 1200
+"""Measured memory of a turn, without tokens and texts."""
+
+NUM_TIPS = 16
+"""Number of latest turns whose whole line is compared with a prompt given as ids."""
 
 NUM_TAPES = 8
 """Number of lines of a session that may alternate without being put together again."""
@@ -169,6 +176,11 @@ class Turn:
     def parent(self) -> Prompt:
         return self.prompt
 
+    @property
+    def num_bytes(self) -> int:
+        """Approximate memory in bytes."""
+        return TURN_BYTES + 12 * len(self.ids) + size_of(self.message)
+
     def conversation(self) -> Iterator[Turn]:
         """This turn and the earlier turns of its conversation, latest first."""
         turn: Turn | None = self
@@ -273,3 +285,13 @@ def common_length(a: Ids, b: Ids) -> int:
     num = min(len(a), len(b))
     differing = np.flatnonzero(a[:num] != b[:num])
     return int(differing[0]) if len(differing) else num
+
+
+def find_repeated(turns: Sequence[Turn], tapes: Tapes, ids: Ids) -> Turn | None:
+    """One of the latest turns whose whole line the ids begin with; most requests have one."""
+    for turn in islice(reversed(turns), NUM_TIPS):
+        # the turn's own ids first: they tell most lines apart at little cost
+        ends_alike = turn.end <= len(ids) and np.array_equal(turn.ids, ids[turn.start : turn.end])
+        if ends_alike and np.array_equal(tapes.read(turn), ids[: turn.end]):
+            return turn
+    return None

@@ -21,8 +21,8 @@ from sf_core.dataplane.chat.renderer import Renderer, TooManyTokensError
 from sf_core.dataplane.chat.tool_formats import name_of
 from sf_core.dataplane.errors import ApiError, ContextOverflow, WrongField
 from sf_core.dataplane.large import SMALL_CHARACTERS, apart
-from sf_core.dataplane.sessions.encoding import Encoded
-from sf_core.dataplane.sessions.session import Draft, Session
+from sf_core.dataplane.sessions.encoding import Draft, Encoded
+from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.tree import Prompt
 from sf_core.dataplane.sessions.turn_events import RecordedTurn
 from sf_core.dataplane.turns.answer_reader import AFTER_THINKING

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from sf_core.dataplane.chat.renderer import LONG, Renderer
-from sf_core.models.token_bound import TokenBound
+from sf_core.dataplane.chat.token_bound import TokenBound
 from tests.bench.dataplane.tokenizers import CORPUS, make_model_dir
 from tests.sf_core.dataplane.prompts.folders import FOLDERS, folder
 
