@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ class RecordingEngine(ScriptedEngine):
     def __init__(self, script: Script, asked: list[GenerationRequest], **options: Any) -> None:
         super().__init__(script, **options)
         self.asked = asked
+        self.unproven: set[str] = set()
+        """Ids of requests here that have got no token from this engine."""
+        self.proven: dict[str, float] = {}
+        """Monotonic time at which requests last got a token."""
+        self.died_at = math.inf
 
     killed = False
     steps_left: int | None = None
@@ -75,16 +81,28 @@ class RecordingEngine(ScriptedEngine):
     def submit(self, request: GenerationRequest) -> None:
         self.asked.append(request)
         super().submit(request)
+        self.unproven.add(request.request_id)
 
     def step(self) -> list[Chunk]:
         if self.killed:
+            self.died_at = time.monotonic()
             raise EngineKilledError
         time.sleep(0.0005)  # a real engine gives the machine away too
         if self.steps_left == 0:
             return []
         if self.steps_left is not None:
             self.steps_left -= 1
-        return super().step()
+        chunks = super().step()
+        proven = [chunk.request_id for chunk in chunks if chunk.token_ids]
+        self.proven |= dict.fromkeys(proven, time.monotonic())
+        self.unproven.difference_update(proven)
+        return chunks
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
+        chunks = super().abort(request_ids)
+        if self.died_at == math.inf:
+            self.unproven.difference_update(chunk.request_id for chunk in chunks)
+        return chunks
 
 
 @dataclass

@@ -4,6 +4,7 @@ exact."""
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from sf_core.dataplane.turns.sampling import derive_seed
 from sf_core.engines.scripted import scripted_logprob
 from storage.tables.schema import Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
-from tests.bench.dataplane.planes import ServedPlane, operator_client, running_app
+from tests.bench.dataplane.planes import RecordingEngine, ServedPlane, operator_client, running_app
 from tests.patience import join, patience, wait_until
 
 BUDGET = 48
@@ -80,6 +81,7 @@ class Disturbances:
         self.server, self.run_id = plane, run_id
         self.version = 0
         self.names = itertools.count()
+        self.killed: RecordingEngine | None = None
         self.leases = [self.connect(), self.connect()]
 
     def connect(self) -> str:
@@ -94,8 +96,23 @@ class Disturbances:
         self.leases.append(self.connect())
 
     def kill(self) -> None:
-        self.server.engines[self.leases.pop(0)].killed = True
+        # a request that may have ended an engine is refused if the next one ends by chance, too
+        if self.killed is not None:
+            wait_until(lambda: all(map(self._is_cleared, self.killed.unproven)))
+        engine = self.server.engines[self.leases[0]]
+        engine.killed = True
+        wait_until(lambda: engine.died_at < math.inf or not engine.num_requests)
+        engine.killed = False
+        if engine.died_at == math.inf:
+            return self.revoke()  # at rest it takes no step in which it could die
+        self.killed = engine
+        del self.leases[0]
         self.leases.append(self.connect())
+
+    def _is_cleared(self, request_id: str) -> bool:
+        """Whether a request has got a token since the last kill."""
+        times = [engine.proven.get(request_id, 0.0) for engine in self.server.engines.values()]
+        return max(times) > self.killed.died_at
 
     def update(self) -> None:
         self.version += 1
