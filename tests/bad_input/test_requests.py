@@ -337,7 +337,7 @@ CONTROL: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/sessions/nobody/reward", {"reward": 1}, 404, "nobody"),
     ("POST", "/sessions/nobody/finish", {"status": "finished"}, 404, "nobody"),
     ("POST", "/sessions/nobody/finish", {"status": "done"}, 400, "status"),
-    ("POST", "/sessions/nobody/reward", {"reward": "much"}, 400, "reward"),
+    ("POST", "/sessions/nobody/reward", {"reward": "much"}, 404, "nobody"),
     ("GET", "/sessions/nobody", None, 404, "nobody"),
     ("GET", "/sessions/nobody/v1/models", None, 404, "nobody"),
     ("POST", f"{RUN}/finished", {"sessions": [{"status": "finished"}]}, 400, "sessions.0.session_id"),

@@ -29,6 +29,7 @@ class Ticking:
 
     def __init__(self, app: Any) -> None:
         self._app = app
+        self.state = app.state
         self._most_s = 0.0
         self._ticks: asyncio.Task[None] | None = None
 
@@ -53,5 +54,5 @@ class Ticking:
 
 if __name__ == "__main__":
     make_app = server.make_app
-    server.make_app = lambda *given: Ticking(make_app(*given))  # type: ignore[assignment, return-value]
+    server.make_app = lambda *given, **options: Ticking(make_app(*given, **options))  # type: ignore[assignment, return-value]
     main()

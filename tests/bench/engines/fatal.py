@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, Literal
 
+from sf_core.dataplane_key import operator_key
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import Script, ScriptedEngine
@@ -112,7 +113,8 @@ def _make(kind: Kind, folder: str, answer: list[int], fatal: int, max_running: i
 
 def _serve(url: str, hello: Hello, *made_of: Any) -> None:
     with suppress(ConnectionError):
-        serve_engine(url, None, hello, _make(*made_of, hello.max_running), patience_s=patience())
+        engine = _make(*made_of, hello.max_running)
+        serve_engine(url, operator_key(url), hello, engine, patience_s=patience())
 
 
 class FatalWorker:

@@ -30,7 +30,9 @@ def ask(plane: ServedPlane, prompts: list[list[int]], path: str = "") -> list[ht
 
     def post(prompt: list[int]) -> httpx.Response:
         body = {"model": "policy", "prompt": prompt, "max_tokens": 8}
-        return httpx.post(f"{plane.url}{path}/v1/completions", json=body, timeout=patience())
+        headers = plane.agent_headers(path)
+        url = f"{plane.url}{path}/v1/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=patience())
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(post, prompts))
@@ -117,7 +119,7 @@ def test_the_session_of_such_a_request_fails_and_is_tried_again_with_other_draws
 def test_a_session_that_somebody_opened_stays_open(served_plane: ServedPlane, renderer: Renderer) -> None:
     served_plane.register()
     connect(served_plane, FatalEngine(lambda prompt, seed: say(renderer, "xy"), fail, FATAL_TOKEN))
-    opened = served_plane.post("/sessions", {"run_id": "run"})
+    opened = served_plane.client.post("/sessions", {"run_id": "run"})
     path = f"/sessions/{opened['session_id']}"
     responses = ask(served_plane, [[5, FATAL_TOKEN]], path) + ask(served_plane, [[5]], path)
     assert [response.status_code for response in responses] == [502, 200]

@@ -126,7 +126,8 @@ def test_a_prompt_that_does_not_fit_is_told_in_the_words_of_the_provider(
     status, sentence = told(client, refused.value)
     assert status == 400
     assert (counted := re.search(OVERFLOWS[client.dialect.name], sentence))
-    assert int(counted[1]) > 3000
+    # a prompt that is far too long is told by a lower bound
+    assert int(counted[1]) >= 2048
     if isinstance(refused.value, openai.BadRequestError):
         assert (refused.value.code, refused.value.type) == (
             "context_length_exceeded",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -24,9 +25,9 @@ class CountingRenderer(Renderer):
         self.num_rendered += len(messages)
         return super().render(messages, *rest, **options)
 
-    def encode(self, text: str, after: str = "") -> Ids:
+    def encode(self, text: str, after: str = "", most: float = math.inf) -> Ids:
         self.num_encoded += len(text)
-        return super().encode(text, after)
+        return super().encode(text, after, most)
 
 
 class CheckedCapture(Capture):
