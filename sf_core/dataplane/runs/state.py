@@ -85,6 +85,7 @@ class RunState:
             case events.Rewarded(session_id, reward, parts, steps) if session_id in sessions:
                 earned = RewardBody(reward=reward, reward_parts=parts, step_rewards=steps)
                 sessions[session_id].earned = earned
+                self.memory.weigh(sessions[session_id])
             case events.Named(session_id) if session_id in sessions:
                 self._name(sessions[session_id], event)
             case events.Answered(session_id) if session_id in sessions:
@@ -245,6 +246,7 @@ class RunState:
 
     def _answer(self, session: Session, event: events.Answered) -> None:
         session.answer, session.output, session.began_at = event.answer, event.output, self.serving_s
+        self.memory.weigh(session)
         if self.judges(session):
             self.scoring.hold_back(session)
             self.queue_group(session.claim)
