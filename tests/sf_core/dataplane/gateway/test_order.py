@@ -21,9 +21,12 @@ class Plane:
     """A data plane in this event loop, with a session that no engine answers."""
 
     def __init__(self, folder: Path, model_dir: str) -> None:
-        self.app = make_app()
+        self.app = make_app("key-of-the-operator")
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app), base_url="http://plane", timeout=patience()
+            transport=httpx.ASGITransport(self.app),
+            base_url="http://plane",
+            headers={"Authorization": "Bearer key-of-the-operator"},
+            timeout=patience(),
         )
         self._folders = {"run_dir": str(folder / "run"), "model_dir": model_dir}
 

@@ -19,6 +19,7 @@ import pytest
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane_key import account_key
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
 from tests.bench.dataplane.outside import END, HI, agents_at, await_stored, stored
@@ -26,6 +27,7 @@ from tests.bench.dataplane.planes import (
     ServedPlane,
     answering,
     attended,
+    operator_client,
     running_process,
     serving,
 )
@@ -39,7 +41,7 @@ def process(folder: Path, model_dir: str, name: str, port: int = 0) -> Iterator[
     options = ("--journal-dir", str(folder / name))
     with (
         running_process(folder / f"{name}.port", port, *options) as url,
-        httpx.Client(base_url=url, timeout=patience()) as http,
+        operator_client(url) as http,
     ):
         yield ServedPlane(url, http, folder, model_dir)
 
@@ -122,7 +124,7 @@ def test_a_stopped_data_plane_keeps_its_run_and_goes_on_when_it_is_continued(
             try:
                 # an agent whose deadline is over before it gets an answer
                 with pytest.raises(httpx.ReadTimeout):
-                    httpx.post(f"{first.url}/sessions/{session_id}/finish", json=END, timeout=3.0)
+                    first.http.post(f"/sessions/{session_id}/finish", json=END, timeout=3.0)
                 assert f"process {pid} on " in register_refused(second, attempt=2)
             finally:
                 os.kill(pid, signal.SIGCONT)
@@ -205,7 +207,7 @@ def no_locks(fd: int, operation: int) -> None:
 def plane_in_thread(
     folder: Path, model_dir: str, name: str, *, has_locks: bool = True
 ) -> Iterator[ServedPlane]:
-    app = make_app(None, DataplaneOptions(str(folder / name), grace_s=0.1))
+    app = make_app(account_key(), DataplaneOptions(str(folder / name), grace_s=0.1), welcomes_strangers=True)
     if not has_locks:
         app.state.plane.owner.flock = no_locks
     with serving(app) as url, attended(url, folder, model_dir) as plane:
@@ -256,7 +258,8 @@ def test_an_end_that_comes_while_a_flow_begins_another_attempt_is_acknowledged_o
         answers: list[int] = []
 
         def finish() -> None:
-            answers.append(httpx.post(f"{plane.url}/sessions/{session_id}/finish", json=END).status_code)
+            with operator_client(plane.url) as http:
+                answers.append(http.post(f"/sessions/{session_id}/finish", json=END).status_code)
 
         thread = threading.Thread(target=finish)
         thread.start()
