@@ -32,7 +32,7 @@ from tests.bench.dataplane.planes import (
     serving,
 )
 from tests.bench.refusals import check_sentence
-from tests.patience import join, patience, wait_until
+from tests.patience import join, wait_until
 
 
 @contextlib.contextmanager
