@@ -7,10 +7,12 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 
 from sf_core.config import PolicyConfig, RunConfig
+from sf_core.dataplane.chat.template import ChatTemplate
 from sf_core.engines.torch.cached_model import open_model
 from sf_core.models.builtin import make_policy
 from sf_core.models.tokenizer import open_tokenizer
@@ -122,3 +124,23 @@ def test_code_in_a_model_folder_is_not_run(trapped_model: Path) -> None:
     trapped_model.rename(run.start_dir)
     open_tokenizer(run)
     assert not (trapped_model.parent / "sprung").exists()
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
+    "{{ strftime_now.__globals__['__builtins__'].open('MARK', 'w') }}",
+    "{{ raise_exception.__globals__.json }}",
+    "{{ messages.append(1) }}",
+    "{{ '{0.__class__}'.format(messages) | length / 0 }}",
+    "{% include '/etc/passwd' %}",
+    "{% import '/etc/passwd' as x %}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_a_template_reaches_nothing_of_python(tmp_path: Path, source: str) -> None:
+    template = ChatTemplate(source.replace("MARK", str(tmp_path / "sprung")))
+    with pytest.raises(jinja2.TemplateError):
+        template.render([{"role": "user", "content": "hi"}], [], {}, None)
+    assert not (tmp_path / "sprung").exists()

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 import httpx
+import psutil
 import pytest
 from distributed import Client
 from playwright.sync_api import Browser, expect
@@ -212,6 +213,20 @@ def test_dasks_http_servers_have_no_pages_that_a_rebound_name_could_read(cluster
         for path in ("/info/main/logs.html", "/json/identity.json", "/metrics", "/health", "/eventstream"):
             answer = httpx.get(f"http://127.0.0.1:{port}{path}", headers={"Host": "evil.test"})
             assert answer.status_code == 404, path
+
+
+def test_every_process_listens_on_loopback_only(cluster: Cluster) -> None:
+    processes = psutil.Process().children(recursive=True)
+    found = {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    ports = [urlsplit(url).port for url in (cluster.services.scheduler, cluster.services.dataplane)]
+    assert {port for _, port in found} >= set(ports)
+    assert {ip for ip, _ in found} <= {"127.0.0.1", "::1"}
 
 
 # --- the data plane

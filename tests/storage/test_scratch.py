@@ -29,6 +29,7 @@ def age(folder: str) -> None:
 
 def test_a_folder_goes_with_its_last_user() -> None:
     with scratch_folder() as name:
+        assert Path(name).stat().st_mode & 0o077 == 0, "others could reach the socket of a vLLM server"
         assert Path(name).is_dir()
     assert not Path(name).exists()
 

@@ -30,6 +30,7 @@ from sf_core.dataplane.runs.endings import end_expired, finish
 from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import ExternalSessions, Sealer
+from sf_core.dataplane.sessions.claims import run_of
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
@@ -144,22 +145,18 @@ class DataPlane:
     def find_session(self, session_id: str, caller: Caller) -> tuple[ServedRun, Session]:
         """An open session that the caller may read, reward and finish, and its run. Raises ApiError 503 while
         the session is being closed, else as Lookup does."""
-        for run in self.runs.values():
-            if session_id not in run.sessions:
-                run.closing.check(session_id)
+        if (run := self.runs.get(run_of(session_id))) is not None and session_id not in run.sessions:
+            run.closing.check(session_id)
         return self.sessions.owned_session(session_id, caller)
 
     def find_ended(self, session_id: str, caller: Caller) -> ServedRun | None:
         """The run whose session of this id has ended, if the caller may report on it; None if it may not, or
         the session has not ended."""
-        named = [run for run in self.runs.values() if session_id.startswith(f"{run.spec.run_id}.")]
-        run = max(named, key=lambda run: len(run.spec.run_id), default=None)
+        run = self.runs.get(run_of(session_id))
         if run is None or session_id in run.sessions:
             return None
         is_own = run.state.ends.is_external(session_id) and caller.is_client_of(run.spec)
-        if not (caller.is_operator or is_own):
-            return None
-        return run
+        return run if caller.is_operator or is_own else None
 
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
         """Open an external session, beside those that the rollout manager gives out. Raises ApiError as

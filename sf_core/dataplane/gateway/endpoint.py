@@ -63,12 +63,12 @@ class TurnEndpoint:
                 asked, waiting = await self._open(data, scope)
         finally:
             give_back(size)
-        del data  # it may hold megabytes of pictures, and the turn may take minutes
-        requests = asked.requests
         reply = self._dialect.reply(asked.body, waiting[0].turn.turn_id, asked.session)
+        is_stream = asked.requests[0].stream
+        del data, asked  # they may hold megabytes, and the turn may take minutes
         watcher = asyncio.ensure_future(_leave_when_gone(receive, waiting))
         try:
-            if requests[0].stream:
+            if is_stream:
                 await _stream(waiting, reply, send, scope["request_id"])
             else:
                 answers = await _together([_answer(one) for one in waiting])

@@ -208,23 +208,24 @@ class RecentResults:
         self._tokens: deque[int] = deque(maxlen=NUM_RECENT)
         self.last_error = ""
         self.failures_in_a_row = 0
-        """Sessions that failed and are retried or excluded, since the last one that counted."""
+        """Sessions of the run's own agents that failed and are retried or excluded, since the last one that
+        counted. Agents outside must not end the run by failing."""
         self.discarded: Counter[str] = Counter()
         """Training sessions that failed and were retried or excluded since the last batch, by reason."""
         self.reports: Counter[str] = Counter()
         """Reports on sessions that had ended, since the last batch: `late_reports` changed nothing, and
         `refused_reports` differed from the reports that ended the sessions."""
 
-    def note_finished(self, result: FinishedSession) -> None:
+    def note_finished(self, result: FinishedSession, claim: Claim) -> None:
         """Count a session with its reward, also one whose failure counts as the policy's."""
-        self.failures_in_a_row = 0
+        self.failures_in_a_row = self.failures_in_a_row if claim.is_outside else 0
         self.last_error = result.error or self.last_error
         if result.reward is not None:
             self._rewards.append(result.reward)
         self._tokens.append(_num_sampled(result))
 
-    def note_failed(self, error: str) -> None:
-        self.failures_in_a_row += 1
+    def note_failed(self, error: str, claim: Claim) -> None:
+        self.failures_in_a_row += not claim.is_outside
         self.last_error = error
 
     def forget_failures(self) -> None:

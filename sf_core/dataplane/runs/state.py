@@ -85,6 +85,7 @@ class RunState:
             case events.Rewarded(session_id, reward, parts, steps) if session_id in sessions:
                 earned = RewardBody(reward=reward, reward_parts=parts, step_rewards=steps)
                 sessions[session_id].earned = earned
+                self.memory.weigh(sessions[session_id])
             case events.Named(session_id) if session_id in sessions:
                 self._name(sessions[session_id], event)
             case events.Answered(session_id) if session_id in sessions:
@@ -99,7 +100,7 @@ class RunState:
             case events.Failed(claim, reason, error, report):
                 self.forget(claim.session_id(self.spec.run_id))
                 self.ends.note(claim.session_id(self.spec.run_id), claim, report)
-                self.recent.note_failed(error)
+                self.recent.note_failed(error, claim)
                 if claim.place.split == "train":
                     self.recent.discarded[reason] += 1
                 ledger.fail(claim, reason)
@@ -245,6 +246,7 @@ class RunState:
 
     def _answer(self, session: Session, event: events.Answered) -> None:
         session.answer, session.output, session.began_at = event.answer, event.output, self.serving_s
+        self.memory.weigh(session)
         if self.judges(session):
             self.scoring.hold_back(session)
             self.queue_group(session.claim)
@@ -278,7 +280,7 @@ class RunState:
         if (claim := result.claim) is None:
             self.results.keep_opened(result)
             return []
-        self._note_outcome(result)
+        self._note_outcome(result, claim)
         counted = result_of(result, self.spec.rollout.success)
         self.ledger.finish(claim, counted, result.min_version)
         if self.ledger.is_done(claim):
@@ -287,13 +289,13 @@ class RunState:
             self._keep_untrained(result)
         return self._end_surplus(claim)
 
-    def _note_outcome(self, result: FinishedSession) -> None:
+    def _note_outcome(self, result: FinishedSession, claim: Claim) -> None:
         rules = self.spec.rollout.on_failure
         # the last attempt at a held-out task counts, but shows no working agent
         if result.status in REASONS and rules.rule_for(result.status) == "retry_then_exclude":
-            self.recent.note_failed(result.error)
+            self.recent.note_failed(result.error, claim)
         else:
-            self.recent.note_finished(result)
+            self.recent.note_finished(result, claim)
 
     def _end_surplus(self, claim: Claim) -> list[Dropped]:
         """End the sessions without which the group of this one is complete, and queue its answers if they are

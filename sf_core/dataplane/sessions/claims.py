@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 Split = Literal["train", "holdout"]
@@ -31,3 +32,12 @@ class Claim(NamedTuple):
     def session_id(self, run_id: str) -> str:
         letter = "g" if self.place.split == "train" else "e"
         return f"{run_id}.{letter}{self.place.group}.{self.place.member}.a{self.attempt}"
+
+
+_IN_RUN = re.compile(r"\.(?:[ge]\d+\.\d+\.a\d+|open\.\w+)\Z")
+
+
+def run_of(session_id: str) -> str:
+    """Id of the run in whose sessions this id can be. The id of a run may begin like a session of another, as
+    those of the runs `a.g0` and `a`. What is the id of no session is returned unchanged."""
+    return _IN_RUN.sub("", session_id)

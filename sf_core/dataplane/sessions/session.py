@@ -282,7 +282,9 @@ class Session:
         sampled = sum(12 * len(recorded.tokens.ids) for recorded in self.recorded if recorded.turn is None)
         kept = self._tapes.num_bytes + self._conversations.num_bytes + self.pictures.num_bytes
         kept += sum(map(size_of_judgement, self.judgements))
-        return SESSION_BYTES + size_of(self.metadata) + self._num_bytes + kept + sampled
+        parts = self.earned.reward_parts if self.earned else ()
+        texts = [self.group, self.task_id, self.environment, self.answer, self.output, *parts]
+        return SESSION_BYTES + size_of(self.metadata) + size_of(texts) + self._num_bytes + kept + sampled
 
     def release(self) -> None:
         """Part prompts and tapes, so that their memory is free as soon as nobody holds the session."""

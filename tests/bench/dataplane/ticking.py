@@ -28,8 +28,7 @@ class Ticking:
     """An ASGI application with the route `/ticks`, which also tells the memory of the process, in bytes."""
 
     def __init__(self, app: Any) -> None:
-        self._app = app
-        self.state = app.state
+        self._app, self.state = app, app.state
         self._most_s = 0.0
         self._ticks: asyncio.Task[None] | None = None
 
@@ -54,5 +53,5 @@ class Ticking:
 
 if __name__ == "__main__":
     make_app = server.make_app
-    server.make_app = lambda *given, **options: Ticking(make_app(*given, **options))  # type: ignore[assignment, return-value]
+    server.make_app = lambda *given, **named: Ticking(make_app(*given, **named))  # type: ignore
     main()

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import dask
 import pytest
+import typer
 
+from sf_core.cli.main import app
 from sf_core.config.yaml_file import builtin_configs
 from sf_core.reports.tables import DEVICE_COLUMNS
 from storage.run_directory import RunDirectory
@@ -77,6 +79,18 @@ def test_inspecting_nothing_says_so(tmp_path: Path) -> None:
     code, output = sf("inspect", str(tmp_path / "nothing"))
     assert code == 2
     assert "no run" in output
+
+
+def test_every_command_that_listens_does_so_on_loopback() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    hosts = {
+        name: option.default
+        for name, command in commands.items()
+        for option in command.params
+        if option.name == "host"
+    }
+    assert {"dataplane", "scheduler", "serve", "server", "worker"} <= hosts.keys()
+    assert set(hosts.values()) == {"127.0.0.1"}
 
 
 def test_a_data_plane_for_the_network_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,14 @@ def test_rendering_and_encoding_are_those_of_transformers(model_dir: str, render
 
 
 @pytest.mark.parametrize(
+    "text", ["{{ 7 * 7 }}", "{% raise 'x' %}", "{{ messages.__class__ }}", "$(id) `id` %s"]
+)
+def test_text_of_a_request_is_no_program(renderer: Renderer, text: str) -> None:
+    messages = [{"role": "user", "content": text}, {"role": "tool", "content": text, "tool_call_id": "c"}]
+    assert renderer.render(messages, [CALC]).count(text) == 2
+
+
+@pytest.mark.parametrize(
     ("config", "num_ids"),
     [
         ({"vocab_size": 2048}, 2048),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.client import MAX_FAILURES_IN_A_ROW
 from tests.bench.dataplane.planes import ServedPlane, answering
 from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
@@ -51,6 +53,31 @@ def test_a_session_goes_on_whose_group_does_not_count_any_more(
     finish(served_plane, going_on, reward=1.0)
     wait_until(lambda: bool(stored(served_plane.run_dir / "run")))
     assert {row.session_id for _, row in stored(served_plane.run_dir / "run")} == {going_on["session_id"]}
+
+
+@pytest.mark.parametrize("cause", ["agent", "group", "time"])
+def test_clients_that_fail_do_not_end_the_run(served_plane: ServedPlane, cause: str) -> None:
+    served_plane.register(**OUTSIDE | {"groups_per_batch": 2})
+    for _ in range(MAX_FAILURES_IN_A_ROW // 2 + 1):
+        for session in served_plane.client.post(GROUPS, {})["sessions"]:
+            finish(served_plane, session, status="failed", cause=cause, error="it broke")
+    batch = served_plane.get("/runs/run/batches/0")
+    assert (batch["failures_in_a_row"], batch["fault"]) == (0, "")
+
+
+def test_clients_that_succeed_do_not_hide_that_all_of_the_runs_own_sessions_fail(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    served_plane.register(**OUTSIDE | {"groups_per_batch": 2}, session_attempts=9)
+    served_plane.connect(answering(renderer, "one"))
+    for number in range(1, 4):
+        [own] = served_plane.claim()
+        served_plane.post(f"/sessions/{own['session_id']}/finish", {"status": "failed", "error": "KeyError"})
+        if number == 1:
+            for session in served_plane.client.post(GROUPS, {})["sessions"]:
+                use(session)
+                finish(served_plane, session, reward=1.0)
+        assert served_plane.get("/runs/run/batches/0")["failures_in_a_row"] == number
 
 
 def test_what_no_batch_has_a_place_for_is_to_be_declared_later(

@@ -250,3 +250,24 @@ def test_a_client_is_not_given_the_operators_group(tmp_path: Path, model_dir: st
         answer = one.send("", "POST", "/runs/run/groups", asked)
         others = [session["session_id"] for session in answer.json().get("sessions", [])]
         assert own["session_id"] not in others
+
+
+def test_keys_are_compared_in_constant_time(each_stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def refuse(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return False
+
+    monkeypatch.setattr("hmac.compare_digest", refuse)
+    for key in (OPERATOR, RUN_KEYS["run"], each_stand.claimed["key"]):
+        answer = each_stand.send(key, "GET", f"/sessions/{each_stand.claimed['session_id']}/v1/models")
+        assert answer.status_code == 401 and (key.encode(), OPERATOR.encode()) in compared
+
+
+def test_no_file_has_the_key_of_a_session(tmp_path: Path, model_dir: str) -> None:
+    with stand(tmp_path, model_dir, is_locked=False, has_run_keys=True) as one:
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert any(one.claimed["session_id"].encode() in path.read_bytes() for path in files)
+        for key in (one.claimed["key"], one.of_operator["key"], OPERATOR):
+            assert [path for path in files if key.encode() in path.read_bytes()] == []

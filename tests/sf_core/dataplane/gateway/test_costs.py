@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -248,19 +249,35 @@ def test_what_only_one_dialect_can_be_sent_does_not_stop_the_others(ticking: Ser
     check_body(ticking, name, *SPECIAL[name])
 
 
-def test_what_a_refused_request_takes_is_given_back(ticking: ServedPlane) -> None:
-    def rss() -> float:
-        return float(ticking.http.get("/ticks").json()[1]) / 2**20
+def rss(plane: ServedPlane) -> float:
+    """Memory of the data plane's process in MB."""
+    return float(plane.http.get("/ticks").json()[1]) / 2**20
 
+
+def test_what_a_refused_request_takes_is_given_back(ticking: ServedPlane) -> None:
     [claim] = ticking.claim()
     path = f"/sessions/{claim['session_id']}{CHAT}"
     small = made("messages", [HI], n=1)
     assert ticking.http.post(path, content=small).status_code == 200
     ticking.get("/runs/run")
-    before = rss()
+    before = rss(ticking)
     for number in range(8):
         text = f"{number} {TEXT[: NUM_BYTES // 2]}{' ' * (NUM_BYTES // 4)}"
         body = made("messages", [HI, {"role": "user", "content": text}])
         assert ticking.http.post(path, content=body).status_code == 400
     # eight of them hold 90 MB, and each took as much
-    wait_until(lambda: rss() < before + 40)
+    wait_until(lambda: rss(ticking) < before + 40)
+
+
+def test_a_request_that_waits_holds_nothing_of_its_unknown_fields(ticking: ServedPlane) -> None:
+    body = made("surprise", " " * (NUM_BYTES - 1000), n=1)
+    ticking.post("/runs/run/pause")
+    ticking.http.get("/ticks")
+    before = rss(ticking)
+    with ThreadPoolExecutor(24) as agents:
+        asked = [agents.submit(ticking.http.post, CHAT, content=body) for _ in range(24)]
+        wait_until(lambda: ticking.get("/runs/run")["requests_waiting"] == len(asked))
+        # they would hold 180 MB
+        wait_until(lambda: rss(ticking) < before + 90)
+        ticking.post("/runs/run/resume")
+        assert {each.result().status_code for each in asked} == {200}

@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.gateway.endpoint import MAX_PICTURE_BYTES
 from tests.bench.dataplane.planes import CALC, ServedPlane, answering, running_app, say, tool_call_text
 from tests.patience import join, patience, wait_until
 
@@ -356,6 +357,13 @@ def test_every_dialect_refuses_in_its_own_shape(served_plane: ServedPlane, path:
     with running_app(key="secret") as url:
         refused = httpx.post(url + path, json={})
         assert (refused.status_code, set(refused.json())) == (401, shape)
+
+
+def test_a_body_has_a_limit_whatever_its_pictures_take(served_plane: ServedPlane) -> None:
+    served_plane.register()
+    content = b"{" + b" " * MAX_PICTURE_BYTES
+    refused = served_plane.http.post("/v1/chat/completions", content=content)
+    assert (refused.status_code, str(MAX_PICTURE_BYTES) in refused.text) == (413, True), refused.text
 
 
 def test_a_client_that_goes_away_stops_its_generation(served_plane: ServedPlane, renderer: Renderer) -> None:

@@ -72,6 +72,20 @@ def test_the_same_report_is_answered_again_and_another_one_refused(
     assert counters(served_plane) == {"late_reports": 0, "refused_reports": 6}
 
 
+def test_a_run_whose_name_begins_like_a_session_has_no_part_in_its_reports(
+    served_plane: ServedPlane, renderer: Renderer
+) -> None:
+    other = str(served_plane.run_dir / "other")
+    for name in ("run.g0", "run.g0.0"):
+        served_plane.register(run_id=name, run_dir=other + name, **ONE)
+    claim = answered_claim(served_plane, renderer)
+    assert claim["session_id"] == "run.g0.0.a0"
+    assert send(served_plane, claim, FINISHED)[0] == 200
+    assert send(served_plane, claim, FINISHED)[0] == 200
+    assert send(served_plane, claim, {**FINISHED, "reward": 2.0})[0] == 409
+    assert counters(served_plane)["refused_reports"] == 1
+
+
 def test_the_first_report_is_what_trains(served_plane: ServedPlane, renderer: Renderer) -> None:
     claim = answered_claim(served_plane, renderer)
     send(served_plane, claim, FINISHED)

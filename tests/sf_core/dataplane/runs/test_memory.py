@@ -6,7 +6,9 @@ import asyncio
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,3 +196,32 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
         plane.post("/runs/run/batches/0/seal", {"attempt": 1})
         assert figures(plane)["sf_memory_bytes",] == 0
         plane.client.post("/sessions", {"run_id": "run"})
+
+
+@pytest.mark.parametrize("field", ["group", "task_id", "environment"])
+def test_the_names_of_a_session_from_outside_are_memory_too(
+    tmp_path: Path, model_dir: str, field: str
+) -> None:
+    with running_app(memory_mb=1) as url, attended(url, tmp_path, model_dir) as plane:
+        plane.register()
+        body = {"run_id": "run", field: "x" * 2**21}
+        plane.client.post("/sessions", body)
+        assert plane.client.http.post("/sessions", json=body).status_code == 429
+
+
+@pytest.mark.parametrize(
+    ("route", "report"),
+    [
+        ("finish", {"status": "answered", "answer": "x" * 2**21}),
+        ("reward", {"reward": 1.0, "reward_parts": {"x" * 2**21: 1.0}}),
+    ],
+    ids=["an answer", "parts of a reward"],
+)
+def test_what_is_reported_of_an_open_session_is_memory_too(
+    tmp_path: Path, model_dir: str, route: str, report: dict[str, Any]
+) -> None:
+    with running_app(memory_mb=1) as url, attended(url, tmp_path, model_dir) as plane:
+        plane.register()
+        opened = plane.client.post("/sessions", {"run_id": "run"})
+        plane.client.post(f"/sessions/{opened['session_id']}/{route}", report)
+        assert plane.client.http.post("/sessions", json={"run_id": "run"}).status_code == 429

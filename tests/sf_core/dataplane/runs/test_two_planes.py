@@ -207,7 +207,7 @@ def no_locks(fd: int, operation: int) -> None:
 def plane_in_thread(
     folder: Path, model_dir: str, name: str, *, has_locks: bool = True
 ) -> Iterator[ServedPlane]:
-    app = make_app(account_key(), DataplaneOptions(str(folder / name), grace_s=0.1))
+    app = make_app(account_key(), DataplaneOptions(str(folder / name), grace_s=0.1), welcomes_strangers=True)
     if not has_locks:
         app.state.plane.owner.flock = no_locks
     with serving(app) as url, attended(url, folder, model_dir) as plane:
@@ -258,7 +258,8 @@ def test_an_end_that_comes_while_a_flow_begins_another_attempt_is_acknowledged_o
         answers: list[int] = []
 
         def finish() -> None:
-            answers.append(plane.http.post(f"/sessions/{session_id}/finish", json=END).status_code)
+            with operator_client(plane.url) as http:
+                answers.append(http.post(f"/sessions/{session_id}/finish", json=END).status_code)
 
         thread = threading.Thread(target=finish)
         thread.start()
