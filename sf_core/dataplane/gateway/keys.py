@@ -13,11 +13,11 @@ where no key is asked for.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import orjson
 from starlette.datastructures import Headers
@@ -36,7 +36,7 @@ from sf_core.dataplane.gateway.pages import explain_page
 from sf_core.dataplane.sessions.session import Session
 from sf_core.own_addresses import OwnAddresses
 
-KEY_HEADERS = ("x-api-key", "x-goog-api-key", "authorization")
+KEY_HEADERS = (b"x-api-key", b"x-goog-api-key", b"authorization")
 """The first that is sent counts."""
 
 
@@ -54,32 +54,34 @@ class Keys:
     def of_session(self, spec: RunSpec, session_id: str) -> str:
         """Key of one session of a run. A restart of the data plane does not change the key; a run that starts
         over has other keys."""
-        text = f"{spec.run_id}\n{spec.origin}\n{session_id}".encode()
-        return "sf-" + hmac.new(self.operator.encode(), text, hashlib.sha256).hexdigest()[:40]
+        return _derive(self.operator, f"{spec.run_id}\n{spec.origin}\n{session_id}")
+
+
+@lru_cache(maxsize=2**14)
+def _derive(key: str, text: str) -> str:
+    return "sf-" + hmac.digest(key.encode(), text.encode(), "sha256").hex()[:40]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
+    scope: Scope = field(repr=False)
     given: bytes = field(repr=False)
     """The whole key, as sent."""
     keys: Keys
     named_session: str | None
     """Session id in the URL, else in the `x-session-id` header, else in the key."""
-    fault: str | None
-    """Why it is refused as a stranger, because it may be a web page; None if it is none."""
 
     @classmethod
     def of(cls, scope: Scope, keys: Keys) -> Caller:
-        headers = Headers(scope=scope)
-        sent = next(filter(None, map(headers.get, KEY_HEADERS)), "")
-        given = sent.removeprefix("Bearer ").encode("latin-1")
+        headers = dict(scope["headers"])
+        given = next(filter(None, map(headers.get, KEY_HEADERS)), b"").removeprefix(b"Bearer ")
         if not given and AGENTS_PATH.fullmatch(scope["path"]):
             given = dict(urllib.parse.parse_qsl(scope.get("query_string", b""))).get(b"key", b"")
         is_whole_key = _is_same(given, keys.operator)
         first, _, last = (b"", b"", b"") if is_whole_key else given.rpartition(b":")
-        in_key = last.decode("latin-1") if first else None
-        session_id = named_in_path(scope["path"]) or headers.get("x-session-id", in_key)
-        return cls(given, keys, session_id, explain_page(headers, keys.addresses))
+        named = headers.get(b"x-session-id", last if first else None)
+        session_id = named_in_path(scope["path"]) or (None if named is None else named.decode("latin-1"))
+        return cls(scope, given, keys, session_id)
 
     @property
     def is_operator(self) -> bool:
@@ -90,6 +92,11 @@ class Caller:
         if self.is_operator:
             return True
         return self.is_welcome if spec.clients_key is None else self._shows(spec.clients_key)
+
+    @property
+    def fault(self) -> str | None:
+        """Why it is refused as a stranger, because it may be a web page; None if it is none."""
+        return explain_page(Headers(scope=self.scope), self.keys.addresses)
 
     @property
     def is_welcome(self) -> bool:
@@ -112,8 +119,8 @@ class Caller:
 
     def refusal(self) -> ApiError:
         """The error for a request that it may not send."""
-        if self.keys.welcomes_strangers and self.fault is not None:
-            return ApiError(403, self.fault, code="foreign_page")
+        if self.keys.welcomes_strangers and (fault := self.fault) is not None:
+            return ApiError(403, fault, code="foreign_page")
         # by these words LiteLLM knows that it is the key
         return ApiError(401, "Incorrect API key provided: it is missing or wrong.", code="invalid_api_key")
 
@@ -156,9 +163,9 @@ class KeyCheck:
             return True
         if not is_for_clients(scope["path"]):
             return False
-        return caller.is_welcome or any(self._knows(caller, spec) for spec in self._specs())
+        return any(self._knows(caller, spec) for spec in self._specs()) or caller.is_welcome
 
     @staticmethod
     def _knows(caller: Caller, spec: RunSpec) -> bool:
         named = caller.named_session
-        return caller.is_client_of(spec) or (named is not None and caller.is_agent_of(spec, named))
+        return (named is not None and caller.is_agent_of(spec, named)) or caller.is_client_of(spec)
