@@ -145,7 +145,7 @@ def test_agents_get_the_key_of_their_session_and_nobody_else_gets_in(
                 assert not working.done()
             question = {"model": "policy", "messages": []}
             stranger = await http.post("/v1/chat/completions", json=question)
-            assert stranger.status_code == (400 if key is None else 404)
+            assert stranger.status_code == (400 if key is None else 401)
             await http.post("/runs/run/release", headers=operator)
         await working
 
