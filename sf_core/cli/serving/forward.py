@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from sf_core.cli.serving.conversation import Printer, in_words
 from sf_core.dataplane.chat.json_text import mend_json
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
+from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.sessions.session import Session
 
 _OURS = {"host", "content-length", "accept-encoding", "connection", "authorization", "x-api-key"}
@@ -29,13 +31,18 @@ class Forward:
         self._above = url.rstrip("/").removesuffix("/v1")
         self._keys = {"authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
         self._printer = printer
+        self.agents_key = secrets.token_urlsafe(24)
+        """What the agent must send: nobody else is to use the key of the endpoint."""
         self._told: list[dict[str, Any]] = []
         self.has_asked = False
         self.num_answers = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            response = await self._pass_on(Request(scope, receive))
+            caller = Caller.of(scope, Keys(self.agents_key))
+            refusal = caller.refusal()
+            refused = JSONResponse(refusal.body(), refusal.status)
+            response = await self._pass_on(Request(scope, receive)) if caller.is_operator else refused
             await response(scope, receive, send)
 
     async def _pass_on(self, request: Request) -> Response:
@@ -45,9 +52,8 @@ class Forward:
         headers = {name: value for name, value in request.headers.items() if name not in _OURS} | self._keys
         http = httpx.AsyncClient(timeout=ANSWER_S)
         url = self._above + path
-        sent = http.build_request(
-            request.method, url, params=request.query_params, headers=headers, content=body
-        )
+        params = [(name, value) for name, value in request.query_params.multi_items() if name != "key"]
+        sent = http.build_request(request.method, url, params=params, headers=headers, content=body)
         try:
             answer = await http.send(sent, stream=True)
         except httpx.HTTPError as error:

@@ -4,6 +4,7 @@ engine; without a stack."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -166,7 +167,7 @@ def _at(elsewhere: Endpoint, printer: Printer) -> Iterator[_Served]:
     printer.say("policy", f"{elsewhere.model} at {elsewhere.base_url}, which reports no token ids")
     forward = Forward(elsewhere.base_url, elsewhere.api_key, printer)
     with serve_app(forward) as url:
-        endpoint = Endpoint(f"{url}/v1", "try", elsewhere.model)
+        endpoint = Endpoint(f"{url}/v1", forward.agents_key, elsewhere.model)
         yield _Served(
             endpoint,
             lambda: None,
@@ -186,12 +187,14 @@ def _with_policy(config: RunConfig, task: Task, printer: Printer) -> Iterator[_S
         policy = policy_to_try(config, Path(folder))
         printer.say("policy", policy.about)
         rollout, run_dir = policy.config.rollout.model_copy(update={**alone, **chosen}), f"{folder}/{NAME}"
-        with local_plane(policy, name=NAME, run_dir=run_dir, rollout=rollout, key="try-alone") as plane:
-            yield from _session(plane, task, printer)
+        # nobody else takes the place of the only group
+        key = secrets.token_urlsafe(24)
+        with local_plane(policy, name=NAME, run_dir=run_dir, rollout=rollout, key=key) as plane:
+            yield from _session(plane, key, task, printer)
 
 
-def _session(plane: LocalPlane, task: Task, printer: Printer) -> Iterator[_Served]:
-    headers = {"Authorization": "Bearer try-alone"}
+def _session(plane: LocalPlane, key: str, task: Task, printer: Printer) -> Iterator[_Served]:
+    headers = {"Authorization": f"Bearer {key}"}
     with httpx.Client(base_url=plane.url, headers=headers, trust_env=False, timeout=60.0) as http:
         body = {"size": 1, "task_id": task.task_id, "environment": task.environment}
         [opened] = http.post(f"/runs/{NAME}/groups", json=body).raise_for_status().json()["sessions"]

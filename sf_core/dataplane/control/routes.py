@@ -34,6 +34,9 @@ from sf_core.types import WeightsRef
 RUN = "/runs/{run_id}"
 BATCH, EVALUATION = RUN + "/batches/{index:int}", RUN + "/evaluations/{index:int}"
 
+AT_ONCE = 512
+"""Sessions that are ended between two other requests; they share one write of the journal."""
+
 CONTROL_ROUTES: list[ControlRoute] = []
 
 
@@ -110,12 +113,10 @@ async def finish(plane: DataPlane, request: Request, session_id: str, body: bodi
 
 @_post(RUN + "/finished", "End several sessions.", recorded=True, confirmed=True)
 async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
-    for report in body.sessions:
-        run.closing.check(report.session_id)
-    # together, so that they share one write of the journal
-    ends = await asyncio.gather(
-        *(_finish_one(run, report) for report in body.sessions), return_exceptions=True
-    )
+    ends: list[bool | BaseException] = []
+    for at in range(0, len(body.sessions), AT_ONCE):
+        ending = (_finish_one(run, report) for report in body.sessions[at : at + AT_ONCE])
+        ends += await asyncio.gather(*ending, return_exceptions=True)
     finished, refused = [], {}
     for report, end in zip(body.sessions, ends, strict=True):
         if isinstance(end, ApiError) and end.retry_after_s is None:
