@@ -52,7 +52,7 @@ class Forward:
         headers = {name: value for name, value in request.headers.items() if name not in _OURS} | self._keys
         http = httpx.AsyncClient(timeout=ANSWER_S)
         url = self._above + path
-        params = [(name, value) for name, value in request.query_params.multi_items() if name != "key"]
+        params = httpx.QueryParams(str(request.query_params)).remove("key")
         sent = http.build_request(request.method, url, params=params, headers=headers, content=body)
         try:
             answer = await http.send(sent, stream=True)
