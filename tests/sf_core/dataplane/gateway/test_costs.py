@@ -42,7 +42,10 @@ from tests.bench.dataplane.worst_bodies import (
 from tests.patience import wait_until
 
 BOUND_S = 0.05
-"""Most CPU between two ticks, beside the parse of the body."""
+"""Most CPU between two ticks, beside the parse of the body, on a machine that needs REFERENCE_S."""
+
+REFERENCE_S = 0.014
+"""CPU of `reference_s` on the machine on which the bound was chosen."""
 
 TRIES = 4
 """The least of so many counts: another process may hold up the ticking thread."""
@@ -86,6 +89,19 @@ def parse_s(body: bytes) -> float:
     return time.process_time() - began
 
 
+def reference_s() -> float:
+    """CPU in seconds of some arithmetic: slower machines need more for everything."""
+    began, total = time.process_time(), 0
+    for number in range(400_000):
+        total += number % 7
+    return time.process_time() - began
+
+
+def bound_s() -> float:
+    """BOUND_S for the present speed of this machine, which others may slow down."""
+    return BOUND_S * max(1.0, min(reference_s() for _ in range(3)) / REFERENCE_S)
+
+
 def check(plane: ServedPlane, case: Worst) -> None:
     check_body(plane, str(case), case.path, case.body())
 
@@ -100,7 +116,7 @@ def check_body(plane: ServedPlane, case: str, path: str, body: bytes) -> None:
         if most_s <= BOUND_S:
             break
     print(f"{1000 * most_s:5.0f} ms, parse {1000 * parsed_s:3.0f} ms, status {status}: {case}")
-    assert most_s <= BOUND_S + parsed_s, f"{case}: {1000 * most_s:.0f} ms between two ticks"
+    assert most_s <= bound_s() + parsed_s, f"{case}: {1000 * most_s:.0f} ms between two ticks"
 
 
 def test_every_field_that_a_dialect_reads_has_its_worst_bodies() -> None:
@@ -118,7 +134,7 @@ def test_every_field_that_a_dialect_reads_has_its_worst_bodies() -> None:
         assert seen <= known
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.parametrize(("path", "variant", "place"), PLACES, ids=str)
 def test_the_worst_body_of_a_field_does_not_stop_the_others(
     ticking: ServedPlane, path: str, variant: int, place: Place
