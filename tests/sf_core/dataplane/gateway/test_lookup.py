@@ -11,7 +11,8 @@ from sf_core.dataplane.gateway.lookup import Lookup
 from sf_core.dataplane.runs.run import ServedRun
 from tests.sf_core.dataplane.runs.test_run import make_run
 
-STRANGER = Caller(b"", Keys("operator's key", welcomes_strangers=True), None, None)
+REQUEST = {"type": "http", "path": "/v1/chat/completions", "headers": []}
+STRANGER = Caller.of(REQUEST, Keys("operator's key", welcomes_strangers=True))
 
 
 def serving(runs: dict[str, ServedRun], model: str) -> str:
