@@ -21,13 +21,13 @@ SMALL_CHARACTERS = 2**14
 """Characters that are tokenized on the loop, in some 10 ms."""
 
 SMALL_BYTES = 2**18
-"""Bytes of a body that is read on the loop."""
+"""Largest body that is read on the loop, in bytes."""
 
 SMALL_VALUES = 2**12
 """Values of a body that is read on the loop, in some 20 ms."""
 
 VAST_BYTES = 2**20
-"""Bytes of a request whose memory is given back to the system some time after it."""
+"""Smallest size of a request after which freed memory is given back to the system, in bytes."""
 
 TRIM_S = 2.0
 """Seconds after such a request."""

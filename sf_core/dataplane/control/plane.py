@@ -298,7 +298,7 @@ class DataPlane:
 
     def _note_failed(self, run: ServedRun, session: Session, error: EngineFailed) -> None:
         told = run.state.recent.last_error = f"session {session.session_id}: {error.message}"
-        # a session that somebody opened stays his
+        # a session that a client opened stays open until the client finishes it
         if error.is_poison and session.claim is not None:
             self._begin(_end_poisoned(run, session, told))
 

@@ -51,7 +51,7 @@ class JournalFile:
         self._reach = 0
         """Where the last write of this process would have ended: what is between is a torn write."""
         self._identity: _Identity | None = None
-        """Of the file that this process left; None: it has seen that there is no file."""
+        """Identity of the file that this process left. None: this process has seen that there is no file."""
         self._is_known = False
         """Whether `end` and `_identity` are those of the file that this process left, or has read."""
         self._is_made = False

@@ -1,4 +1,4 @@
-"""Who may write a journal: the process that holds the lock on a file beside the journal.
+"""The ownership of a journal: only the process that holds the lock on a file beside it may write it.
 
 The lock is not on the journal itself, which a compaction replaces. Knows nothing of what a journal contains.
 """
