@@ -1,4 +1,4 @@
-"""Values that packages exchange: frozen data without behaviour.
+"""Values that packages exchange: frozen data without behaviour, except for `Endpoint.client`.
 
 Words follow docs/concepts/glossary.md: session, turn, branch, trajectory, group, lease, lag.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from storage.media import PictureSpan as PictureSpan
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 Ids = npt.NDArray[np.int32]
 """Token ids, [num_tokens]."""
@@ -160,10 +163,10 @@ class NotJudged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The LLM endpoint of one session. Pass its three fields to the LLM SDK of your agent.
+    """The LLM endpoint of one session. Call `client()`, or pass the three fields to another LLM SDK.
 
     ```python
-    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    client = endpoint.client()
     reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
     ```
     """
@@ -174,3 +177,17 @@ class Endpoint:
     """The key of this session. It is valid until the session ends."""
     model: str
     """The name of the policy, for the field `model` of a request."""
+
+    def client(self) -> AsyncOpenAI:
+        """A client of the OpenAI SDK with the key of this session.
+
+        All clients of one event loop share their connections, so a client costs almost nothing. A new
+        `AsyncOpenAI` in each session reads all CA certificates, which can cost more CPU time than the
+        session. You do not need to close the client. A closed client does not close the connections of other
+        sessions. The client has no timeout, because a request waits while the policy trains. Raises
+        RuntimeError outside of an event loop.
+        """
+        # a second to import, and of use only where agents run
+        from sf_core.clients import open_client
+
+        return open_client(self.base_url, self.api_key)

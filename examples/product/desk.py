@@ -1,7 +1,5 @@
 """Questions, an agent that answers held-out ones, and what callers think of an answer."""
 
-import openai
-
 from seamlessflow import Endpoint, Task
 
 ASKED = ["rain", "bread", "glass", "a bee", "gold", "a river", "tea", "a bicycle"]
@@ -14,10 +12,9 @@ def tasks(split: str, index: int) -> Task:
 
 
 async def agent(task: Task, endpoint: Endpoint) -> str:
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-        reply = await client.chat.completions.create(
-            model=endpoint.model, messages=[{"role": "user", "content": task.prompt}]
-        )
+    reply = await endpoint.client().chat.completions.create(
+        model=endpoint.model, messages=[{"role": "user", "content": task.prompt}]
+    )
     return reply.choices[0].message.content or ""
 
 

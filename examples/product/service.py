@@ -11,13 +11,14 @@ from starlette.routing import Route
 PLANE, RUN, KEY = os.environ["PLANE"], os.environ["RUN"], os.environ.get("SF_RUN_KEY", "none")
 
 plane = httpx.AsyncClient(base_url=PLANE, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+policy = openai.AsyncOpenAI(base_url=f"{PLANE}/v1", api_key=KEY)
 
 
 async def draft(question: str, base_url: str) -> str:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY) as client:
-        reply = await client.chat.completions.create(
-            model="policy", messages=[{"role": "user", "content": question}]
-        )
+    client = policy.with_options(base_url=base_url)  # the same connections
+    reply = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": question}]
+    )
     return reply.choices[0].message.content or ""
 
 

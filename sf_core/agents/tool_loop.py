@@ -5,15 +5,13 @@ Uses nothing but the public OpenAI SDK, so it runs unchanged against any OpenAI-
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from openai import AsyncOpenAI, DefaultAioHttpClient
+from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from sf_core.types import Endpoint
@@ -84,7 +82,7 @@ async def run_tool_loop(
         return await run_tool_loop(endpoint, task.prompt, [CALCULATOR], max_turns=8)
     ```
     """
-    client = await open_client(endpoint)
+    client = endpoint.client()
     by_name = {tool.name: tool for tool in tools}
     messages: list[Any] = [{"role": "user", "content": prompt}]
     for _ in range(max_turns):
@@ -97,17 +95,6 @@ async def run_tool_loop(
             for call in message.tool_calls
         ]
     return ""
-
-
-async def open_client(endpoint: Endpoint) -> AsyncOpenAI:
-    """A client of the endpoint; those of one event loop share its connections, and none is to be closed."""
-    return AsyncOpenAI(
-        base_url=endpoint.base_url,
-        api_key=endpoint.api_key,
-        http_client=await _http_client(),
-        timeout=None,  # the endpoint may hold a request while the policy trains; sessions have a time limit
-        max_retries=5,
-    )
 
 
 async def _ask(
@@ -133,29 +120,3 @@ async def _run_tool(by_name: dict[str, Tool], call: Any) -> Content:
         raise
     except Exception as error:  # the model wrote this call: it is told what was wrong and may try again
         return f"error: {error}"
-
-
-async def _http_client() -> DefaultAioHttpClient:
-    """One connection pool per event loop; a client per session would open a connection per session. With
-    aiohttp a request costs 1.4 ms of CPU at 512 sessions, with the default transport 3.2 ms."""
-    loop = asyncio.get_running_loop()
-    if loop not in _http_clients:
-        client = DefaultAioHttpClient()
-        closing = _close_with_the_loop(client)
-        _http_clients[loop] = client, closing
-        await anext(closing)
-    return _http_clients[loop][0]
-
-
-async def _close_with_the_loop(client: DefaultAioHttpClient) -> AsyncGenerator[None]:
-    """An event loop ends the asynchronous generators begun on it before it closes: the only moment at which
-    the client is no longer used and can still be closed."""
-    try:
-        yield
-    finally:
-        await client.aclose()
-
-
-_http_clients: WeakKeyDictionary[
-    asyncio.AbstractEventLoop, tuple[DefaultAioHttpClient, AsyncGenerator[None]]
-] = WeakKeyDictionary()

@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import Field
 
-from sf_core.agents.tool_loop import open_client
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.types import Endpoint, Task
@@ -57,7 +56,7 @@ class Prompts(Environment):
         return Task(f"prompts-{index}", "prompts", prompt, metadata={"messages": messages})
 
     async def agent(self, task: Task, endpoint: Endpoint) -> str:
-        client = await open_client(endpoint)
+        client = endpoint.client()
         reply = await client.chat.completions.create(model=endpoint.model, messages=task.metadata["messages"])
         return reply.choices[0].message.content or ""
 

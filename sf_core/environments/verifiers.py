@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from sf_core.agents.tool_loop import open_client
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.settings import quote
@@ -89,7 +88,7 @@ class Verifiers(Environment):
     async def agent(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
         environment = self._environment
         output = await environment.run_rollout(
-            self._row(task), await open_client(endpoint), endpoint.model, dict(environment.sampling_args)
+            self._row(task), endpoint.client(), endpoint.model, dict(environment.sampling_args)
         )
         if (error := output.get("error")) is not None:
             raise RuntimeError(f"{self.name}: {error['error_chain_str']}")

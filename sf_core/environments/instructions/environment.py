@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sf_core.agents.tool_loop import open_client
 from sf_core.environments.environment import Environment
 from sf_core.environments.instructions.constraints import KINDS, draw_kinds, words_of
 from sf_core.environments.instructions.words import subjects
@@ -62,7 +61,7 @@ class Instructions(Environment):
 
     async def agent(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
         messages: list[Any] = [{"role": "user", "content": task.prompt}]
-        client = await open_client(endpoint)
+        client = endpoint.client()
         for _ in range(self.answers):
             reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
             [choice] = reply.choices

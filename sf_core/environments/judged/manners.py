@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from sf_core.agents.tool_loop import open_client
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.types import Endpoint, Task
@@ -55,7 +54,7 @@ class Manners(Environment):
         return Task(f"manners-{split}-{index}", "manners", prompt, metadata={"favour": favour})
 
     async def agent(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
-        client = await open_client(endpoint)
+        client = endpoint.client()
         messages: Any = [{"role": "user", "content": task.prompt}]
         reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
         [choice] = reply.choices

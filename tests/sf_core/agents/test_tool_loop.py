@@ -1,10 +1,9 @@
 import asyncio
-import gc
 from typing import Any
 
 import pytest
 
-from sf_core.agents.tool_loop import _http_client, run_tool_loop
+from sf_core.agents.tool_loop import run_tool_loop
 from sf_core.environments.calculator import CALCULATOR
 from tests.bench.canned_model import CannedModel
 
@@ -44,24 +43,3 @@ def test_the_model_is_told_what_was_wrong_with_its_call(
 
 def test_a_model_that_only_calls_tools_gives_no_answer(canned_model: CannedModel) -> None:
     assert ask(canned_model, *[call('{"expression": "1+1"}')] * 2, max_turns=2) == ""
-
-
-def test_it_works_again_on_another_event_loop(canned_model: CannedModel) -> None:
-    assert [ask(canned_model, {"content": "1"}), ask(canned_model, {"content": "2"})] == ["1", "2"]
-
-
-def test_connections_are_shared_within_an_event_loop_and_closed_with_it(
-    canned_model: CannedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    canned_model.answers = [{"content": "1"}, {"content": "2"}]
-    clients: list[Any] = []
-
-    async def two_sessions() -> None:
-        await asyncio.gather(*(run_tool_loop(canned_model.endpoint, "?") for _ in range(2)))
-        clients.extend([await _http_client(), await _http_client()])
-        assert not clients[0].is_closed
-
-    asyncio.run(two_sessions())
-    assert clients[0] is clients[1] and clients[0].is_closed
-    gc.collect()
-    assert "Unclosed" not in caplog.text
