@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from functools import cache
+from ssl import SSLContext
 from weakref import WeakKeyDictionary
 
-from openai import DEFAULT_CONNECTION_LIMITS, AsyncOpenAI, DefaultAioHttpClient
+import httpx2
+from openai import AsyncOpenAI, DefaultAioHttpClient
 
-_NO_LIMIT = type(DEFAULT_CONNECTION_LIMITS)(max_connections=0)
+_NO_LIMIT = httpx2.Limits(max_connections=0)
 """A runner has as many sessions at a time as `rollout.concurrency` says, and each may wait for its answer."""
 
 
@@ -26,13 +29,19 @@ def open_client(base_url: str, api_key: str) -> AsyncOpenAI:
 
 class _Connections(DefaultAioHttpClient):
     """The connections of an event loop. With aiohttp a request costs 1.4 ms of CPU at 512 sessions, with the
-    default transport 3.2 ms. Its TLS context costs 20 ms, which is more than a session (decision 065)."""
+    default transport 3.2 ms."""
 
     async def aclose(self) -> None:
         """Nothing: a session that closes its client must not close the connections of others."""
 
     async def close(self) -> None:
         await super().aclose()
+
+
+@cache
+def _tls() -> SSLContext:
+    """Cached, because to read all certificate authorities takes 20 ms, more than a session (decision 065)."""
+    return httpx2.create_ssl_context()
 
 
 def _shared_connections() -> _Connections:
@@ -44,7 +53,7 @@ def _shared_connections() -> _Connections:
             "openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) in a plain function"
         ) from None
     if loop not in _by_loop:
-        connections = _Connections(limits=_NO_LIMIT)
+        connections = _Connections(limits=_NO_LIMIT, verify=_tls())
         closing = _close_with_the_loop(connections)
         _by_loop[loop] = connections, closing
         with suppress(StopIteration):

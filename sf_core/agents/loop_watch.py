@@ -52,12 +52,12 @@ def watch_for_blocks(on_block: Callable[[FrameType], None]) -> Iterator[None]:
 
     def watch() -> None:
         while not is_over.is_set():
-            has_turned, began = threading.Event(), _read_schedule(number)
+            has_turned, began = threading.Event(), read_schedule(number)
             loop.call_soon_threadsafe(has_turned.set)
             for num_looks in count(1):
                 if is_over.wait(LOOK_S) or has_turned.is_set():
                     break
-                if _measure_stay(began, _read_schedule(number), num_looks) >= BLOCKED_S:
+                if _measure_stay(began, read_schedule(number), num_looks) >= BLOCKED_S:
                     on_block(sys._current_frames()[thread])
                     while not (is_over.wait(LOOK_S) or has_turned.is_set()):
                         pass
@@ -88,7 +88,7 @@ def _measure_stay(began: _Schedule, now: _Schedule, num_looks: int) -> float:
     return computed_s if now.is_queued else max(computed_s, num_looks * LOOK_S - queued_s)
 
 
-def _read_schedule(number: int) -> _Schedule:
+def read_schedule(number: int) -> _Schedule:
     """Schedule of the thread with this number. Only Linux tells it: elsewhere only looks count."""
     folder = Path(f"/proc/self/task/{number}")
     try:

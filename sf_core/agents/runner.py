@@ -21,6 +21,7 @@ import httpx
 import msgspec
 import orjson
 
+from sf_core.agents.effort import Effort
 from sf_core.agents.judges.judges import Judges
 from sf_core.agents.loop_watch import log_blocks
 from sf_core.agents.phases import Phase, Phases, Prepare, Work
@@ -108,6 +109,7 @@ class AgentRunner:
         # with a transport of its own the client uses no proxy of the environment; agents' clients may
         direct = httpx.AsyncHTTPTransport(limits=limits)
         reach_directly(self._url)
+        self._effort = Effort()
         http = httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=timeout, transport=direct)
         async with AsyncExitStack() as stack:
             self._http = await stack.enter_async_context(http)
@@ -160,6 +162,7 @@ class AgentRunner:
         room = min(self._room(), MAX_CLAIM)
         now, begun, answered = time.monotonic(), dict(self._phases.begun), [*self._phases.answered]
         names_sessions = now - self._named_at >= BEAT_S
+        spent = self._effort.untold()
         body = {
             "runner": self._runner_id,
             "attempt": self._attempt,
@@ -169,6 +172,7 @@ class AgentRunner:
             "answered": answered,
             "wait_s": LOOK_S if room else 0.0,
             "running": list(self._sessions) if names_sessions else None,
+            "spent": spent,
         }
         try:
             response = await self._http.post(f"/runs/{self._run_id}/claim", content=orjson.dumps(body))
@@ -179,6 +183,7 @@ class AgentRunner:
             return True
         self._alone_since = None
         self._phases.note_told(begun, answered)
+        self._effort.note_told(spent)
         if names_sessions:
             self._named_at = now
         answer = orjson.loads(response.content)
@@ -242,6 +247,7 @@ class AgentRunner:
             if current is not None and current.cancelling():
                 raise
             self._add_failures(works, error)
+        self._effort.num_ended += len(works)
 
     def _add_failures(self, works: list[Work], error: BaseException) -> None:
         sentence = _describe_error(error, works[0].phase)

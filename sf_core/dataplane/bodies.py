@@ -114,6 +114,22 @@ class TaskName(Body):
     """Name of the task's environment."""
 
 
+class Spent(Body):
+    cpu_s: float = Field(0.0, ge=0)
+    """CPU seconds of the runner's process, and of ended programs that the process started."""
+    busy_s: float = Field(0.0, ge=0)
+    """Seconds in which the runner's event loop computed or waited for a core."""
+    num_ended: int = Field(0, ge=0)
+    """Number of sessions and scored answers that have ended."""
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            cpu_s=self.cpu_s + other.cpu_s,
+            busy_s=self.busy_s + other.busy_s,
+            num_ended=self.num_ended + other.num_ended,
+        )
+
+
 class ClaimBody(Body):
     runner: str = Field(min_length=1)
     """Id of the runner."""
@@ -134,6 +150,8 @@ class ClaimBody(Body):
     running: list[str] | None = None
     """Ids of all sessions that the runner works on. Other sessions of this runner are given out again. None:
     this claim does not list them, because a list of thousands is slow."""
+    spent: Spent = Spent()
+    """Effort of the runner since its last claim."""
 
 
 class ReleaseBody(Body):
@@ -326,6 +344,10 @@ class EngineStatus(EnginePace):
 class RunnerStatus(TypedDict):
     work: Work
     retiring: bool
+    cpu_s: float
+    """CPU seconds that the runner has used."""
+    num_ended: int
+    """Number of its sessions and scored answers that have ended."""
 
 
 class Straggler(TypedDict):

@@ -1,21 +1,27 @@
-"""What a run should tell whoever started it, because it is learning nothing or much less than it could. One
-sentence each, with the setting that it is about.
+"""What a run should tell whoever started it, because it is learning nothing, or much less or more slowly than
+it could. One sentence each, with the setting that it is about.
 
 Read from manifests alone, so that the log, the summary, the page and `sf inspect` say the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.series import RunSeries
-from sf_core.reports.view import Iteration, RunView, failures_of
+from sf_core.reports.view import Iteration, RunView, failures_of, runners_of
 
 CUT_SHARE = 0.5
 """Smallest share of answers cut at their longest length that is told."""
+
+FREE_SHARE, AGENTS_SHARE = 0.5, 0.5
+"""The code of the agents is what a run waits for if engines had no request, and a runner computed, for at
+least these shares of the time."""
 
 NUM_CONSTANT = 3
 """Batches in a row whose sessions must all have earned the same for that to be told."""
@@ -85,12 +91,35 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
             f"{refused} reports on sessions that had ended by another report were refused: check that only "
             "one program finishes each session",
         )
+    if told := _explain_agents(rollout):
+        yield "agents", told
     if rewards_teach and (earned := _find_constant(view, number)) is not None:
         yield (
             "constant",
             f"every session of the last {NUM_CONSTANT} batches earned {earned:g}: "
             f"check that {reward} is not constant",
         )
+
+
+def _explain_agents(rollout: Mapping[str, Any]) -> str:
+    """Why engines waited, if the code of the agents computed meanwhile; else empty."""
+    free, seconds = rollout.get("engines_free") or 0.0, rollout.get("runners_seconds") or math.inf
+    busy = {
+        name: spent
+        for name, spent in runners_of(rollout).items()
+        if max(spent["busy_s"], spent["cpu_s"]) / seconds >= AGENTS_SHARE
+    }
+    if free < FREE_SHARE or not busy:
+        return ""
+    told = ", ".join(
+        f"{1000 * spent['cpu_s'] / max(1, spent['num_ended']):,.0f} ms on {name}"
+        for name, spent in busy.items()
+    )
+    return (
+        f"the engines had no request for {free:.0%} of the time, because the code of the agents computed "
+        f"(CPU time per session: {told}): use endpoint.client() instead of a new client in each session, "
+        "look for what else each session loads, or add workers tagged agent"
+    )
 
 
 def _find_constant(view: RunView, number: int) -> float | None:

@@ -6,6 +6,7 @@ Figures of devices are recorded once per iteration, as metrics, because they tak
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ import pyarrow.compute as pc
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import sum_failures
-from sf_core.reports.view import Iteration, RunView, SessionSet, failures_of
+from sf_core.reports.view import Iteration, RunView, SessionSet, failures_of, runners_of
 from sf_core.scheduling.figures import DeviceFigures, Window, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
 from storage import files
@@ -100,6 +101,23 @@ class RunSeries:
     def count_reports(self, kind: str) -> int:
         """Reports of this kind on sessions that had ended (`late_reports`, `refused_reports`)."""
         return sum(i.stages["rollout"].data.get(kind, 0) for i in self.iterations if "rollout" in i.stages)
+
+    @property
+    def runners(self) -> dict[str, dict[str, float]]:
+        """CPU seconds of each worker of agents, and sessions that have ended there."""
+        total: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for iteration in self.iterations:
+            if (rollout := iteration.stages.get("rollout")) is not None:
+                for name, spent in runners_of(rollout.data).items():
+                    total[name].update(spent)
+        return {
+            name: {
+                "sessions": spent["num_ended"],
+                "cpu_s": round(spent["cpu_s"], 3),
+                "cpu_s_per_session": round(spent["cpu_s"] / max(1, spent["num_ended"]), 5),
+            }
+            for name, spent in total.items()
+        }
 
     @property
     def held_out_failures(self) -> dict[str, int]:

@@ -27,6 +27,7 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     time between two attempts and what the first did of an iteration that the second finished;
     tokens_per_second counts the tokens of sealed sessions in it, idle_fraction is the share of it in which a
     device computed nothing, idle_by_cause divides that;
+    runners has the CPU seconds per session of each worker of agents;
     late_reports and refused_reports count reports on sessions that had ended: those that came too late, and
     those that differed from the reports that ended the sessions;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
@@ -53,6 +54,7 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
         "idle_fraction": {worker: round(sum(shares.values()), 4) for worker, shares in idle.items()},
         "idle_by_cause": idle,
+        "runners": series.runners,
         "failures": series.failures,
         "late_reports": series.count_reports("late_reports"),
         "refused_reports": series.count_reports("refused_reports"),

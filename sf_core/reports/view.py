@@ -7,6 +7,7 @@ sf_core/reports/tables.py's.
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,6 +22,7 @@ from sf_core.models.tokenizer import open_tokenizer
 from sf_core.pictures.sight import read_sight
 from sf_core.recipes.gates import KINDS, Kind
 from sf_core.scheduling.figures import Window
+from sf_core.scheduling.leases import lease_of
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
@@ -305,6 +307,15 @@ def failures_of(manifest: Manifest) -> dict[str, int]:
     were not judged."""
     unjudged = manifest.data.get("unjudged")
     return manifest.data["failures"] | ({"not_judged": unjudged} if unjudged else {})
+
+
+def runners_of(rollout: Mapping[str, Any]) -> dict[str, Counter[str]]:
+    """What the runner of each worker spent until a batch was sealed (`Spent`), by the facts of the batch.
+    Empty for runs of before it was counted."""
+    spent: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for holder, told in rollout.get("runners", {}).items():
+        spent[lease_of(holder)[0]].update(told)
+    return spent
 
 
 def kinds_in(manifest: Manifest | None) -> dict[Kind, int] | None:

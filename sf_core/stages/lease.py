@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from sf_core.agents.authorities import read_authorities_lazily
 from sf_core.agents.judges.judges import Judges, endpoint_of
 from sf_core.agents.runner import AgentRunner
 from sf_core.config import EnvironmentConfig, RunConfig
@@ -83,6 +84,7 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
     run = OpenRun(ref)
     environment = run.config.environment
     check_host(environment)
+    read_authorities_lazily()
     with open_judges(environment, work) as judges:
         runner = AgentRunner(
             url=ref.dataplane_url,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
+from functools import cache
 from urllib.parse import SplitResult, urlsplit
 
 import httptools
@@ -61,13 +63,19 @@ async def _accept(listener: socket.socket, url: SplitResult) -> None:
                 group.create_task(carry(connection))
 
 
+@cache
+def _tls() -> ssl.SSLContext:
+    """Cached, because each connection would otherwise read all certificate authorities."""
+    return ssl.create_default_context()
+
+
 async def _carry(connection: socket.socket, url: SplitResult) -> None:
-    is_secure = url.scheme == "https"
-    port = url.port or (443 if is_secure else 80)
+    tls = _tls() if url.scheme == "https" else None
+    port = url.port or (80 if tls is None else 443)
     reader, writer = await asyncio.open_connection(sock=connection, limit=CHUNK)
     # either side may be gone
     with closing(writer), suppress(OSError):
-        above, upward = await asyncio.open_connection(url.hostname, port, ssl=is_secure or None, limit=CHUNK)
+        above, upward = await asyncio.open_connection(url.hostname, port, ssl=tls, limit=CHUNK)
         try:
             async with asyncio.TaskGroup() as group:
                 parser = httptools.HttpRequestParser(_Requests(url.path.encode()))

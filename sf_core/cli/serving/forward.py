@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from sf_core.cli.serving.conversation import Printer, in_words
 from sf_core.dataplane.chat.json_text import mend_json
+from sf_core.dataplane.control.client import tls
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.gateway.keys import Caller, Keys
@@ -50,7 +51,7 @@ class Forward:
         self.has_asked = True
         self._show_request(path, body)
         headers = {name: value for name, value in request.headers.items() if name not in _OURS} | self._keys
-        http = httpx.AsyncClient(timeout=ANSWER_S)
+        http = httpx.AsyncClient(timeout=ANSWER_S, verify=tls())
         url = self._above + path
         params = httpx.QueryParams(str(request.query_params)).remove("key")
         sent = http.build_request(request.method, url, params=params, headers=headers, content=body)

@@ -16,6 +16,7 @@ import httpx
 import orjson
 from rich.console import Console
 
+from sf_core.agents.authorities import read_authorities_lazily
 from sf_core.agents.judges.judges import Judges
 from sf_core.agents.phases import Phases, Work, limit_time
 from sf_core.agents.runner import as_json
@@ -64,6 +65,7 @@ class _Served:
 def try_one(config: RunConfig, split: str, index: int, elsewhere: Endpoint | None, console: Console) -> float:
     """Run the agent on a task and print what happens; returns the reward. Raises PhaseError if the user's
     code fails, ValueError if its tasks change, there is nothing to serve or the endpoint does not answer."""
+    read_authorities_lazily()
     printer = Printer(console)
     task = _task(config, split, index)
     printer.say(f"task {task.task_id} of {task.environment}", task.prompt)

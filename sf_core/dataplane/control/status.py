@@ -50,7 +50,12 @@ def run_status(run: ServedRun) -> RunStatus:
         "straggler": straggler(run),
         "work": work_of(run),
         "runners": {
-            name: {"work": runner.work, "retiring": runner.is_retiring}
+            name: {
+                "work": runner.work,
+                "retiring": runner.is_retiring,
+                "cpu_s": round(runner.spent.cpu_s, 3),
+                "num_ended": runner.spent.num_ended,
+            }
             for name, runner in run.runners.items()
         },
         "requests_waiting": len(router.waiting),

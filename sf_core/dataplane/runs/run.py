@@ -28,7 +28,7 @@ from sf_core.dataplane.runs.decide import Readiness
 from sf_core.dataplane.runs.events import OpenedSession, RunEvent, read_event
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.results import TokenRate
-from sf_core.dataplane.runs.runners import Runners
+from sf_core.dataplane.runs.runners import Effort, Runners
 from sf_core.dataplane.runs.state import RunState
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.memory import Memory
@@ -115,6 +115,7 @@ class ServedRun:
         on until another attempt begins, by which it may be mended."""
         self.stage: dict[str, Any] = {}
         self.meter = TokenRate()
+        self.effort = Effort()
 
     @property
     def spec(self) -> RunSpec:
@@ -217,6 +218,7 @@ class ServedRun:
 
     def pass_time(self, seconds: float) -> None:
         """Let sessions grow older."""
+        self.effort.look(self.router.engines, seconds)
         # they do not age while their agents are refused
         if self.router.is_serving and self.journal.failure is None:
             self.state.serving_s += seconds

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from sf_core.dataplane.bodies import Work
+from sf_core.dataplane.bodies import Spent, Work
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.sessions.session import Session
 
@@ -29,6 +32,7 @@ class Runner:
     """Number of its claims that are waiting."""
     is_retiring: bool = False
     """It gets nothing new, and is released once it has finished its sessions."""
+    spent: Spent = field(default_factory=Spent)
 
 
 class Runners(dict[str, Runner]):
@@ -92,6 +96,39 @@ class Scoring:
             for session in waiting:
                 session.waits_for_group, session.began_at = False, now
             self.groups.append(group.index)
+
+
+class Effort:
+    """What runners have spent on sessions since the last batch, and whether engines waited meanwhile. It is
+    not recorded: a data plane that starts again begins to count again."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since = time.monotonic()
+        self._runners: defaultdict[str, Spent] = defaultdict(Spent)
+        self._free_s = self._served_s = 0.0
+
+    def note(self, runner: str, spent: Spent) -> None:
+        self._runners[runner] += spent
+
+    def look(self, engines: Iterable[EngineConnection], elapsed_s: float) -> None:
+        """Count the time since the last look as each engine is now: with or without a request."""
+        for engine in engines:
+            if engine.is_routable:
+                self._served_s += elapsed_s
+                self._free_s += 0.0 if engine.in_flight else elapsed_s
+
+    def take(self) -> dict[str, Any]:
+        """The facts for the manifest of a batch; begins to count for the next one."""
+        facts = {
+            "runners": {name: spent.model_dump() for name, spent in self._runners.items()},
+            "runners_seconds": round(time.monotonic() - self._since, 3),
+            "engines_free": round(self._free_s / self._served_s, 4) if self._served_s else None,
+        }
+        self._begin()
+        return facts
 
 
 def give_to(runner: str, session: Session) -> None:

@@ -114,6 +114,7 @@ class Sealer:
             "discarded": dict(state.recent.discarded),
             "last_error": state.recent.last_error,
             **state.recent.reports,
+            **run.effort.take(),
             "max_lag": index - min(min_versions, default=index),
         }
         state.recent.reports.clear()

@@ -61,6 +61,47 @@ def test_an_iteration_in_which_nothing_or_little_can_be_learned_says_why(
     assert summed == f"{told[kind]} (1 of 2 iterations)"
 
 
+def spent(cpu_s: float, busy_s: float, num_ended: int = 100) -> dict[str, float]:
+    return {"cpu_s": cpu_s, "busy_s": busy_s, "num_ended": num_ended}
+
+
+@pytest.mark.parametrize(
+    ("free", "runners", "told"),
+    [
+        (0.8, {"a0:l1": spent(2.4, 9.0)}, "24 ms on a0"),
+        (0.8, {"a0:l1": spent(2.4, 9.0), "a1:l2": spent(1.0, 1.0)}, "24 ms on a0"),
+        (0.8, {"a0:l1": spent(2.4, 3.0), "a0:l2": spent(3.6, 3.0)}, "30 ms on a0"),
+        # the code of the agents runs in threads, or in programs
+        (0.8, {"a0:l1": spent(6.0, 0.1), "a1:l2": spent(12.0, 0.1)}, "60 ms on a0, 120 ms on a1"),
+        # the agents wait for something else than a core
+        (0.8, {"a0:l1": spent(2.4, 3.0)}, None),
+        # the engines have requests
+        (0.3, {"a0:l1": spent(9.0, 9.0)}, None),
+        (None, {"a0:l1": spent(9.0, 9.0)}, None),
+    ],
+)
+def test_a_run_that_waits_for_the_code_of_its_agents_says_so(
+    tmp_path: Path, free: float | None, runners: dict[str, Any], told: str | None
+) -> None:
+    facts = {"engines_free": free, "runners_seconds": 10.0, "runners": runners}
+    view, config = run_of(tmp_path, {"rollout": facts})
+    sentence = (
+        "the engines had no request for 80% of the time, because the code of the agents computed (CPU time "
+        f"per session: {told}): use endpoint.client() instead of a new client in each session, look for what "
+        "else each session loads, or add workers tagged agent"
+    )
+    assert concerns_of(view, 0, config) == ({} if told is None else {"agents": sentence})
+
+
+def test_cpu_time_of_agents_is_summed_by_worker(tmp_path: Path) -> None:
+    first = {"a0:l1": spent(1.0, 2.0, 10), "a1:l2": spent(0.5, 2.0, 0)}
+    view, _ = run_of(tmp_path, {"rollout": {"runners": first}}, {"rollout": {"runners": first}}, {})
+    assert RunSeries(view).runners == {
+        "a0": {"sessions": 20, "cpu_s": 2.0, "cpu_s_per_session": 0.1},
+        "a1": {"sessions": 0, "cpu_s": 1.0, "cpu_s_per_session": 1.0},
+    }
+
+
 def test_equal_rewards_explain_a_gradient_of_zero(tmp_path: Path) -> None:
     changes = {"filter": {"zero_advantage_share": 1.0}, "train": {"grad_norm": 0.0}}
     view, config = run_of(tmp_path, changes)

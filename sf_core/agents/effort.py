@@ -1,0 +1,33 @@
+"""What a runner spends on its sessions beside the policy's answers, for the data plane."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from sf_core.agents.loop_watch import read_schedule
+
+Spent = dict[str, float]
+"""cpu_s: CPU seconds of this process, and of programs that it has started and that have ended. busy_s:
+seconds in which the event loop computed or waited for a core. num_ended: sessions, or scored answers, that
+have ended."""
+
+
+class Effort:
+    def __init__(self) -> None:
+        """Of this process, whose event loop runs in this thread."""
+        self._thread, self.num_ended = threading.get_native_id(), 0
+        self._told = self._sum()
+
+    def untold(self) -> Spent:
+        """What the data plane was not told of."""
+        return {name: max(0, now - self._told[name]) for name, now in self._sum().items()}
+
+    def note_told(self, spent: Spent) -> None:
+        self._told = {name: before + spent[name] for name, before in self._told.items()}
+
+    def _sum(self) -> Spent:
+        times, loop = os.times(), read_schedule(self._thread)
+        cpu_s = times.user + times.system + times.children_user + times.children_system
+        busy_s = loop.computed_s + loop.queued_s
+        return {"cpu_s": cpu_s, "busy_s": busy_s, "num_ended": self.num_ended}
