@@ -48,6 +48,7 @@ COMMANDS = {
     "gateway": "benchmarks.gateway --only throughput --only long",
     "gateway_turns": "benchmarks.gateway --only turns",
     "streaming": "benchmarks.gateway --only streaming",
+    "agent_clients": "benchmarks.agent_clients",
     "weight_path": "benchmarks.weight_path",
     "weights": "benchmarks.weights",
     "harness": "benchmarks.harness",

@@ -78,6 +78,7 @@ SECTIONS = {
     "Storage": ("storage",),
     "Orchestration": ("orchestration", "quickstart"),
     "Generation and training together": ("real_model", "quickstart_vs_trl"),
+    "Agents": ("agent_clients",),
     "Weights": ("weight_path", "weights"),
     "Sandbox": ("harness",),
     "Pipelines": ("pipelines", "pipelines_deltas"),
@@ -172,6 +173,26 @@ def _april(key: str) -> Row:
     )
 
 
+CLIENTS = {
+    "own_file": "a new client in each session that reads a file",
+    "own_folder": "a new client in each session that reads the system's folder of certificates",
+    "shared": "`endpoint.client()`",
+}
+
+
+def _client(name: str) -> Row:
+    def of(name: str) -> str:
+        return f"{{{name}[cpu_ms_per_session]:.1f}}, {{{name}[tokens_per_second]:,.0f}}"
+
+    predicted = f"predicted[{name}]"
+    return Row(
+        "agent_clients",
+        f"README's example, {CLIENTS[name]}: CPU time of the agents' worker per session in ms, tokens/s",
+        of(name),
+        f"{of('own_file')}, {CLIENTS['own_file']}; predicted {of(predicted)}",
+    )
+
+
 ROWS = (
     *_claims(),
     *map(_april, ("sigma 0", "sigma 1.2", "sigma 1.2, turns with tools")),
@@ -191,6 +212,7 @@ ROWS = (
         "{trl[tokens_per_second]:,.0f}, {trl[cpu_s_per_1000_tokens]:,.0f}, {trl[peak_gb]:.1f}, "
         "TRL's `GRPOTrainer`",
     ),
+    *map(_client, ("own_folder", "shared")),
     Row(
         "orchestration",
         "seconds of overhead per iteration",

@@ -1,0 +1,123 @@
+"""What the client of README's agent costs: CPU time of the agents' worker per session, and tokens per second
+of a whole run. Baseline in the same run: a new `AsyncOpenAI` in each session, which reads all certificate
+authorities from a file.
+
+Three runs of README's example, one after the other, each with its own stack. `own_file` opens a client in
+each session, and SSL_CERT_FILE names a file of the user. `own_folder` is the same agent, but the file is that
+of the system: the worker then reads the system's folder (docs/decisions/065). `shared` is `endpoint.client()`
+in the same environment. CPU time includes claims, reports and the reward function.
+
+Predicted before the first run, from 23.6, 2.9 and 1.2 ms per session of a client alone: see PREDICTED. Tokens
+per second mean something only on a machine with nothing else.
+
+    python -m benchmarks.agent_clients
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import certifi
+import typer
+
+from benchmarks.orchestration import run_flow
+from sf_core.agents.authorities import equal_folder
+from sf_core.cli.stack.local import local_stack, start_services
+from sf_core.config import RunConfig
+from sf_core.config.yaml_file import load_config
+from sf_core.reports.series import RunSeries
+from sf_core.reports.view import RunView
+from storage.run_directory import RunDirectory
+
+ROOT = Path(__file__).parents[1]
+SHARED = "endpoint.client()"
+OWN = "AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)"
+BUNDLES = (ssl.get_default_verify_paths().openssl_cafile, "/etc/ssl/certs/ca-certificates.crt")
+
+PREDICTED = {
+    "own_file": {"cpu_ms_per_session": 27.0, "tokens_per_second": 180},
+    "own_folder": {"cpu_ms_per_session": 6.0, "tokens_per_second": 900},
+    "shared": {"cpu_ms_per_session": 4.0, "tokens_per_second": 1000},
+}
+
+
+def main(iterations: int = 8) -> None:
+    readme = (ROOT / "README.md").read_text()
+    code, settings = (
+        re.search(rf"```{language}\n(.*?)```", readme, re.DOTALL)[1]  # type: ignore[index]
+        for language in ("python", "yaml")
+    )
+    if SHARED not in code:
+        raise SystemExit(f"README's agent does not use {SHARED}")
+    own = "from openai import AsyncOpenAI\n" + code.replace(SHARED, OWN)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        bundle = find_bundle()
+        users = folder / "authorities.pem"
+        # one fewer than the system has
+        users.write_text(Path(bundle).read_text().partition("-----END CERTIFICATE-----\n")[2])
+        arms = {"own_file": (own, str(users)), "own_folder": (own, bundle), "shared": (code, bundle)}
+        measured = {
+            name: run(folder, name, agent, settings, iterations, file) for name, (agent, file) in arms.items()
+        }
+    print(json.dumps(measured | {"predicted": PREDICTED}))
+
+
+def find_bundle() -> str:
+    """A file with the certificates of the system's folder. Raises SystemExit without one."""
+    paths = ssl.get_default_verify_paths()
+    for file in BUNDLES:
+        if equal_folder({"SSL_CERT_FILE": file}, paths, certifi.where()):
+            return file
+    raise SystemExit(f"none of {BUNDLES} has the certificates of {paths.openssl_capath}")
+
+
+def run(
+    folder: Path, name: str, agent: str, settings: str, iterations: int, authorities: str
+) -> dict[str, Any]:
+    (place := folder / name).mkdir()
+    (place / "speller.py").write_text(agent)
+    (place / "my.yaml").write_text(settings)
+    env = {
+        "PREFECT_HOME": str(place / "prefect"),
+        "PYTHONPATH": f"{ROOT}:{place}",
+        "SF_CACHE_DIR": str(folder / "cache"),
+        "SSL_CERT_FILE": authorities,
+        "SSL_CERT_DIR": "",
+    }
+    with local_stack(place / "logs", env) as stack:
+        services = start_services(stack, place, RunConfig().cluster.workers)()
+        places = {
+            "run_id": name,
+            "train.iterations": iterations,
+            "evaluate.every": 1000,
+            "cluster.scheduler": services.scheduler,
+            "dataplane.url": services.dataplane,
+            "storage.root": place,
+        }
+        changes = [f"{setting}={value}" for setting, value in places.items()]
+        config = load_config(str(place / "my.yaml"), changes)
+        run_flow(config, place, {**stack.env, **services.addresses})
+    return figures(RunDirectory(config.run_dir))
+
+
+def figures(directory: RunDirectory) -> dict[str, Any]:
+    summary = json.loads(Path(directory.path("summary.json")).read_text())
+    spent = RunSeries(RunView(directory)).runners.values()
+    sessions = sum(one["sessions"] for one in spent)
+    return {
+        "sessions": sessions,
+        "cpu_ms_per_session": round(1000 * sum(one["cpu_s"] for one in spent) / sessions, 2),
+        "tokens_per_second": summary["tokens_per_second"],
+        "idle": summary["idle_fraction"],
+        "waits_for_agents": any(SHARED in concern for concern in summary["concerns"]),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
