@@ -1,0 +1,88 @@
+"""What runners spend until a batch is sealed, and whether engines waited meanwhile."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from sf_core.dataplane.bodies import Spent
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.runs.runners import Effort
+from sf_core.types import Endpoint, Task
+from tests.bench.dataplane.planes import ServedPlane, converse, finish, say
+from tests.bench.runners import make_runner, run_until_ready
+from tests.e2e.echo_package import agent
+
+BURNT_S = 0.5
+
+
+def claim(plane: ServedPlane, most: int, **spent: float) -> list[dict[str, Any]]:
+    body = {"runner": "a0:l1", "max": most, **({"spent": spent} if spent else {})}
+    return list(plane.note_keys(plane.post("/runs/run/claim", body))["sessions"])
+
+
+def test_the_effort_of_runners_is_in_the_batch_and_begins_anew_after_it(answering_plane: ServedPlane) -> None:
+    effort = []
+    for batch, (first, then) in enumerate([(1.5, 0.5), (0.25, 0.0)]):
+        for session in claim(answering_plane, 4, cpu_s=first, busy_s=2 * first):
+            converse(answering_plane, session, 1, streamed=False)
+            finish(answering_plane, session)
+        claim(answering_plane, 0, cpu_s=then, num_ended=4)
+        claim(answering_plane, 0)
+        sealed = answering_plane.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
+        assert sealed["runners_seconds"] > 0
+        effort.append(sealed["runners"])
+    assert effort == [
+        {"a0:l1": {"cpu_s": 2.0, "busy_s": 3.0, "num_ended": 4}},
+        {"a0:l1": {"cpu_s": 0.25, "busy_s": 0.5, "num_ended": 4}},
+    ]
+    status = answering_plane.get("/runs/run")["runners"]["a0:l1"]
+    assert (status["cpu_s"], status["num_ended"]) == (2.25, 8)
+
+
+@pytest.mark.parametrize("name", ["cpu_s", "busy_s", "num_ended"])
+def test_effort_below_nothing_is_refused(answering_plane: ServedPlane, name: str) -> None:
+    body = {"runner": "a0:l1", "max": 0, "spent": {name: -1}}
+    answer = answering_plane.http.post("/runs/run/claim", json=body)
+    told = answer.json()["error"]["message"]
+    assert (answer.status_code, told) == (400, f"spent.{name}: Input should be greater than or equal to 0")
+
+
+def engine(version: int | None = 0, **state: Any) -> EngineConnection:
+    return EngineConnection("e", "l", "r0", 1, 8, lambda frame: None, version=version, **state)
+
+
+def test_engines_are_free_while_they_serve_without_a_request() -> None:
+    effort, asked = Effort(), engine()
+    asked.in_flight["r"] = object.__new__(Generation)
+    effort.look([engine(), asked], 1.0)
+    effort.look([engine(), engine(), engine(None), engine(paused=True), engine(leaving="it trains")], 2.0)
+    assert effort.take()["engines_free"] == round(5 / 6, 4)
+    effort.look([asked], 1.0)
+    assert effort.take()["engines_free"] == 0.0
+    assert effort.take()["engines_free"] is None
+
+
+def test_efforts_add_up() -> None:
+    assert Spent(cpu_s=1, busy_s=2, num_ended=3) + Spent(cpu_s=4, busy_s=5, num_ended=6) == Spent(
+        cpu_s=5, busy_s=7, num_ended=9
+    )
+
+
+def test_a_runner_tells_what_its_agents_compute(plane_process: ServedPlane, renderer: Renderer) -> None:
+    plane_process.register(group_size=1, groups_per_batch=2, num_batches=1)
+    plane_process.connect(lambda prompt, seed: say(renderer, "42"))
+
+    async def computing(task: Task, endpoint: Endpoint) -> str:
+        until = time.thread_time() + BURNT_S
+        while time.thread_time() < until:
+            pass
+        return await agent(task, endpoint)
+
+    run_until_ready(plane_process, make_runner(plane_process.url, agent=computing))
+    told = plane_process.get("/runs/run")["runners"]["a0"]
+    assert told["cpu_s"] >= 2 * BURNT_S
