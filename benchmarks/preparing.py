@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import openai
-
 from benchmarks.gateway_stand import Gateway, gateway
 from sf_core.agents.runner import AgentRunner
 from sf_core.cli.stack.local import local_stack
@@ -46,7 +44,7 @@ async def sessions(ours: Gateway, ahead: int, number: int) -> dict[str, float]:
         now = asked[task.task_id] = time.perf_counter()
         if free:
             waits.append(now - free.pop(0))
-        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        async with endpoint.client() as client:
             words: Any = [{"role": "user", "content": "4"}]
             await client.chat.completions.create(model=endpoint.model, messages=words, max_tokens=1)
         await asyncio.sleep(WORK_S)

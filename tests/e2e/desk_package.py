@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import openai
-
 from sf_core.types import Endpoint, Task
 
 QUESTIONS = ("Say something.", "And then?", "Who?", "Why?")
@@ -14,7 +12,7 @@ def tasks(split: str, index: int) -> Task:
 
 
 async def agent(task: Task, endpoint: Endpoint) -> str:
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with endpoint.client() as client:
         answer = await client.chat.completions.create(
             model=endpoint.model, messages=[{"role": "user", "content": task.prompt}]
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import openai
 from distributed import get_worker
 
 from sf_core.types import Endpoint, Scored, Task
@@ -30,7 +29,7 @@ def tasks(split: str, index: int) -> Task:
 
 async def ask(task: Task, endpoint: Endpoint) -> dict[str, str]:
     """Text and id of the answer."""
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with endpoint.client() as client:
         answer = await client.chat.completions.create(
             model=endpoint.model, messages=[{"role": "user", "content": task.prompt}]
         )

@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 import httpx
-import openai
 
 from sf_core.dataplane_key import operator_key
 from sf_core.types import Endpoint, Task
@@ -26,7 +25,7 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
     is_later = split == "train" and int(index) >= GROUPS_PER_BATCH
     while is_later and not await has_come_to(endpoint, "train"):
         await asyncio.sleep(0.02)
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with endpoint.client() as client:
 
         async def ask(*texts: str) -> str:
             asked: list[Any] = [

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 
 from sf_core.agents import runner as runner_module
 from sf_core.agents.phases import as_reward, as_rewards
@@ -225,7 +224,7 @@ def test_of_failures_at_the_same_place_one_is_in_the_log(
 
 async def chatting_agent(task: Task, endpoint: Endpoint) -> str:
     """Agent that asks until its history is too long, or for one turn; it raises the errors of its SDK."""
-    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    client = endpoint.client()
     messages: Any = [{"role": "user", "content": task.prompt}]
     while True:
         reply = await client.chat.completions.create(model=endpoint.model, messages=messages)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from openai import AsyncOpenAI
 
 from sf_core.cli.stack.local import free_port
 from sf_core.config import RolloutConfig
@@ -30,7 +29,7 @@ from tests.sf_core.dataplane.runs.test_scoring import run_runner
 
 async def ask_patiently(task: Task, endpoint: Endpoint) -> str:
     """An agent whose client sends a request again as long as the data plane is away."""
-    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=100) as client:
+    async with endpoint.client().with_options(max_retries=100) as client:
         messages: Any = [{"role": "user", "content": task.prompt}]
         answer = await client.chat.completions.create(model="policy", messages=messages)
     return answer.choices[0].message.content or ""

@@ -43,7 +43,7 @@ def ask(task, endpoint):
     return messages[-2]["content"] or ""
 
 async def ask_async(task, endpoint):
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with endpoint.client() as client:
         messages = [{"role": "user", "content": task.prompt}]
         reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
     return reply.choices[0].message.content or ""
@@ -52,7 +52,7 @@ async def name_error(task, endpoint):
     return json.loads(await ask_async(task, endpoint))
 
 async def no_await(task, endpoint):
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with endpoint.client() as client:
         return client.chat.completions.create(model=endpoint.model, messages=[]).choices
 
 async def takes_one(task):

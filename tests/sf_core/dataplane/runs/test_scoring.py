@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from openai import AsyncOpenAI
 
 from sf_core.agents.runner import AgentRunner
 from sf_core.cli.stack.local import free_port
@@ -174,7 +173,7 @@ class NotJson:
 
 
 async def ask_for_an_answer(task: Task, endpoint: Endpoint) -> dict[str, str]:
-    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+    async with endpoint.client() as client:
         messages: Any = [{"role": "user", "content": task.prompt}]
         answer = await client.chat.completions.create(model="policy", messages=messages)
     return {"text": answer.choices[0].message.content or ""}
