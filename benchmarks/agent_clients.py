@@ -1,26 +1,37 @@
-"""What the client of README's agent costs: CPU time of the agents' worker per session, and tokens per second
-of a whole run. Baseline in the same run: a new `AsyncOpenAI` in each session, which reads all certificate
-authorities from a file.
+"""What the client of README's agent costs. Baseline in the same run: a new `AsyncOpenAI` in each session,
+which reads all certificate authorities from a file.
 
-Three runs of README's example, one after the other, each with its own stack. `own_file` opens a client in
-each session, and SSL_CERT_FILE names a file of the user. `own_folder` is the same agent, but the file is that
-of the system: the worker then reads the system's folder (docs/decisions/065). `shared` is `endpoint.client()`
-in the same environment. CPU time includes claims, reports and the reward function.
+`sessions`: CPU time of the agents' process per session of README's agent, at a model that answers at once; 64
+sessions at a time. Each way has a process of its own. `own_file` opens a client in each session, and
+SSL_CERT_FILE names a file of the user. `own_folder` is the same agent, but the file is that of the system:
+the process then reads the system's folder (docs/decisions/065). `shared` is `endpoint.client()` in the same
+environment.
 
-Predicted before the first run, from 23.6, 2.9 and 1.2 ms per session of a client alone: see PREDICTED. Tokens
-per second mean something only on a machine with nothing else.
+`runs`: README's example as it is trained, the three ways one after the other, each with its own stack: tokens
+per second, and CPU time of the agents' worker per session with claims, reports and the reward function. It
+means something only on a machine with nothing else.
 
-    python -m benchmarks.agent_clients
+Predicted before the first run, from 23.6, 2.9 and 1.2 ms per session in a prototype: see PREDICTED.
+
+    python -m benchmarks.agent_clients --only sessions
+    python -m benchmarks.agent_clients --only runs
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import ssl
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import certifi
 import typer
@@ -39,14 +50,23 @@ SHARED = "endpoint.client()"
 OWN = "AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)"
 BUNDLES = (ssl.get_default_verify_paths().openssl_cafile, "/etc/ssl/certs/ca-certificates.crt")
 
-PREDICTED = {
-    "own_file": {"cpu_ms_per_session": 27.0, "tokens_per_second": 180},
-    "own_folder": {"cpu_ms_per_session": 6.0, "tokens_per_second": 900},
-    "shared": {"cpu_ms_per_session": 4.0, "tokens_per_second": 1000},
+Part = Literal["sessions", "runs"]
+
+PREDICTED: dict[Part, dict[str, dict[str, float]]] = {
+    "sessions": {
+        "own_file": {"cpu_ms_per_session": 24.0},
+        "own_folder": {"cpu_ms_per_session": 3.0},
+        "shared": {"cpu_ms_per_session": 1.3},
+    },
+    "runs": {
+        "own_file": {"cpu_ms_per_session": 27.0, "tokens_per_second": 180},
+        "own_folder": {"cpu_ms_per_session": 6.0, "tokens_per_second": 900},
+        "shared": {"cpu_ms_per_session": 4.0, "tokens_per_second": 1000},
+    },
 }
 
 
-def main(iterations: int = 8) -> None:
+def main(only: Annotated[Part, typer.Option()], iterations: int = 8, number: int = 512) -> None:
     readme = (ROOT / "README.md").read_text()
     code, settings = (
         re.search(rf"```{language}\n(.*?)```", readme, re.DOTALL)[1]  # type: ignore[index]
@@ -61,11 +81,45 @@ def main(iterations: int = 8) -> None:
         users = folder / "authorities.pem"
         # one fewer than the system has
         users.write_text(Path(bundle).read_text().partition("-----END CERTIFICATE-----\n")[2])
-        arms = {"own_file": (own, str(users)), "own_folder": (own, bundle), "shared": (code, bundle)}
-        measured = {
-            name: run(folder, name, agent, settings, iterations, file) for name, (agent, file) in arms.items()
-        }
-    print(json.dumps(measured | {"predicted": PREDICTED}))
+        measured: dict[str, Any] = {"predicted": PREDICTED[only]}
+        for name, agent, file in (
+            ("own_file", own, str(users)),
+            ("own_folder", own, bundle),
+            ("shared", code, bundle),
+        ):
+            (place := folder / name).mkdir()
+            (place / "speller.py").write_text(agent)
+            (place / "my.yaml").write_text(settings)
+            if only == "sessions":
+                measured[name] = {"cpu_ms_per_session": sessions(place, file, number)}
+            else:
+                measured[name] = run(place, iterations, file)
+    print(json.dumps(measured))
+
+
+def sessions(place: Path, authorities: str, number: int) -> float:
+    """CPU time in ms per session, of a process of its own."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{place}", "SSL_CERT_FILE": authorities, "SSL_CERT_DIR": ""}
+    with answering_at_once() as url:
+        command = [sys.executable, "-m", "benchmarks.agent_sessions", url, str(number)]
+        return float(subprocess.check_output(command, env=env, text=True))
+
+
+@contextmanager
+def answering_at_once() -> Iterator[str]:
+    """URL of a model that answers at once, in another process than the agents."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, "-m", "benchmarks.agent_sessions", str(port)])
+    try:
+        for _ in range(600):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def find_bundle() -> str:
@@ -77,23 +131,18 @@ def find_bundle() -> str:
     raise SystemExit(f"none of {BUNDLES} has the certificates of {paths.openssl_capath}")
 
 
-def run(
-    folder: Path, name: str, agent: str, settings: str, iterations: int, authorities: str
-) -> dict[str, Any]:
-    (place := folder / name).mkdir()
-    (place / "speller.py").write_text(agent)
-    (place / "my.yaml").write_text(settings)
+def run(place: Path, iterations: int, authorities: str) -> dict[str, Any]:
     env = {
         "PREFECT_HOME": str(place / "prefect"),
         "PYTHONPATH": f"{ROOT}:{place}",
-        "SF_CACHE_DIR": str(folder / "cache"),
+        "SF_CACHE_DIR": str(place.parent / "cache"),
         "SSL_CERT_FILE": authorities,
         "SSL_CERT_DIR": "",
     }
     with local_stack(place / "logs", env) as stack:
         services = start_services(stack, place, RunConfig().cluster.workers)()
         places = {
-            "run_id": name,
+            "run_id": place.name,
             "train.iterations": iterations,
             "evaluate.every": 1000,
             "cluster.scheduler": services.scheduler,

@@ -78,7 +78,7 @@ SECTIONS = {
     "Storage": ("storage",),
     "Orchestration": ("orchestration", "quickstart"),
     "Generation and training together": ("real_model", "quickstart_vs_trl"),
-    "Agents": ("agent_clients",),
+    "Agents": ("agent_clients", "agent_runs"),
     "Weights": ("weight_path", "weights"),
     "Sandbox": ("harness",),
     "Pipelines": ("pipelines", "pipelines_deltas"),
@@ -180,17 +180,21 @@ CLIENTS = {
 }
 
 
-def _client(name: str) -> Row:
-    def of(name: str) -> str:
-        return f"{{{name}[cpu_ms_per_session]:.1f}}, {{{name}[tokens_per_second]:,.0f}}"
+def _client(name: str) -> list[Row]:
+    def rows(result: str, what: str, shown: str) -> Row:
+        ours, baseline, predicted = (shown.format(at) for at in (name, "own_file", f"predicted[{name}]"))
+        told = f"{baseline}, {CLIENTS['own_file']}; predicted {predicted}"
+        return Row(result, f"README's example, {CLIENTS[name]}: {what}", ours, told)
 
-    predicted = f"predicted[{name}]"
-    return Row(
-        "agent_clients",
-        f"README's example, {CLIENTS[name]}: CPU time of the agents' worker per session in ms, tokens/s",
-        of(name),
-        f"{of('own_file')}, {CLIENTS['own_file']}; predicted {of(predicted)}",
-    )
+    cpu_ms = "{{{0}[cpu_ms_per_session]:.1f}}"
+    return [
+        rows("agent_clients", "CPU time of a session in ms", cpu_ms),
+        rows(
+            "agent_runs",
+            "tokens/s; CPU time of the agents' worker per session in ms",
+            f"{{{{{{0}}[tokens_per_second]:,.0f}}}}; {cpu_ms}",
+        ),
+    ]
 
 
 ROWS = (
@@ -212,7 +216,7 @@ ROWS = (
         "{trl[tokens_per_second]:,.0f}, {trl[cpu_s_per_1000_tokens]:,.0f}, {trl[peak_gb]:.1f}, "
         "TRL's `GRPOTrainer`",
     ),
-    *map(_client, ("own_folder", "shared")),
+    *(row for name in ("own_folder", "shared") for row in _client(name)),
     Row(
         "orchestration",
         "seconds of overhead per iteration",
