@@ -120,7 +120,7 @@ def test_versions_are_compared_on_other_tasks_and_in_other_ways(
     assert (found["before"]["version"], found["after"]["version"], found["tasks"]) == (0, 12, 8)
     gained = found["after"]["reward"] - found["before"]["reward"]
     assert found["difference"] == pytest.approx(gained) and len(found["examples"]) == 4
-    kept = list((tmp_path / "runs" / "quickstart" / "evaluations" / "_measured").glob("*.json"))
+    kept = list((tmp_path / "runs" / "quickstart" / "measured").glob("*.json"))
     assert len(kept) == 1 and not list(kept[0].parent.glob("*/start/*.safetensors"))
     # readers of the run's own evaluations do not see them
     assert len(pandas.read_parquet(f"{run}/evaluations")["session_id"].unique()) == 2 * 256

@@ -108,7 +108,7 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ones = [np.ones(2, np.float32)]
         write_batch(run, iteration, table, advantages=ones, weights=ones, decisions=["train"], part="batch-1")
     # what `sf evaluate` keeps of other measurements
-    measured = RunDirectory(run.path("evaluations/_measured/v00000-1"))
+    measured = RunDirectory(run.path("measured/v00000-1"))
     write_metrics(measured, "evaluation", 0, [dict.fromkeys(METRICS, 1.0)])
     return folder
 
