@@ -187,10 +187,10 @@ def _check_version(uri: str, schema: pa.Schema) -> None:
     if not found.isdecimal():
         raise ValueError(f"{uri}: not a file of SeamlessFlow: the metadata has no schema version")
     if int(found) not in READ_VERSIONS:
-        read = " and ".join(map(str, READ_VERSIONS))
+        known = " and ".join(map(str, READ_VERSIONS))
         raise ValueError(
-            f"{uri}: the file has schema version {found}, but this SeamlessFlow reads {read}; use the version "
-            "of SeamlessFlow that wrote the file"
+            f"{uri}: the file has schema version {found}, but this SeamlessFlow reads {known}; use the "
+            "version of SeamlessFlow that wrote the file"
         )
 
 

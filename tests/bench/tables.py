@@ -64,7 +64,10 @@ def write_tables(run: RunDirectory) -> None:
 
 
 def _rows(iteration: int) -> list[Trajectory]:
-    said = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4 \N{GREEK SMALL LETTER PI}"}]
+    said = [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "4 \N{GREEK SMALL LETTER PI}"},
+    ]
     return [
         conversation(said, session_id=f"s{iteration}", reward_parts={"answer": 0.25, "form": 0.25}),
         conversation(

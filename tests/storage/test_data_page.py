@@ -47,7 +47,9 @@ def documented(page: str, section: str, header: str) -> dict[str, str]:
 def types(schema: pa.Schema) -> dict[str, str]:
     shown = {field.name: str(field.type) for field in schema}
     return {
-        name: "list<struct>" if name in ("turns", "images") else re.sub(r"<(element|item): ", "<", kind)
+        name: "list<struct>"
+        if name in ("turns", "reward_parts", "images")
+        else re.sub(r"<(element|item): ", "<", kind)
         for name, kind in shown.items()
     }
 

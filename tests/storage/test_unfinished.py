@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import pytest
-
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.unfinished import OLD_S, list_unfinished, list_uploads
@@ -70,7 +68,8 @@ def test_an_upload_whose_process_was_killed_is_found_and_aborted(s3_bucket: str)
             )
             folder = target.rpartition("/weights/")[0]
             wait_until(
-                lambda folder=folder: [one.bytes for one in list_uploads(folder)] == [10 * MIB], "the last part"
+                lambda folder=folder: [one.bytes for one in list_uploads(folder)] == [10 * MIB],
+                "the last part",
             )
             uploader.kill()
             assert uploader.wait() == -signal.SIGKILL

@@ -211,12 +211,19 @@ def test_an_incomplete_checkpoint_counts_as_none(root: Path) -> None:
 def test_what_killed_writers_left_goes(root: Path) -> None:
     run = make(root, "a", 3)
     name = f".model.safetensors.{'a' * 32}.tmp"
-    for folder in (run.weights_dir(1), run.weights_dir(3), run.checkpoint_dir(4)):
+    folders = (run.weights_dir(1), run.weights_dir(3), run.checkpoint_dir(4), run.partition("opened", 3))
+    for folder in (*folders, run.uri):
         files.write_atomic(f"{folder}/{name}", b"half")
-    found = names(run)
-    # that of version 1 goes with its folder
-    assert found[4:] == [f"checkpoints/00004/{name}", f"weights/v00003/{name}"]
-    assert "removed 6 items" in sf("gc", run.uri, "--yes")[1]
+    with files.writer(run.partition("opened", 3) + "/x.parquet"):
+        found = names(run)
+    # that of version 1 goes with its folder, and that of a writer which is alive stays
+    assert found[4:] == [
+        name,
+        f"checkpoints/00004/{name}",
+        f"opened/iteration=3/{name}",
+        f"weights/v00003/{name}",
+    ]
+    assert "removed 8 items" in sf("gc", run.uri, "--yes")[1]
     assert names(run) == []
 
 
