@@ -1,4 +1,4 @@
-"""A run that db999c56 made, whose `reward_parts` are maps, goes on. tests/data/runs/before-lists.tar.xz is such
+"""A run of db999c56, whose `reward_parts` are maps, goes on. tests/data/runs/before-lists.tar.xz is such
 a run of two iterations, without what a resume makes again: checkpoints, version 1, logs and pictures."""
 
 from __future__ import annotations
