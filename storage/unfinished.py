@@ -21,6 +21,9 @@ from storage.files import is_local, join, open_fs
 OLD_S = 24 * 3600.0
 """Age from which a file without a lock, or an upload, is no longer being written."""
 
+YOUNG_S = 60.0
+"""Age up to which a file may not be locked yet."""
+
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 
 
@@ -86,17 +89,18 @@ def _pages(fs: Any, call: str, kind: str, **query: Any) -> Iterator[dict[str, An
 
 
 def _is_abandoned(path: str) -> bool:
-    """Whether no process writes the file: a writer locks it. Without locks, its age tells."""
+    """Whether no process writes the file: a writer locks it soon. Without locks, its age tells."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return False
+    age_s = time.time() - os.fstat(file).st_mtime
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return time.time() - os.fstat(file).st_mtime > OLD_S
+        return age_s > OLD_S
     finally:
         os.close(file)
-    return True
+    return age_s > YOUNG_S

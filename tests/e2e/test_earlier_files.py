@@ -14,6 +14,7 @@ import pytest
 from seamlessflow import open_run
 from storage import files
 from storage.run_directory import RunDirectory
+from tests.bench.ages import age
 from tests.e2e.conftest import Cluster
 from tests.e2e.quickstart import options, read, sf
 from tests.storage.golden import DATA
@@ -67,6 +68,7 @@ def test_a_stopped_run_with_maps_goes_on_with_lists(
         files.remove_folder(folder)
     left = Path(earlier.partition("trajectories", 1), f".rollout-1.parquet.{'0' * 32}.tmp")
     left.write_bytes(b"PAR1")
+    age(earlier.uri)
     before = {uri: files.describe(uri) for uri in earlier.list_partitions("trajectories")[1]}
 
     done = sf(tmp_path, "resume", earlier.uri, on=cluster.services)

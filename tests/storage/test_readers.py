@@ -25,6 +25,7 @@ from storage.tables.batches import read_batch
 from storage.tables.metrics import write_metrics
 from storage.tables.parquet import READ_VERSIONS, SCHEMA_VERSION
 from storage.unfinished import list_unfinished
+from tests.bench.ages import age
 from tests.bench.commands import sf
 from tests.bench.runs import configure
 from tests.bench.tables import NUM_ROWS, TABLES, write_tables
@@ -142,6 +143,7 @@ def killed_writer(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     command = [sys.executable, "-c", WRITER, run.uri]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
+        age(run.uri)
         assert list_unfinished(run.uri) == [], "the writer is alive"
         writer.kill()
     assert writer.returncode == -signal.SIGKILL and len(list_unfinished(run.uri)) == len(TABLES)

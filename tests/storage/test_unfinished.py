@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.unfinished import OLD_S, list_unfinished, list_uploads
+from tests.bench.ages import age
 from tests.bench.commands import sf
 from tests.bench.runs import configure
 from tests.patience import wait_until
@@ -38,7 +39,10 @@ def test_a_temporary_file_without_a_writer_is_found(run_anywhere: RunDirectory) 
     left = run_anywhere.path("weights", "v00001", f".model.safetensors.{'0' * 32}.tmp")
     files.write_atomic(left, b"half")
     files.write_atomic(run_anywhere.path("weights", "v00001", "model.safetensors"), b"whole")
+    assert list_unfinished(run_anywhere.uri) == [], "its writer may not have locked it yet"
     local = files.is_local(run_anywhere.uri)
+    if local:
+        age(run_anywhere.uri)
     assert list_unfinished(run_anywhere.uri) == ([left] if local else [])
     assert list_unfinished(run_anywhere.path("none")) == []
     assert list_uploads(run_anywhere.uri) == []
@@ -47,6 +51,8 @@ def test_a_temporary_file_without_a_writer_is_found(run_anywhere: RunDirectory) 
 def test_a_temporary_file_that_is_written_is_not_found(tmp_path: Path) -> None:
     with files.writer(str(tmp_path / "x")) as file:
         file.write(b"half")
+        file.flush()
+        age(tmp_path)
         assert len(os.listdir(tmp_path)) == 1 and list_unfinished(str(tmp_path)) == []
     assert os.listdir(tmp_path) == ["x"]
 
@@ -54,6 +60,7 @@ def test_a_temporary_file_that_is_written_is_not_found(tmp_path: Path) -> None:
 def test_a_link_with_the_name_of_a_temporary_file_stays(tmp_path: Path) -> None:
     files.write_atomic(str(tmp_path / "x"), b"")
     (tmp_path / f".x.{'0' * 32}.tmp").symlink_to(tmp_path / "x")
+    age(tmp_path)
     assert list_unfinished(str(tmp_path)) == []
 
 

@@ -27,6 +27,7 @@ from storage.attempts import Attempt
 from storage.media import PictureSpan, media_file, store_picture
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.trajectories import write_trajectories
+from tests.bench.ages import age
 from tests.bench.commands import sf
 from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.bench.runs import commit, configure, pretend
@@ -215,6 +216,7 @@ def test_what_killed_writers_left_goes(root: Path) -> None:
     for folder in (*folders, run.uri):
         files.write_atomic(f"{folder}/{name}", b"half")
     with files.writer(run.partition("opened", 3) + "/x.parquet"):
+        age(run.uri)
         found = names(run)
     # that of version 1 goes with its folder, and that of a writer which is alive stays
     assert found[4:] == [

@@ -17,6 +17,7 @@ from storage import files
 from storage.attempts import Attempt
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+from tests.bench.ages import age
 from tests.bench.dataplane.planes import attended, running_app
 from tests.bench.refusals import check_sentence
 from tests.bench.runs import commit, configure
@@ -65,6 +66,8 @@ def test_an_attempt_removes_what_killed_writers_left_and_nothing_that_is_written
         files.write_atomic(str(file), b"half")
     with files.writer(directory.partition("opened", 0) + "/x.parquet") as written:
         written.write(b"whole")
+        written.flush()
+        age(directory.uri)
         begin_attempt(configured(tmp_path))
     assert not any(file.exists() for file in left)
     assert files.read_bytes(directory.partition("opened", 0) + "/x.parquet") == b"whole"
