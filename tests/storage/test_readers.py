@@ -110,7 +110,9 @@ def test_every_reader_opens_every_table(every_table: RunDirectory, read: Read, t
 
 
 WRITER = """
+import os
 import sys
+import pyarrow as pa
 from storage.run_directory import RunDirectory
 from storage.tables import parquet
 from storage.tables.batches import BATCH_SCHEMA
@@ -119,7 +121,8 @@ from tests.bench.tables import TABLES
 run = RunDirectory(sys.argv[1])
 
 def pieces(others):
-    yield BATCH_SCHEMA.empty_table()
+    # more than is buffered: readers skip empty files
+    yield pa.Table.from_pylist([{"messages": os.urandom(2**16).hex()}], schema=BATCH_SCHEMA)
     write(others)
 
 def write(tables):
@@ -145,6 +148,7 @@ def killed_writer(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
         age(run.uri)
         assert list_unfinished(run.uri) == [], "the writer is alive"
+        assert all(file.stat().st_size > 2**14 for file in Path(run.uri).rglob("*.tmp"))
         writer.kill()
     assert writer.returncode == -signal.SIGKILL and len(list_unfinished(run.uri)) == len(TABLES)
     return run
