@@ -91,8 +91,9 @@ def test_a_stopped_run_with_maps_goes_on_with_lists(
     assert "bit for bit" in read("replay", earlier.uri, "--iteration", "2")
     assert "48 conversations" in read("export", earlier.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     read("report", earlier.uri, "-o", str(tmp_path / "report.html"))
-    done = sf(tmp_path, "evaluate", earlier.uri, *options(evaluate__num_tasks=3), on=cluster.services)
-    assert done.returncode == 0 and "over 3 sessions" in done.stdout, done.stdout + done.stderr
+    asked = ("--version", "3", *options(evaluate__num_tasks=3))
+    done = sf(tmp_path, "evaluate", earlier.uri, *asked, on=cluster.services)
+    assert done.returncode == 0 and "3 tasks of" in done.stdout, done.stdout + done.stderr
 
     read("export", earlier.uri, "--to", "parquet", str(tmp_path / "tables"))
     rows = pd.read_parquet(tmp_path / "tables" / "trajectories")
