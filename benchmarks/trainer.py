@@ -37,7 +37,7 @@ from sf_core.models.builtin import make_tokenizer
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
-from storage.tables.schema import TURN
+from storage.tables.schema import PART, TURN
 from tests.bench.training.gang import Member, Try
 from tests.sf_core.training.model_contract import Setup
 
@@ -169,7 +169,7 @@ def as_table(rows: list[dict[str, Any]], group_size: int) -> pa.Table:
             "turns": pa.array(turns, pa.list_(TURN)),
             "weights": pa.nulls(len(rows), pa.list_(pa.float32())),
             "reward": [0.0] * len(rows),
-            "reward_parts": pa.array([[]] * len(rows), pa.map_(pa.string(), pa.float64())),
+            "reward_parts": pa.array([[]] * len(rows), pa.list_(PART)),
             "session_id": [f"s{number}" for number in range(len(rows))],
             "group_id": [f"g{number // group_size}" for number in range(len(rows))],
             "decision": ["train"] * len(rows),

@@ -79,6 +79,13 @@ class RunDirectory:
         return self.path("policy", "adapter")
 
     @property
+    def measured_dir(self) -> str:
+        """Folder with a run directory for each version that was measured apart. A run that has it in the
+        folder of its evaluations, where some readers would take it for their rows, keeps it there."""
+        older = self.path("evaluations", "_measured")
+        return older if files.exists(older) else self.path("measured")
+
+    @property
     def journal_dir(self) -> str:
         return self.path("journal")
 
@@ -249,8 +256,8 @@ class RunDirectory:
         """Remove what attempts have made, but for logs and the sessions that agents opened. Only for a run
         without a batch, in an attempt that has begun."""
         # manifests first, because they name files in the others
-        rows = ("evaluations", "trajectories", "outcomes", "judgements", "scores")
-        for part in ("manifests", "start", "warmstart", *rows, "metrics", "tensorboard"):
+        rows = ("evaluations", "trajectories", "outcomes", "judgements", "evaluation_judgements", "scores")
+        for part in ("manifests", "start", "warmstart", *rows, "measured", "metrics", "tensorboard"):
             files.remove_folder(self.path(part))
 
     def begin_attempt(self, attempt: Attempt | None = None) -> int:

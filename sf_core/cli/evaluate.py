@@ -14,7 +14,6 @@ from rich.text import Text
 from sf_core.config import RunConfig
 from sf_core.environments.prompts import Prompts
 from sf_core.reports.evaluations.comparison import (
-    MEASURED,
     Comparison,
     Measured,
     compare,
@@ -86,7 +85,7 @@ def evaluate_apart(
     uris = [one.directory.uri for one in measured]
     comparison = compare(uris[0], uris[1] if against is not None else None, changes)
     name = "-against-".join(one.directory.run_id for one in measured)
-    return MeasuredResult(comparison, write_comparison(RunDirectory(run).path(MEASURED), name, comparison))
+    return MeasuredResult(comparison, write_comparison(RunDirectory(run).measured_dir, name, comparison))
 
 
 def _name_prompts(file: Path) -> list[str]:

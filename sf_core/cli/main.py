@@ -169,7 +169,7 @@ def evaluate(
 ) -> None:
     """Measure a policy version of a run on the held-out tasks of the run, without training.
 
-    Results with --version, --against, --prompts or --json are stored in RUN/evaluations/_measured.
+    Results with --version, --against, --prompts or --json are stored in RUN/measured.
     Results with --set are stored in the same folder, unless --set changes only
     evaluate.num_tasks, or settings in the sections cluster and dataplane.
     All other results are stored as evaluations of the run itself.

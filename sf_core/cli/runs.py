@@ -159,7 +159,8 @@ def gc(
         for spare in found:
             if yes:
                 spare.remove()
-            spared.append({"run": run.run_id, "name": spare.name, "bytes": spare.bytes})
+            told = {"run": run.run_id, "kind": spare.kind, "name": spare.name, "bytes": spare.bytes}
+            spared.append(told)
     if as_json:
         return print_json({"removed": yes, "items": spared})
     done = "removed" if yes else "would remove"
@@ -207,8 +208,8 @@ def report(
 @report_bad_input()
 def export(
     run: RunDir,
-    out: Annotated[str, typer.Argument(help="File to write. With --to atif: folder to write.")],
-    to: Annotated[str, typer.Option(help="Format of the output: trl, verl, sharegpt or atif.")],
+    out: Annotated[str, typer.Argument(help="File to write. With --to atif or parquet: folder to write.")],
+    to: Annotated[str, typer.Option(help="Format of the output: trl, verl, sharegpt, atif or parquet.")],
     opened: Annotated[
         bool,
         typer.Option(
@@ -217,10 +218,17 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """Write the trajectories of a run to a file, in the format of another training tool."""
+    """Write the trajectories of a run to a file, in the format of another training tool.
+
+    The format parquet is our own: it copies the tables of a run that an earlier version began.
+    """
     from sf_core.reports.export.export import export
+    from sf_core.reports.export.tables import export_tables
+    from storage.tables.parquet import SCHEMA_VERSION
 
     _check_folder(out)
+    if to == "parquet":
+        return tell(f"{out}: {export_tables(run, out)} rows of schema version {SCHEMA_VERSION}")
     exported = export(run, to, out, opened=opened)
     lines = [
         f"{out}: {exported.rows} conversations for {to}; {exported.left_out.total()} left out "
@@ -260,11 +268,12 @@ def replay(
 
 def _print_spares(run_id: str, found: Sequence[Spare]) -> None:
     """A line for each kind of things that can be removed."""
-    for _, group in groupby(found, key=lambda spare: spare.kind):
+    for kind, group in groupby(found, key=lambda spare: spare.kind):
         spares = [*group]
+        what = "unfinished uploads of " if kind == "upload" else ""
         first, last = spares[0].name, spares[-1].name.rpartition("/")[2]
         names = first if len(spares) == 1 else f"{first} to {last} ({len(spares)} items)"
-        console.print(f"{run_id}  {names}  {_megabytes(sum(spare.bytes for spare in spares))}")
+        console.print(f"{run_id}  {what}{names}  {_megabytes(sum(spare.bytes for spare in spares))}")
 
 
 def _check_folder(file: str | None) -> None:

@@ -123,7 +123,7 @@ class Run:
         | `group_id` | string | id of the group; null without a group |
         | `status` | string | `finished`, or the reason of the failure |
         | `reward` | double | the reward; null if unknown |
-        | `reward_parts` | `map<string, double>` | named parts of the reward |
+        | `reward_parts` | `list<struct<name: string, value: double>>` | named parts of the reward |
         | `started_at` | timestamp[us, UTC] | start of the session |
         | `seconds` | double | duration of the session |
         | `branches` | int64 | number of branches; more than 1 if the agent edited its history |

@@ -1,5 +1,5 @@
-"""What can be deleted from a run directory: old checkpoints, old weights, remains of interrupted writes and
-measurements, pictures that nobody was shown, the journal of a finished run.
+"""What can be deleted from a run directory: old checkpoints, old weights, remains of interrupted writes,
+uploads and measurements, pictures that nobody was shown, the journal of a finished run.
 
 Owns what must stay: the weights that a resume publishes again, the checkpoint it continues from, the newest
 policy, and everything newer, which a stage that is not committed yet may have written. Batches, and what a
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import get_args
 
 from sf_core.config import RunConfig, TrainConfig
-from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import check_idle, is_finished, is_served
 from sf_core.reports.view import RunView
 from storage import files
@@ -24,6 +23,7 @@ from storage.tables.schema import IMAGES
 from storage.tables.trajectories import TrajectoryKind, images_of, read_trajectories
 from storage.tensors.checkpoints import has_checkpoint, remove_checkpoint
 from storage.tensors.weights import remove_weights
+from storage.unfinished import Upload, list_unfinished, list_uploads
 
 SMALL_BYTES = 50_000_000
 """Versions of fewer bytes all stay, unless `train.keep_weights` says otherwise."""
@@ -41,15 +41,18 @@ class Spare:
 
     run: RunDirectory
     kind: str
-    """checkpoints, weights, unfinished, measurement, picture or journal."""
+    """checkpoints, weights, unfinished, upload, measurement, picture or journal."""
     uri: str
     bytes: int
+    upload: Upload | None = None
 
     @property
     def name(self) -> str:
         return self.uri.removeprefix(self.run.uri + "/")
 
     def remove(self) -> None:
+        if self.upload is not None:
+            return self.upload.abort()
         how = {"checkpoints": remove_checkpoint, "weights": remove_weights}
         how.get(self.kind, files.remove_folder)(self.uri)
 
@@ -90,7 +93,8 @@ def find_spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
-    return _make_spares(run, found)
+    uploads = (Spare(run, "upload", one.uri, one.bytes, one) for one in list_uploads(run.uri))
+    return [*_make_spares(run, found), *uploads]
 
 
 def find_spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> list[Spare]:
@@ -121,7 +125,7 @@ def find_spare_weights(
 
 def _find_measured(run: RunDirectory) -> set[int]:
     """Versions that were measured apart from the run."""
-    measured = (uri.rsplit("/", 1)[-1] for uri in files.list_folders(run.path(MEASURED)))
+    measured = (uri.rsplit("/", 1)[-1] for uri in files.list_folders(run.measured_dir))
     return {int(found[1]) for name in measured if (found := re.match(r"v(\d+)-", name))}
 
 
@@ -157,9 +161,9 @@ def _find_references(run: RunDirectory, going: set[str], trained: int, config: T
 
 
 def _find_unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
-    """Partial files left by killed processes, where files are large."""
-    uris = [uri for kind in ("checkpoints", "weights") for uri in files.list_unfinished(run.path(kind))]
-    return [("unfinished", uri) for uri in uris if uri.rsplit("/", 1)[0] not in going]
+    """Partial files left by killed processes, but for those that go with their folder."""
+    uris = [uri for uri in list_unfinished(run.uri) if uri.rsplit("/", 1)[0] not in going]
+    return [("unfinished", uri) for uri in uris]
 
 
 def _find_unseen(run: RunDirectory, finished: bool) -> list[str]:
@@ -178,6 +182,6 @@ def _find_unseen(run: RunDirectory, finished: bool) -> list[str]:
 
 def _find_interrupted(run: RunDirectory) -> list[RunDirectory]:
     """Measurements of `sf evaluate` without a result that nobody works on; each has a copy of the weights."""
-    measured = map(RunDirectory, files.list_folders(run.path(MEASURED)))
+    measured = map(RunDirectory, files.list_folders(run.measured_dir))
     without_result = [one for one in measured if one.read_manifest(0, "evaluate") is None]
     return [one for one in without_result if is_served(one) != "running"]

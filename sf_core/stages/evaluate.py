@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.yaml_file import override_config
 from sf_core.models.language import copy_version
-from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.evaluations.judgements import judge_metrics
 from sf_core.reports.states import await_restarts, check_idle
 from sf_core.reports.view import RunView
@@ -189,6 +188,6 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
     if config.train.lora is not None:
         found |= {"model": run.start_dir, "adapter": run.version_dir(version)}
     policy = config.policy.model_copy(update=found)
-    storage = config.storage.model_copy(update={"root": run.path(MEASURED)})
+    storage = config.storage.model_copy(update={"root": run.measured_dir})
     config = config.model_copy(update={"policy": policy, "storage": storage, "run_id": name})
     return Measurement(run, version, config)

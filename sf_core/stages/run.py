@@ -27,9 +27,10 @@ from sf_core.stages.settling.stored_config import begins_anew
 from sf_core.surroundings import dataplane_url, run_key
 from sf_core.types import WeightsRef
 from storage.attempts import Attempt
-from storage.files import read_bytes
+from storage.files import read_bytes, remove
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+from storage.unfinished import list_unfinished
 
 _CHECKPOINT_PARTS = 6
 """Size of a checkpoint over that of the start folder, at most."""
@@ -194,6 +195,8 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
         dataplane=_without_password(url), host=socket.gethostname(), evaluate_only=evaluate_only
     )
     number = directory.begin_attempt(attempt)
+    for left in list_unfinished(directory.uri):
+        remove(left)
     if not evaluate_only:
         if begins_anew(config):
             directory.begin_anew()

@@ -59,8 +59,8 @@ def write_judgements(
 ) -> FileRef:
     """Write the judgements of sessions, each with the session's id, of an iteration, or of the evaluation of
     a version. Equal rows give equal bytes under the same name. Raises OSError if the storage fails."""
-    # no two manifests may name files of one folder
-    folder = "judgements" if kind == "trajectories" else "judgements/evaluations"
+    # no two manifests may name files of one folder, and readers take a folder within another for its rows
+    folder = "judgements" if kind == "trajectories" else "evaluation_judgements"
     rows = [
         {"run_id": run.run_id, "session_id": session_id, **msgspec.structs.asdict(judgement)}
         for session_id, judgement in judged
@@ -72,6 +72,8 @@ def write_judgements(
 def read_judgements(run: RunDirectory, manifest: Manifest) -> pa.Table:
     """Judgements that the manifest of a rollout or an evaluation names, in the columns of SCHEMA; no rows if
     it names none. Raises ValueError if a file is missing or broken."""
-    uris = [run.path(ref.uri) for ref in manifest.files("judgements")]
+    # older manifests of evaluations name files in judgements/evaluations
+    refs = [*manifest.files("judgements"), *manifest.files("evaluation_judgements")]
+    uris = [run.path(ref.uri) for ref in refs]
     tables = [parquet.read_table(uri, SCHEMA.names, SCHEMA).select(SCHEMA.names) for uri in uris]
     return pa.concat_tables(tables) if tables else SCHEMA.empty_table()

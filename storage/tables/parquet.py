@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,13 +17,17 @@ from storage import files
 from storage.errors import storage_errors
 from storage.files import FileRef
 
-SCHEMA_VERSION = 4
-"""Version of the files that are written, and of those that are read; tests/data has files of it."""
+SCHEMA_VERSION = 5
+"""Version of the files that are written."""
+READ_VERSIONS = (4, SCHEMA_VERSION)
+"""Versions of the files that are read; tests/data has files of each."""
 _VERSION_KEY = b"seamlessflow.schema"
 METADATA = {_VERSION_KEY: str(SCHEMA_VERSION).encode()}
 ROW_GROUP_BYTES = 32 * 2**20
 """Approximate size of a row group before compression; a writer or reader holds one at a time."""
 _READ_BYTES = 2**20
+
+Rows = TypeVar("Rows", pa.Table, pa.RecordBatch)
 
 
 def write_table(uri: str, table: pa.Table) -> FileRef:
@@ -34,7 +38,9 @@ def write_table(uri: str, table: pa.Table) -> FileRef:
 
 def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> FileRef:
     """Write one row group per table as the tables arrive, so that never all of them are in memory."""
-    with files.writer(uri) as file:
+    # not every reader of the folder would skip what a killed writer leaves in it
+    table, partition, _ = uri.rpartition("/iteration=")
+    with files.writer(uri, above=table if partition else None) as file:
         # a dictionary makes repeated names faster to write and read; repeated numbers get as small by zstd
         # alone: benchmarks/storage.py
         texts = ("messages", "output")
@@ -60,9 +66,10 @@ def read_table(
 ) -> pa.Table:
     """Read one file; with `columns`, only their bytes. Columns that are `optional` may be missing. Raises
     ValueError if the file is missing, broken, of another schema version, lacks a column, or has one of
-    another type than in `schema`."""
+    another type than in `schema`. Maps of schema version 4 become lists."""
     with _open(uri, pre_buffer=True) as reader:
-        return reader.read(_check_columns(uri, reader.schema_arrow, columns, schema, optional))
+        table = reader.read(_check_columns(uri, reader.schema_arrow, columns, schema, optional))
+    return _with_lists(table, schema)
 
 
 def iter_batches(
@@ -75,7 +82,8 @@ def iter_batches(
     """Read one file, `max_rows` at a time, never whole in memory; else like `read_table`."""
     with _open(uri, pre_buffer=False) as reader:
         found = _check_columns(uri, reader.schema_arrow, columns, schema, optional)
-        yield from reader.iter_batches(max_rows, columns=found)
+        for batch in reader.iter_batches(max_rows, columns=found):
+            yield _with_lists(batch, schema)
 
 
 def offsets(rows: Sequence[Sized]) -> pa.Int32Array:
@@ -153,19 +161,36 @@ def _check_columns(
     if unknown := set(columns or ()) - set(found.names) - set(optional):
         raise ValueError(f"{uri}: the file has no column {', '.join(sorted(unknown))}")
     for field in expected or ():
-        if field.name in found.names and (kind := found.field(field.name).type) != field.type:
+        kind = found.field(field.name).type if field.name in found.names else field.type
+        if kind != field.type and not _was_map(kind, field.type):
             raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
     return None if columns is None else [name for name in columns if name in found.names]
+
+
+def _was_map(kind: pa.DataType, expected: pa.DataType) -> bool:
+    """Whether schema version 4 has a map where later files have this list of named values."""
+    if not pa.types.is_map(kind):
+        return False
+    return expected == pa.list_(pa.struct([("name", kind.key_type), ("value", kind.item_type)]))
+
+
+def _with_lists(found: Rows, schema: pa.Schema | None) -> Rows:
+    for number, field in enumerate(found.schema):
+        if schema is not None and pa.types.is_map(field.type):
+            kind = schema.field(field.name).type
+            found = found.set_column(number, pa.field(field.name, kind), found.column(number).cast(kind))
+    return found
 
 
 def _check_version(uri: str, schema: pa.Schema) -> None:
     found = str((schema.metadata or {}).get(_VERSION_KEY, b"").decode())
     if not found.isdecimal():
         raise ValueError(f"{uri}: not a file of SeamlessFlow: the metadata has no schema version")
-    if int(found) != SCHEMA_VERSION:
+    if int(found) not in READ_VERSIONS:
+        known = " and ".join(map(str, READ_VERSIONS))
         raise ValueError(
-            f"{uri}: the file has schema version {found}, but this SeamlessFlow reads {SCHEMA_VERSION}; "
-            "use the version of SeamlessFlow that wrote the file"
+            f"{uri}: the file has schema version {found}, but this SeamlessFlow reads {known}; use the "
+            "version of SeamlessFlow that wrote the file"
         )
 
 

@@ -33,6 +33,9 @@ TURN = pa.struct(
     ]
 )
 
+PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
+"""A named part of a reward. No map: not every reader knows maps (docs/decisions/070)."""
+
 SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),
@@ -53,7 +56,7 @@ SCHEMA = pa.schema(
         ("tools", pa.string()),
         ("output", pa.string()),
         ("reward", pa.float64()),
-        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("reward_parts", pa.list_(PART)),
         ("status", pa.string()),
         ("min_version", pa.int32()),
         ("max_version", pa.int32()),

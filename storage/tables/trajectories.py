@@ -117,7 +117,9 @@ def to_table(run_id: str, rows: Sequence[Trajectory], *, sees: bool = False) -> 
         "logprobs": parquet.list_array([row.logprobs for row in rows], np.float32, not_sampled),
         "policy_versions": parquet.list_array(versions, np.int32, not_sampled),
         "turns": _structs(TURN, [row.turns for row in rows]),
-        "reward_parts": [list(row.reward_parts.items()) for row in rows],
+        "reward_parts": [
+            [{"name": name, "value": value} for name, value in row.reward_parts.items()] for row in rows
+        ],
         "min_version": [int(row.min()) if len(row) else None for row in sampled],
         "max_version": [int(row.max()) if len(row) else None for row in sampled],
         "started_at": [round(row.started_at * 1e6) for row in rows],
@@ -144,7 +146,9 @@ def to_rows(table: pa.Table) -> list[Trajectory]:
         "logprobs": parquet.numpy_rows(table["logprobs"], float("nan")),
         "policy_versions": parquet.numpy_rows(table["policy_versions"], NOT_SAMPLED),
         "turns": [[TurnSpan(**turn) for turn in turns] for turns in table["turns"].to_pylist()],
-        "reward_parts": [dict(parts) for parts in table["reward_parts"].to_pylist()],
+        "reward_parts": [
+            {part["name"]: part["value"] for part in parts} for parts in table["reward_parts"].to_pylist()
+        ],
         "started_at": _seconds(table["started_at"]),
         "finished_at": _seconds(table["finished_at"]),
         "images": images_of(table),

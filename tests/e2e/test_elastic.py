@@ -131,7 +131,10 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
     manifest = directory.read_manifest(1, "rollout")
     assert manifest is not None
     rows = pq.ParquetFile(directory.path(manifest.outputs[0].uri)).read(["reward_parts", "turns", "messages"])
-    assert {part for parts in rows["reward_parts"].to_pylist() for part, _ in parts} == {"correct", "by_s0"}
+    assert {part["name"] for parts in rows["reward_parts"].to_pylist() for part in parts} == {
+        "correct",
+        "by_s0",
+    }
     for messages, turns in zip(rows["messages"].to_pylist(), rows["turns"].to_pylist(), strict=True):
         [earned] = [turn["reward"] for turn in turns if turn["engine"]]
         assert earned == len(json.loads(messages)[-1]["content"])

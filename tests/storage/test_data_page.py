@@ -47,7 +47,9 @@ def documented(page: str, section: str, header: str) -> dict[str, str]:
 def types(schema: pa.Schema) -> dict[str, str]:
     shown = {field.name: str(field.type) for field in schema}
     return {
-        name: "list<struct>" if name in ("turns", "images") else re.sub(r"<(element|item): ", "<", kind)
+        name: "list<struct>"
+        if name in ("turns", "reward_parts", "images")
+        else re.sub(r"<(element|item): ", "<", kind)
         for name, kind in shown.items()
     }
 
@@ -108,7 +110,7 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ones = [np.ones(2, np.float32)]
         write_batch(run, iteration, table, advantages=ones, weights=ones, decisions=["train"], part="batch-1")
     # what `sf evaluate` keeps of other measurements
-    measured = RunDirectory(run.path("evaluations/_measured/v00000-1"))
+    measured = RunDirectory(run.path("measured/v00000-1"))
     write_metrics(measured, "evaluation", 0, [dict.fromkeys(METRICS, 1.0)])
     return folder
 

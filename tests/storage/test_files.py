@@ -74,16 +74,6 @@ def test_what_a_fence_refuses_does_not_appear(run_anywhere: RunDirectory) -> Non
     files.write_atomic(run_anywhere.path("x"), b"next")
 
 
-def test_what_a_killed_writer_left_is_found(run_anywhere: RunDirectory) -> None:
-    left = run_anywhere.path("weights", "v00001", f".model.safetensors.{'0' * 32}.tmp")
-    files.write_atomic(left, b"half")
-    files.write_atomic(run_anywhere.path("weights", "v00001", "model.safetensors"), b"whole")
-    assert files.list_unfinished(run_anywhere.path("weights")) == (
-        [left] if files.is_local(run_anywhere.uri) else []
-    )
-    assert files.list_unfinished(run_anywhere.path("none")) == []
-
-
 def test_a_local_folder_is_what_is_there_now_and_copied_once() -> None:
     source = f"memory://{uuid.uuid4().hex}"
     files.write_atomic(f"{source}/config.json", b"old")

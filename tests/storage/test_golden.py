@@ -1,4 +1,4 @@
-"""Files of the present schema version, in tests/data, are read as they were meant."""
+"""Files of each schema version that is read, in tests/data, are read as they were meant."""
 
 import json
 from pathlib import Path
@@ -10,26 +10,27 @@ import pytest
 from storage.run_directory import RunDirectory
 from storage.tables.batches import BATCH_SCHEMA, read_batch
 from storage.tables.metrics import read_metrics
-from storage.tables.parquet import SCHEMA_VERSION
+from storage.tables.parquet import READ_VERSIONS, SCHEMA_VERSION
 from storage.tables.schema import SCHEMA
 from storage.tables.trajectories import iter_trajectories, read_trajectories, to_rows
 from tests.storage.golden import DATA, ITERATION, plain, write
 
-KEPT = DATA / f"v{SCHEMA_VERSION}"
 
+@pytest.mark.parametrize("version", READ_VERSIONS)
+def test_files_that_were_written_once_are_read_as_they_were_meant(version: int) -> None:
+    kept = DATA / f"v{version}"
+    expected = json.loads((kept / "expected.json").read_text())
 
-def part(kind: str) -> str:
-    return RunDirectory(str(KEPT)).partition(kind, ITERATION) + "/part.parquet"
+    def part(kind: str) -> str:
+        return RunDirectory(str(kept)).partition(kind, ITERATION) + "/part.parquet"
 
-
-def test_files_that_were_written_once_are_read_as_they_were_meant() -> None:
-    expected = json.loads((KEPT / "expected.json").read_text())
     sampled = read_trajectories(part("trajectories"))
+    assert sampled.schema.field("reward_parts").type == SCHEMA.field("reward_parts").type
     assert plain(sampled) == expected["trajectories"]
     assert [row.session_id for row in to_rows(sampled)] == [row["session_id"] for row in plain(sampled)]
     assert {piece.schema for piece in iter_trajectories(part("trajectories"), 2)} == {SCHEMA}
     assert plain(read_batch(part("batches"))) == expected["batches"]
-    metrics = read_metrics(RunDirectory(str(KEPT)).metrics_file("train", ITERATION))
+    metrics = read_metrics(RunDirectory(str(kept)).metrics_file("train", ITERATION))
     assert metrics == expected["metrics"]
 
 

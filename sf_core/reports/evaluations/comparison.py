@@ -15,10 +15,6 @@ from sf_core.reports.view import open_run
 from storage import files
 from storage.run_directory import RunDirectory
 
-MEASURED = "evaluations/_measured"
-"""Folder in a run directory with a run directory for each version that was measured apart. Readers of Parquet
-datasets skip names that begin so."""
-
 SOLVED = 1.0 - 1e-9
 """Reward from which a task counts as solved."""
 

@@ -40,7 +40,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     sentence: no run, nothing to export, unknown format, wrong or taken name."""
     make = FORMATS.get(format_name)
     if make is None:
-        raise ValueError(f"unknown format {format_name}; use one of {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {format_name}; use one of {', '.join(FORMATS)}, parquet")
     if not out.endswith(make.ending):
         raise ValueError(f"{out}: the name of a file for {format_name} must end in {make.ending}")
     run = RunDirectory(run_uri)

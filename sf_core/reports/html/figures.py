@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from sf_core.reports.evaluations.answers import compare_ends
-from sf_core.reports.evaluations.comparison import MEASURED, read_comparisons
+from sf_core.reports.evaluations.comparison import read_comparisons
 from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.series import RunSeries, record_devices
 from sf_core.reports.view import Iteration, RunView
@@ -58,7 +58,7 @@ def run_figures(view: RunView) -> dict[str, Any]:
         "iterations": rows,
         "held_out": sorted(series.held_out.items()),
         "answers": {"before": before, "after": after, "pairs": pairs},
-        "comparisons": read_comparisons(view.run.path(MEASURED)),
+        "comparisons": read_comparisons(view.run.measured_dir),
         "timeline": _timeline(series.spans, series.windows.values()),
         "tokens_sampled": series.tokens_sampled,
         "judges": judge_rows(series.iterations),

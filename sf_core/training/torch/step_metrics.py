@@ -149,7 +149,7 @@ def _reward_parts(parts: pa.ChunkedArray) -> dict[str, float]:
     """Mean of each part of the rewards over the sessions that have it; of the most frequent ones."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for session in parts.to_pylist():
-        for name, value in session:
-            by_name[name].append(value)
+        for part in session:
+            by_name[part["name"]].append(part["value"])
     frequent = sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:MAX_PARTS]
     return {f"reward.{_UNWELCOME.sub('_', name)}": float(np.mean(by_name[name])) for name in frequent}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from storage.tables.schema import TURN
+from storage.tables.schema import PART, TURN
 
 
 def make_batch(
@@ -45,7 +45,7 @@ def make_batch(
             "weights": pa.array([[1.0] * len(ids) for ids, _ in rows], pa.list_(pa.float32())),
             "status": ["finished"] * len(rows),
             "reward": pa.array(advantages),
-            "reward_parts": pa.array([[]] * len(rows), pa.map_(pa.string(), pa.float64())),
+            "reward_parts": pa.array([[]] * len(rows), pa.list_(PART)),
             "environment": ["test"] * len(rows),
             "branch_id": [str(i) for i in range(len(rows))],
             "parent_branch_id": pa.nulls(len(rows), pa.string()),

@@ -77,7 +77,7 @@ def test_a_session_is_one_row_whatever_its_branches(run: Run) -> None:
     assert [one["kind"] for one in found.values()] == [
         *("held_out", "training", "training", "held_out", "training", "opened")
     ]
-    assert dict(found["run-1.g0.1"]["reward_parts"]) == {"answer": 0.5}
+    assert found["run-1.g0.1"]["reward_parts"] == [{"name": "answer", "value": 0.5}]
 
 
 def test_columns_are_read_by_name_and_unknown_ones_are_refused(run: Run) -> None:

@@ -20,7 +20,6 @@ from sf_core.dataplane_key import account_key
 from sf_core.models.builtin import make_policy
 from sf_core.reports import cleanup, states
 from sf_core.reports.cleanup import Keep, find_spare_checkpoints, find_spare_weights, find_spares
-from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import is_served
 from sf_core.reports.view import RunView
 from storage import files
@@ -28,6 +27,7 @@ from storage.attempts import Attempt
 from storage.media import PictureSpan, media_file, store_picture
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.trajectories import write_trajectories
+from tests.bench.ages import age
 from tests.bench.commands import sf
 from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.bench.runs import commit, configure, pretend
@@ -157,7 +157,7 @@ def test_a_run_never_removes_a_version_that_something_names(
         if version in evaluated:
             commit(run, version, "evaluate")
         if version in apart:
-            files.write_atomic(f"{run.path(MEASURED)}/v{version:05d}-0a1b2c3d/config.json", b"{}")
+            files.write_atomic(f"{run.measured_dir}/v{version:05d}-0a1b2c3d/config.json", b"{}")
         for spare in find_spare_weights(run, version - 1, config, {v for v in held if v <= version}):
             # a process that is killed has removed some of the files
             if interrupted == version:
@@ -212,25 +212,33 @@ def test_an_incomplete_checkpoint_counts_as_none(root: Path) -> None:
 def test_what_killed_writers_left_goes(root: Path) -> None:
     run = make(root, "a", 3)
     name = f".model.safetensors.{'a' * 32}.tmp"
-    for folder in (run.weights_dir(1), run.weights_dir(3), run.checkpoint_dir(4)):
+    folders = (run.weights_dir(1), run.weights_dir(3), run.checkpoint_dir(4), run.partition("opened", 3))
+    for folder in (*folders, run.uri):
         files.write_atomic(f"{folder}/{name}", b"half")
-    found = names(run)
-    # that of version 1 goes with its folder
-    assert found[4:] == [f"checkpoints/00004/{name}", f"weights/v00003/{name}"]
-    assert "removed 6 items" in sf("gc", run.uri, "--yes")[1]
+    with files.writer(run.partition("opened", 3) + "/x.parquet"):
+        age(run.uri)
+        found = names(run)
+    # that of version 1 goes with its folder, and that of a writer which is alive stays
+    assert found[4:] == [
+        name,
+        f"checkpoints/00004/{name}",
+        f"opened/iteration=3/{name}",
+        f"weights/v00003/{name}",
+    ]
+    assert "removed 8 items" in sf("gc", run.uri, "--yes")[1]
     assert names(run) == []
 
 
 def test_a_measurement_that_was_interrupted_goes_and_one_with_a_result_stays(root: Path) -> None:
     run = make(root, "r", 4)
     for name in ("v00004-aaaaaaaa", "v00003-bbbbbbbb"):
-        measured = RunDirectory(run.path(f"{MEASURED}/{name}"))
+        measured = RunDirectory(run.path(f"measured/{name}"))
         configure(measured)
         files.write_atomic(f"{measured.start_dir}/model.safetensors", b"weights")
     commit(measured, 0, "evaluate", data={"reward_mean": 0.5})
-    assert names(run, checkpoints=9, weights=9) == [f"{MEASURED}/v00004-aaaaaaaa"]
-    with served(root / "r" / MEASURED, "v00004-aaaaaaaa") as (url, _):
-        RunDirectory(run.path(f"{MEASURED}/v00004-aaaaaaaa")).begin_attempt(Attempt(dataplane=url))
+    assert names(run, checkpoints=9, weights=9) == ["measured/v00004-aaaaaaaa"]
+    with served(root / "r" / "measured", "v00004-aaaaaaaa") as (url, _):
+        RunDirectory(run.path("measured/v00004-aaaaaaaa")).begin_attempt(Attempt(dataplane=url))
         assert names(run, checkpoints=9, weights=9) == []
 
 

@@ -282,7 +282,7 @@ def test_the_command_says_what_it_wrote(sampled_run: RunDirectory, tmp_path: Pat
 @pytest.mark.parametrize(
     ("to", "out", "sentence"),
     [
-        ("csv", "out.csv", "unknown format csv; use one of trl, verl, sharegpt, atif"),
+        ("csv", "out.csv", "unknown format csv; use one of trl, verl, sharegpt, atif, parquet"),
         ("verl", "out.jsonl", "out.jsonl: the name of a file for verl must end in .parquet"),
         ("trl", "taken.jsonl", "taken.jsonl already exists; choose another name or remove it"),
         ("trl", "file/out.jsonl", "create this folder first"),

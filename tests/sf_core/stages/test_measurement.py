@@ -33,7 +33,7 @@ def test_a_version_is_version_0_of_a_run_directory_of_its_own(changed_run: RunDi
     changes = ["evaluate.num_tasks=3", "rollout.temperature=0"]
     measurement = open_measurement(changed_run.uri, None, changes)
     config, measured = measurement.config, measurement.directory
-    assert measured.uri.startswith(f"{changed_run.uri}/evaluations/_measured/v00002-")
+    assert measured.uri.startswith(f"{changed_run.uri}/measured/v00002-")
     assert (config.evaluate.num_tasks, config.rollout.temperature) == (3, 0.0)
     assert not files.exists(measured.path("config.json"))
     measurement.begin()

@@ -17,6 +17,7 @@ from storage import files
 from storage.attempts import Attempt
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+from tests.bench.ages import age
 from tests.bench.dataplane.planes import attended, running_app
 from tests.bench.refusals import check_sentence
 from tests.bench.runs import commit, configure
@@ -55,6 +56,21 @@ def test_an_attempt_that_only_evaluates_leaves_the_configuration(tmp_path: Path)
     directory = RunDirectory(run.uri)
     assert (run.attempt, directory.newest_attempt().evaluate_only) == (2, True)
     assert directory.read_config(RunConfig) == config
+
+
+def test_an_attempt_removes_what_killed_writers_left_and_nothing_that_is_written(tmp_path: Path) -> None:
+    directory = RunDirectory(begin_attempt(configured(tmp_path)).uri)
+    name = f".rollout-1.parquet.{'0' * 32}.tmp"
+    left = [Path(directory.partition("trajectories", 2), name), Path(directory.path(name))]
+    for file in left:
+        files.write_atomic(str(file), b"half")
+    with files.writer(directory.partition("opened", 0) + "/x.parquet") as written:
+        written.write(b"whole")
+        written.flush()
+        age(directory.uri)
+        begin_attempt(configured(tmp_path))
+    assert not any(file.exists() for file in left)
+    assert files.read_bytes(directory.partition("opened", 0) + "/x.parquet") == b"whole"
 
 
 def test_no_attempt_begins_at_another_data_plane_than_the_one_that_has_the_run_open(

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from storage import files
 from storage.media import PictureSpan
 from storage.run_directory import RunDirectory
-from storage.tables.parquet import SCHEMA_VERSION
 from storage.tables.schema import NOT_SAMPLED, SCHEMA, SEEING_SCHEMA, Trajectory, TurnSpan
 from storage.tables.trajectories import (
     first_rows,
@@ -211,8 +210,8 @@ def test_missing_files_and_other_folders_are_named(run_anywhere: RunDirectory) -
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
-        ({"seamlessflow.schema": str(SCHEMA_VERSION - 1)}, f" this SeamlessFlow reads {SCHEMA_VERSION}; use"),
-        ({"seamlessflow.schema": str(SCHEMA_VERSION + 1)}, f" this SeamlessFlow reads {SCHEMA_VERSION}; use"),
+        ({"seamlessflow.schema": "3"}, "schema version 3, but this SeamlessFlow reads 4 and 5; use"),
+        ({"seamlessflow.schema": "6"}, "schema version 6, but this SeamlessFlow reads 4 and 5; use"),
         ({"seamlessflow.schema": "x"}, "has no schema version"),
         ({}, "not a file of SeamlessFlow: the metadata has no schema version"),
     ],

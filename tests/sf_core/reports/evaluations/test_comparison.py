@@ -165,7 +165,7 @@ def test_the_interval_covers_the_mean_about_as_often_as_it_says() -> None:
 
 
 def test_versions_are_read_from_names() -> None:
-    assert version_of("s3://runs/r/evaluations/_measured/v00030-0123abcd") == 30
+    assert version_of("s3://runs/r/measured/v00030-0123abcd") == 30
 
 
 def test_examples_hold() -> None:

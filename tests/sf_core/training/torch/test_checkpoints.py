@@ -23,6 +23,8 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import load_weights
+from storage.unfinished import list_unfinished
+from tests.bench.ages import age
 from tests.bench.runs import copy_run
 from tests.bench.trained_runs import BATCHES
 from tests.bench.training.gang import Member, Try
@@ -96,7 +98,8 @@ def test_a_kill_at_every_step_of_a_save_leaves_the_checkpoint_before(
     (member,) = make_members(1)
     member.sit(Try(copied_run.uri, (member.worker,)), partial(save, copied_run.uri, dies=0, at=at))
     member.await_death()
-    assert not has_checkpoint(copied_run.checkpoint_dir(3)) and files.list_unfinished(copied_run.uri)
+    age(copied_run.uri)
+    assert not has_checkpoint(copied_run.checkpoint_dir(3)) and list_unfinished(copied_run.uri)
     assert holds(rebuilt(copied_run.uri, SingleRank()), copied_run)
 
 

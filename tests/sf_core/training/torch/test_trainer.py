@@ -125,10 +125,14 @@ def test_the_branches_of_a_session_count_once_in_rewards_and_advantages(two_laye
     assert metrics["rows"] == 7
 
 
+def named(parts: dict[str, float]) -> list[dict[str, str | float]]:
+    return [{"name": name, "value": value} for name, value in parts.items()]
+
+
 def test_each_part_of_the_reward_has_its_mean_and_names_are_such_as_trackers_take(
     two_layer_policy: str,
 ) -> None:
-    parts = [[("a b:c", 1.0), ("short", 0.5)], [("short", 0.0)], *[[]] * 14]
+    parts = [named({"a b:c": 1.0, "short": 0.5}), named({"short": 0.0}), *[[]] * 14]
     column = pa.array(parts, BATCH.schema.field("reward_parts").type)
     index = BATCH.schema.get_field_index("reward_parts")
     metrics = make_trainer(two_layer_policy).step(BATCH.set_column(index, "reward_parts", column))
@@ -136,7 +140,7 @@ def test_each_part_of_the_reward_has_its_mean_and_names_are_such_as_trackers_tak
         "reward.a b_c": 1.0,
         "reward.short": 0.25,
     }
-    many = pa.array([[(f"part {i:02}", 1.0) for i in range(20)]] * len(BATCH), column.type)
+    many = pa.array([named({f"part {i:02}": 1.0 for i in range(20)})] * len(BATCH), column.type)
     metrics = make_trainer(two_layer_policy).step(BATCH.set_column(index, "reward_parts", many))
     assert len([name for name in metrics if name.startswith("reward.")]) == MAX_PARTS
 

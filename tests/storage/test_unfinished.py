@@ -1,0 +1,135 @@
+"""What killed writers left is found, and what live ones have is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from storage import files
+from storage.run_directory import RunDirectory
+from storage.unfinished import OLD_S, list_unfinished, list_uploads
+from tests.bench.ages import age
+from tests.bench.commands import sf
+from tests.bench.runs import configure
+from tests.patience import wait_until
+
+MIB = 2**20
+
+UPLOADER = """
+import sys
+from storage import files
+with files.writer(sys.argv[1]) as file:
+    for _ in range(110):
+        file.write(bytes(2**20))
+"""
+"""Uploads a file in parts of 50, 50 and 10 MiB."""
+
+
+def test_a_temporary_file_without_a_writer_is_found(run_anywhere: RunDirectory) -> None:
+    left = run_anywhere.path("weights", "v00001", f".model.safetensors.{'0' * 32}.tmp")
+    files.write_atomic(left, b"half")
+    files.write_atomic(run_anywhere.path("weights", "v00001", "model.safetensors"), b"whole")
+    assert list_unfinished(run_anywhere.uri) == [], "its writer may not have locked it yet"
+    local = files.is_local(run_anywhere.uri)
+    if local:
+        age(run_anywhere.uri)
+    assert list_unfinished(run_anywhere.uri) == ([left] if local else [])
+    assert list_unfinished(run_anywhere.path("none")) == []
+    assert list_uploads(run_anywhere.uri) == []
+
+
+def test_a_temporary_file_that_is_written_is_not_found(tmp_path: Path) -> None:
+    with files.writer(str(tmp_path / "x")) as file:
+        file.write(b"half")
+        file.flush()
+        age(tmp_path)
+        assert len(os.listdir(tmp_path)) == 1 and list_unfinished(str(tmp_path)) == []
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_link_with_the_name_of_a_temporary_file_stays(tmp_path: Path) -> None:
+    files.write_atomic(str(tmp_path / "x"), b"")
+    (tmp_path / f".x.{'0' * 32}.tmp").symlink_to(tmp_path / "x")
+    age(tmp_path)
+    assert list_unfinished(str(tmp_path)) == []
+
+
+def test_an_upload_whose_process_was_killed_is_found_and_aborted(s3_bucket: str) -> None:
+    root = f"{s3_bucket}/{uuid.uuid4().hex}"
+    run, neighbour = RunDirectory(f"{root}/run-1"), RunDirectory(f"{root}/run-10")
+    uri = f"{run.weights_dir(3)}/model.safetensors"
+    with stalling_proxy(os.environ["AWS_ENDPOINT_URL"], 20 * MIB) as url:
+        for target in (uri, f"{neighbour.weights_dir(3)}/model.safetensors"):
+            uploader = subprocess.Popen(
+                [sys.executable, "-c", UPLOADER, target], env={**os.environ, "AWS_ENDPOINT_URL": url}
+            )
+            folder = target.rpartition("/weights/")[0]
+            wait_until(
+                lambda folder=folder: [one.bytes for one in list_uploads(folder)] == [10 * MIB],
+                "the last part",
+            )
+            uploader.kill()
+            assert uploader.wait() == -signal.SIGKILL
+    [upload] = list_uploads(run.uri)
+    assert (upload.uri, upload.bytes) == (uri, 10 * MIB)
+    # moto says of every upload that it began in 2010
+    assert OLD_S == 24 * 3600 and list_uploads(run.uri, older_than_s=100 * 365 * OLD_S) == []
+
+    configure(run)
+    item = {
+        "run": "run-1",
+        "kind": "upload",
+        "name": "weights/v00003/model.safetensors",
+        "bytes": 10 * MIB,
+    }
+    assert json.loads(sf("gc", run.uri, "--json")[1]) == {"removed": False, "items": [item]}
+    code, shown = sf("gc", run.uri, "--yes")
+    assert code == 0 and "run-1 unfinished uploads of weights/v00003/model.safetensors 10.5 MB" in shown
+    assert list_uploads(run.uri) == [] and len(list_uploads(neighbour.uri)) == 1
+    upload.abort()
+    assert not files.exists(uri)
+
+
+@contextmanager
+def stalling_proxy(url: str, limit: int) -> Iterator[str]:
+    """Address of a proxy that carries this many bytes of each connection to the server at `url`."""
+    server = urlsplit(url)
+    held: list[socket.socket] = []
+
+    def carry(source: socket.socket, sink: socket.socket, left: float) -> None:
+        try:
+            while left > 0 and (data := source.recv(2**16)):
+                sink.sendall(data)
+                left -= len(data)
+        except OSError:
+            pass
+
+    def accept() -> None:
+        while True:
+            try:
+                client, _ = listening.accept()
+            except OSError:
+                return
+            onward = socket.create_connection((server.hostname, server.port))
+            held.extend([client, onward])
+            for pair in ((client, onward, limit), (onward, client, float("inf"))):
+                threading.Thread(target=carry, args=pair, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            for one in held:
+                one.close()
