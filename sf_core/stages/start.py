@@ -32,6 +32,7 @@ from sf_core.training.policy_folder import (
     policy_folder,
     read_model_config,
 )
+from sf_core.training.teacher_folder import TeacherFolder
 from storage.files import FileRef, copy_folder, describe, exists, join, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import PICKLES, load_adapter, open_weights, save_adapter
@@ -52,6 +53,7 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
 
     def work() -> StageResult:
         copies, source, copied_s = prepare_start(folder, run.config, warmed=warmed)
+        TeacherFolder(folder).check("policy", f"remove {source} and start the run again")
         parameters, trained = count_parameters(folder), _find_adapter(run.config, folder, warmed=warmed)
         derived = values_of(derive(run.config, parameters, folder, prompts, trained))
         dtype = run.config.fill(derived).policy.dtype_name
@@ -176,11 +178,12 @@ def _recipe_files(environment: Environment) -> list[Path]:
     from sf_core.dataplane import chat
     from sf_core.dataplane.sessions import pictures as names
     from sf_core.models import builtin, cache_size, context, decoder, language, projections, token_bytes
+    from sf_core.models.pretrained import needed_weights
     from sf_core.training import demonstrations, packing, tower, warmstart
     from sf_core.training.torch import network
 
     modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
-    parts: list[Any] = [*modules, context, language, names, token_bytes, tool_loop, tower]
+    parts: list[Any] = [*modules, context, language, names, needed_weights, token_bytes, tool_loop, tower]
     whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat, pictures)]
     found = map(inspect.getfile, [*parts, *environment.classes])
     return [*map(Path, found), *sorted(chain(*whole))]
