@@ -22,6 +22,7 @@ from sf_core.models.adapter import list_linears, make_factors
 from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import derive, values_of
+from sf_core.stages.settling.idle import check_reach
 from sf_core.stages.settling.lora import TrainedAdapter, find_adapter
 from sf_core.stages.settling.start_folder import start_fault
 from sf_core.stages.warmstart import copy_warmed, find_warmed
@@ -103,7 +104,9 @@ def _find_adapter(config: RunConfig, folder: str, *, warmed: bool) -> TrainedAda
     if warmed:
         made = find_warmed(RunDirectory(config.run_dir).warmstart_dir)
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"adapter": made})})
-    trained = find_adapter(config, list_linears(read_model_config(folder)))
+    shape = read_model_config(folder)
+    check_reach(config, shape)
+    trained = find_adapter(config, list_linears(shape))
     trained.check_merge(open_weights(folder)[0].entries)
     return trained
 

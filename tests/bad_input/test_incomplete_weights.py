@@ -183,7 +183,7 @@ def named(run: RunDirectory) -> RunConfig:
 
 def resume_with_reference(run: RunDirectory) -> None:
     stored = run.read_config(RunConfig)
-    loss = {"kl": {"coefficient": 0.1, "renew_every": 1}}
+    loss = {"kl": {"coefficient": 0.1, "renew_every": 2}}
     train = stored.train.model_dump(exclude_unset=True) | {"loss": loss}
     check_start(RunConfig.model_validate(named(run).model_dump(exclude_unset=True) | {"train": train}))
 

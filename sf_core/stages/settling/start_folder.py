@@ -16,6 +16,7 @@ from sf_core.models.context import check_context
 from sf_core.pictures.sight import SEEING, read_sight
 from sf_core.reports.view import RunView
 from sf_core.scheduling.cluster import scheduler_of
+from sf_core.stages.settling.idle import check_idle, check_reach
 from sf_core.stages.settling.judges import check_judges
 from sf_core.stages.settling.lora import (
     TrainedAdapter,
@@ -45,6 +46,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     needs only the copy in its directory, which is version 0, and not `policy.model`.
 
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
+    check_idle(config)
     check_lora(config)
     check_judges(config)
     check_teacher(config, by_a_worker)
@@ -80,6 +82,8 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
         if config.train.lora is not None:
             check_peft(shape)
     if config.train.lora is not None:
+        if not has_started(config):
+            check_reach(config, shape)
         adapter_to_start_from(config, shape, by_a_worker)
 
 

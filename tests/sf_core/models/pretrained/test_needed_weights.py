@@ -21,41 +21,10 @@ from sf_core.models.pretrained.needed_weights import (
 from sf_core.training.policy_folder import read_model_config
 from storage.tensors.weights import open_weights
 from tests.bench.commands import sf
+from tests.bench.engines.families import FAMILIES, small_config
 from tests.bench.engines.model_folders import CONFIGS, ModelFolders
 from tests.bench.training.pictures import seeing_policy
 from tests.sf_core.models.pretrained.gguf_files import small_llama, write_gguf
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_intermediate_size": 16}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mistral": {},
-    "gemma2": {"head_dim": 16},
-    "gemma3_text": {"head_dim": 16},
-    "phi3": {},
-    "gpt_neox": {},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "falcon": {},
-    "granite": {},
-    "olmo2": {},
-    "starcoder2": {},
-    "glm4": {"head_dim": 16},
-    "mamba": {"state_size": 4},
-    "mixtral": EXPERTS,
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 16},
-    "olmoe": EXPERTS,
-    # a buffer that is stored
-    "deepseek_v3": EXPERTS | LATENT | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "gpt_oss": EXPERTS | {"head_dim": 16},
-}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -75,8 +44,7 @@ def stored(
             elif kind in CONFIGS:
                 folder = model_folders(kind)
             else:
-                config = AutoConfig.for_model(kind, **SMALL | FAMILIES[kind])
-                AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+                AutoModelForCausalLM.from_config(small_config(kind)).save_pretrained(folder)
             made[kind] = read_model_config(folder), open_weights(folder)[0].shapes
         return made[kind]
 
@@ -141,7 +109,7 @@ def test_experts_that_are_missing_are_told(stored: Stored) -> None:
     shape, shapes = stored("qwen3-moe")
     fewer = {n: s for n, s in shapes.items() if "layers.1.mlp.experts.3." not in n}
     told = find_lack(shape, fewer).tell("FOLDER", fewer)
-    assert "model.layers.1.mlp.experts.gate_up_proj has [3, 48, 32], expected [4, 48, 32]" in told
+    assert "model.layers.1.mlp.experts.down_proj has [3, 32, 24], expected [4, 32, 24]" in told
 
 
 @pytest.mark.parametrize("shape", [{}, {"model_type": "nobody_knows_it"}, {"model_type": "t5"}])
