@@ -31,12 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "own reference": (kl(renew_every=1), ("train.loss.kl.renew_every 1", "so the penalty is 0: raise")),
     "own reference of rewards": (
-        {
-            "train": {
-                "minibatches": 2,
-                "loss": {"kl": {"coefficient": 1, "renew_every": 1, "place": "reward"}},
-            }
-        },
+        kl(renew_every=1, place="reward"),
         ("train.loss.kl.renew_every 1",),
     ),
     "one session": (
@@ -156,10 +151,8 @@ def without_prompt(split: str, index: int) -> Task:
 def test_equal_training_prompts_are_told(tasks: Any, number: int) -> None:
     named = {"environment": {"tasks": f"{__name__}:{tasks.__name__}"}}
     [sentence] = foresee(RunConfig.model_validate(named))
-    check_sentence(
-        sentence,
-        f"{number} of the first 256 training tasks have the same prompt, 'What is 2+3?', so the policy",
-    )
+    told = f"{number} of the first 256 training tasks have the same prompt, 'What is 2+3?', so"
+    check_sentence(sentence, told)
 
 
 @pytest.mark.parametrize("tasks", [some_questions, without_prompt])
@@ -172,6 +165,7 @@ def test_prompts_of_which_fewer_are_equal_are_not_told(tasks: Any) -> None:
 def folder(tmp_path: Path) -> Path:
     (made := tmp_path / "model").mkdir()
     write_tokenizer(made)
+    (made / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     (made / "chat_template.jinja").write_text("{{ messages[0].content }}")
     return made
 
@@ -192,7 +186,8 @@ def test_an_adapter_that_would_leave_experts_out_is_refused_with_their_share(fol
         check_start(config)
     check_sentence(
         str(refused.value),
-        f"train.lora trains linear layers only, and {share:.0%} of the weights in the blocks of a {kind} model",
+        "train.lora trains linear layers only",
+        f"{share:.0%} of the weights in the blocks of a {kind} model",
         "name the layers to train in train.lora.targets",
     )
     target = next(name.rpartition(".")[2] for name in list_linears(shape))
