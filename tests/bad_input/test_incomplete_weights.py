@@ -18,6 +18,7 @@ from sf_core.cli.serving.policy import open_stored, policy_to_try
 from sf_core.config import RunConfig
 from sf_core.engines.torch.cached_model import open_model
 from sf_core.stages.evaluate import open_evaluation, open_measurement
+from sf_core.stages.lease import open_judges
 from sf_core.stages.run import RunRef
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.start import start
@@ -125,6 +126,12 @@ def judged(tmp_path: Path, model: Path) -> None:
     check_start(settings(tmp_path, environment=asked))
 
 
+def judge_of_a_worker(tmp_path: Path, model: Path) -> None:
+    asked = {"judges": {"quality": {"model": str(model)}}, "reward": f"{__name__}:score"}
+    with open_judges(settings(tmp_path, environment=asked).environment, "reward"):
+        pass
+
+
 GAE = {"advantage": "gae", "critic": {}}
 READERS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     "policy": ("policy.model: ", check_with()),
@@ -142,6 +149,7 @@ READERS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
         lambda tmp_path, model: check_start(settings(tmp_path, train={"teacher": {"model": str(model)}})),
     ),
     "judge": ("environment.judges.quality.model: ", judged),
+    "judge of a worker": ("environment.judges.quality.model: ", judge_of_a_worker),
     "try": (
         "policy.model: ",
         lambda tmp_path, model: policy_to_try(
@@ -157,7 +165,7 @@ def test_a_folder_that_lacks_weights_is_refused_before_anything_starts(
     tmp_path: Path, model: Path, reader: str, fault: str
 ) -> None:
     setting, read = READERS[reader]
-    if reader == "judge":
+    if "judge" in reader:
         (model / "chat_template.jinja").write_text("{{ messages }}")
     damage, names = FAULTS[fault]
     damage(model)

@@ -42,15 +42,18 @@ def check_judges(config: RunConfig) -> None:
         folder, setting = policy_folder(model), f"environment.judges.{name}.model"
         if fault := _find_fault(folder):
             raise ValueError(f"{setting}: {model} {fault}")
-        _check_weights(folder, setting)
+        check_served(folder, setting)
     python, workers = vllm_python(), workers_here(config).values()
     if any("reward" in worker.tags and worker.device == "cpu" for worker in workers):
         check_cpu_build(python)
 
 
-def _check_weights(folder: str, setting: str) -> None:
+def check_served(folder: str, setting: str) -> None:
     """Raises ValueError, one sentence that names the setting, if weights that vLLM would serve are not all
-    those of the model. They may be quantised, pickled, or of an architecture that only vLLM knows."""
+    those of the model. They may be quantised, pickled, or of an architecture that only vLLM knows. Whether
+    there is a model folder at all is told by who serves it."""
+    if not Path(folder, "config.json").is_file():
+        return
     names = [path.name for path in Path(folder).iterdir()]
     safe = [name for name in names if fnmatch(name, WEIGHT_FILES[0])]
     if not safe:
