@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config import RunConfig
+from sf_core.models.pretrained.needed_weights import UnknownModelError
 from sf_core.pictures.sight import read_sight
 from sf_core.reports.tables import make_table
 from sf_core.scheduling.cluster import find_workers, scheduler_of, tell_holders, workers_here
@@ -158,15 +159,20 @@ def _lag(config: RunConfig) -> str:
 def _judge(name: str, plan: Plan, config: RunConfig) -> str:
     judge, asking = config.environment.judges[name], ", ".join(plan.reward or plan.agent)
     if judge.model is not None:
-        folder = policy_folder(judge.model)
-        is_here = has_weights(folder)
-        size = f", {count_parameters(folder) / 1e6:,.0f} million parameters" if is_here else ""
-        where = f"{judge.model}{size}, served by vLLM on {asking}"
+        where = f"{judge.model}{_size_of(policy_folder(judge.model))}, served by vLLM on {asking}"
     else:
         where = f"{judge.name or 'the model'} at {judge.url}, asked by {asking}"
     bound = judge.max_tokens_per_iteration
     most = "no limit on tokens" if bound is None else f"at most {bound:,} tokens per iteration"
     return f"{where}; {judge.concurrency} calls at once per worker, {most}"
+
+
+def _size_of(folder: str) -> str:
+    """The size of a judge in words; empty if its folder is elsewhere, or only vLLM knows its architecture."""
+    try:
+        return f", {count_parameters(folder) / 1e6:,.0f} million parameters" if has_weights(folder) else ""
+    except UnknownModelError:
+        return ""
 
 
 def _outside(plan: Plan, config: RunConfig) -> str:

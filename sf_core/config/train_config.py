@@ -71,7 +71,8 @@ class LoraConfig(Settings):
     `policy.adapter`, or twice the rank if `policy.adapter` is empty."""
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     """Linear layers that get an adapter. Give the last part of the name of each layer, for example q_proj.
-    Empty: the layers of `policy.adapter`, or all linear layers of the blocks if `policy.adapter` is empty."""
+    Empty: the layers of `policy.adapter`, or all linear layers of the blocks if `policy.adapter` is empty. A
+    mixture of experts needs this setting, because its experts are not linear layers and get no adapter."""
 
 
 class TeacherConfig(Teacher):

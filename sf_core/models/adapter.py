@@ -26,6 +26,7 @@ from storage.tensors.weights import (
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 _PREFIX = "base_model.model."
 
@@ -164,6 +165,35 @@ def _describe(adapter: Adapter) -> str:
 def list_linears(shape: Mapping[str, Any]) -> dict[str, torch.Size]:
     """Shapes [width out, width in] of the linear layers in the blocks of a model, by their names in
     transformers. `shape`: that of the model, named as in Hugging Face's config.json. No weights are read."""
+    from torch import nn
+
+    return {
+        f"{block}.{name}": module.weight.shape
+        for block, layer in _list_blocks(shape).items()
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def find_unreached(shape: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """The share of the weights in the blocks of a model of this shape that are in no linear layer, and the
+    last parts of their names, those with the most weights first."""
+    from torch import nn
+
+    whole, apart = 0, dict[str, int]()
+    for layer in _list_blocks(shape).values():
+        reached = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Linear)}
+        for name, weight in layer.named_parameters():
+            whole += weight.numel()
+            if id(weight) not in reached:
+                last = name.removesuffix(".weight").rpartition(".")[2]
+                apart[last] = apart.get(last, 0) + weight.numel()
+    names = sorted(apart, key=lambda name: -apart[name])
+    return sum(apart.values()) / max(1, whole), names
+
+
+def _list_blocks(shape: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The blocks of a model of this shape, by their names. They have no memory."""
     import torch
     from transformers import AutoConfig
 
@@ -173,13 +203,7 @@ def list_linears(shape: Mapping[str, Any]) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model: Any = kind.from_config(config, trust_remote_code=False)
     kinds = model._no_split_modules or ()
-    return {
-        f"{block}.{name}": module.weight.shape
-        for block, layer in model.named_modules()
-        if type(layer).__name__ in kinds
-        for name, module in layer.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+    return {name: layer for name, layer in model.named_modules() if type(layer).__name__ in kinds}
 
 
 def name_factor(layer: str, factor: str) -> str:

@@ -223,13 +223,16 @@ class Correction(Settings):
 
 class Kl(Settings):
     """The penalty of a token is an estimate of the divergence at this token, multiplied by `coefficient`
-    (estimators: Schulman 2020)."""
+    (estimators: Schulman 2020; their gradients: Tang and Munos 2025, arXiv 2506.09477)."""
 
     coefficient: float = Field(gt=0)
     """Weight of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of the divergence at each token, where d is the log-prob under the policy minus the log-prob
-    under the reference. k1: d. k2: d * d / 2. k3: exp(-d) - 1 + d, never negative."""
+    under the reference. k1: d; only for `place: reward`, because in the loss its mean gradient is 0. k2:
+    d * d / 2; in the loss its mean gradient is that of KL(policy || reference), for tokens that the policy
+    in training sampled. k3: exp(-d) - 1 + d, never negative; in the loss its mean gradient is that of
+    KL(reference || policy)."""
     place: Literal["loss", "reward"] = "loss"
     """Place at which the penalty enters. loss: the penalty of each token is added to the loss of the token.
     reward: the penalties of a session are summed, and the sum is subtracted from the reward of the

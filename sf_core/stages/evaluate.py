@@ -18,6 +18,8 @@ from sf_core.reports.view import RunView
 from sf_core.stages.commit import StageResult, commit, commits_once
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.stored_config import read_stored_config, settle_to_measure
+from sf_core.training.registry import trainer_kind
+from sf_core.training.teacher_folder import check_version
 from storage.files import FileRef, copy_folder, list_files, remove
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
@@ -89,6 +91,8 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
                 f"{run.run_id}: the run has no policy to evaluate yet; continue the run with `sf resume "
                 f"{run.uri}`"
             )
+        if trainer_kind(settled).computes_weights:
+            check_version(run, version)
         # an evaluation that began before may have died; this one continues it
         if not run.newest_attempt().evaluate_only:
             await_restarts([run], tell)
@@ -133,6 +137,7 @@ class Measurement:
         if the weights of the version are not there."""
         directory = self.directory
         if directory.read_manifest(None, "start") is None:
+            check_version(self.run, self.version)
             run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
             commit(run, None, "start", self._copy_policy)
 

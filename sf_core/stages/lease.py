@@ -32,6 +32,7 @@ from sf_core.scheduling.lending import work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.scheduling.worker_state import WorkerState
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.settling.judges import check_served
 from sf_core.training.policy_folder import policy_folder
 from sf_core.training.registry import trainer_backend
 from sf_core.types import Task
@@ -114,6 +115,9 @@ def open_judges(environment: EnvironmentConfig, work: Work) -> Iterator[Judges |
         yield None
         return
     folders = {name: (judges[name], policy_folder(model)) for name, model in served.items()}
+    # the folders may exist only on this worker
+    for name, (_, folder) in folders.items():
+        check_served(folder, f"environment.judges.{name}.model")
     endpoints = {name: endpoint_of(name, judge) for name, judge in judges.items() if name not in served}
     with serve_judges(folders) as here:
         yield Judges(judges, endpoints | here)

@@ -22,6 +22,7 @@ from sf_core.models.adapter import list_linears, make_factors
 from sf_core.stages.commit import StageResult, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import derive, values_of
+from sf_core.stages.settling.idle import check_reach
 from sf_core.stages.settling.lora import TrainedAdapter, find_adapter
 from sf_core.stages.settling.start_folder import start_fault
 from sf_core.stages.warmstart import copy_warmed, find_warmed
@@ -32,6 +33,7 @@ from sf_core.training.policy_folder import (
     policy_folder,
     read_model_config,
 )
+from sf_core.training.teacher_folder import TeacherFolder
 from storage.files import FileRef, copy_folder, describe, exists, join, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import PICKLES, load_adapter, open_weights, save_adapter
@@ -52,6 +54,7 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
 
     def work() -> StageResult:
         copies, source, copied_s = prepare_start(folder, run.config, warmed=warmed)
+        TeacherFolder(folder).check("policy", f"remove {source} and start the run again")
         parameters, trained = count_parameters(folder), _find_adapter(run.config, folder, warmed=warmed)
         derived = values_of(derive(run.config, parameters, folder, prompts, trained))
         dtype = run.config.fill(derived).policy.dtype_name
@@ -101,7 +104,9 @@ def _find_adapter(config: RunConfig, folder: str, *, warmed: bool) -> TrainedAda
     if warmed:
         made = find_warmed(RunDirectory(config.run_dir).warmstart_dir)
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"adapter": made})})
-    trained = find_adapter(config, list_linears(read_model_config(folder)))
+    shape = read_model_config(folder)
+    check_reach(config, shape)
+    trained = find_adapter(config, list_linears(shape))
     trained.check_merge(open_weights(folder)[0].entries)
     return trained
 
@@ -176,11 +181,12 @@ def _recipe_files(environment: Environment) -> list[Path]:
     from sf_core.dataplane import chat
     from sf_core.dataplane.sessions import pictures as names
     from sf_core.models import builtin, cache_size, context, decoder, language, projections, token_bytes
+    from sf_core.models.pretrained import needed_weights
     from sf_core.training import demonstrations, packing, tower, warmstart
     from sf_core.training.torch import network
 
     modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
-    parts: list[Any] = [*modules, context, language, names, token_bytes, tool_loop, tower]
+    parts: list[Any] = [*modules, context, language, names, needed_weights, token_bytes, tool_loop, tower]
     whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat, pictures)]
     found = map(inspect.getfile, [*parts, *environment.classes])
     return [*map(Path, found), *sorted(chain(*whole))]

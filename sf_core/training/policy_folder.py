@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.models.language import TOWER, language_model
 from sf_core.models.pretrained.gguf_file import is_gguf
+from sf_core.models.pretrained.needed_weights import check_weights, count_needed
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
 from sf_core.pictures.sight import SEEING
 from storage.files import join, list_files, read_bytes
@@ -86,6 +87,7 @@ def check_weights_folder(model: str, setting: str) -> None:
         _check_seeing(model, setting, names)
     if dtypes:
         raise ValueError(f"{setting}: the weights of {model} are quantised ({dtypes}); {_FULL_ONES}")
+    check_weights(read_model_config(model, setting), model, setting)
 
 
 def _check_seeing(model: str, setting: str, names: Collection[str]) -> None:
@@ -135,6 +137,11 @@ def _is_causal(shape: dict[str, Any], setting: str) -> bool:
     return shape.get("model_type") in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *seeing}
 
 
+def is_quantised(model: str, shape: dict[str, Any]) -> bool:
+    """Whether the weights of this model folder are codes of numbers."""
+    return _find_quantiser(model, shape) is not None or bool(_unusual_dtypes(model))
+
+
 def _find_quantiser(model: str, shape: dict[str, Any]) -> str | None:
     for part, key in product((shape, shape.get("text_config") or {}), QUANTISED):
         if settings := part.get(key):
@@ -179,20 +186,15 @@ def read_model_config(folder: str, setting: str = "policy.model") -> dict[str, A
 
 
 def count_parameters(folder: str) -> int:
-    """Number of parameters of a model folder that are trained: all but those of the tower of a policy that
-    sees. A head that is tied to the embedding counts once."""
-    is_tied = bool(read_model_config(folder).get("tie_word_embeddings"))
-    return _count(folder, lambda name: not (name.startswith(TOWER) or (is_tied and name == "lm_head.weight")))
+    """Number of parameters of a model folder that are trained: those that its architecture has, but not those
+    of the tower of a policy that sees. A head that is tied to the embedding counts once."""
+    return count_needed(read_model_config(folder))
 
 
 def count_tower(folder: str) -> int:
     """Number of parameters of the tower of a policy that sees; 0 if it does not."""
-    return _count(folder, lambda name: name.startswith(TOWER))
-
-
-def _count(folder: str, counts: Callable[[str], bool]) -> int:
     header, _ = open_weights(folder)
-    return sum(math.prod(entry.shape) for name, entry in header.entries.items() if counts(name))
+    return sum(math.prod(entry.shape) for name, entry in header.entries.items() if name.startswith(TOWER))
 
 
 def describe_policy(folder: str) -> str:

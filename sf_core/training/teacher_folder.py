@@ -12,16 +12,23 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from sf_core.models.adapter import list_linears, read_adapter, shape_factors
 from sf_core.models.context import count_ids
+from sf_core.models.pretrained.needed_weights import check_weights
+from sf_core.pictures.sight import SEEING
 from sf_core.reports.view import RunView
 from sf_core.training.policy_folder import check_weights_folder, policy_folder, read_model_config
 from storage.files import describe, exists, join, list_files, local_folder, read_bytes
 from storage.run_directory import RunDirectory
 from storage.scratch import scratch_folder
+from storage.tensors.tensor_bytes import find_difference
 from storage.tensors.weight_delta import FILE_NAME as DELTA
-from storage.tensors.weights import ADAPTER_CONFIG, WEIGHT_FILES, has_weights
+from storage.tensors.weights import ADAPTER_CONFIG, WEIGHT_FILES, has_weights, open_weights
 
 SETTING = "train.teacher.model"
+
+OF_A_RUN = "use another version, or restore the file from a copy"
+"""What to do about a version of a run that lacks weights."""
 
 _VERSION = re.compile(r"(.+)@(\d+)")
 
@@ -50,6 +57,24 @@ class TeacherFolder:
                 if path.is_file() and (path.parent == Path(weights)) == _is_weights(path.name):
                     Path(folder, path.name).symlink_to(path)
             yield folder, adapter
+
+    def check(self, setting: str, remedy: str) -> None:
+        """Raises ValueError, one sentence that names the setting and ends with the remedy, if weights or
+        factors are not all those of the model."""
+        shape = read_model_config(self.source, setting)
+        weights = self.weights or self.source
+        check_weights(shape, weights, setting, part=self.weights is not None, remedy=remedy)
+        if weights != self.source and shape.get("model_type") in SEEING:
+            # versions leave the tower to the folder of version 0
+            check_weights(shape, self.source, setting, remedy=remedy)
+        if self.adapter is not None:
+            try:
+                needed = shape_factors(read_adapter(self.adapter), list_linears(shape))
+                fault = find_difference(open_weights(self.adapter)[0].shapes, needed)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{setting}: {error}") from None
+            if fault:
+                raise ValueError(f"{setting}: {self.adapter}: {fault}: {remedy}")
 
     def digest(self) -> str:
         """SHA-256 over names and contents of the weights and the configuration of the model."""
@@ -81,7 +106,8 @@ def find_teacher(model: str) -> TeacherFolder:
         RunView(run).weights_of(int(found[2]))
     except ValueError as error:
         raise ValueError(f"{SETTING}: {error}") from None
-    return version_of(run, int(found[2]))
+    (teacher := version_of(run, int(found[2]))).check(SETTING, OF_A_RUN)
+    return teacher
 
 
 def version_of(run: RunDirectory, version: int) -> TeacherFolder:
@@ -89,6 +115,13 @@ def version_of(run: RunDirectory, version: int) -> TeacherFolder:
     if has_weights(run.start_adapter_dir):
         return TeacherFolder(run.start_dir, adapter=run.version_dir(version))
     return TeacherFolder(run.start_dir, weights=run.weights_dir(version) if version else None)
+
+
+def check_version(run: RunDirectory, version: int, remedy: str = OF_A_RUN) -> None:
+    """Raises ValueError, one sentence that ends with the remedy, if a version of a run lacks some weights. If
+    it lacks all of them, those who need them say so."""
+    if has_weights(run.version_dir(version)) and exists(join(run.start_dir, "config.json")):
+        version_of(run, version).check(f"run {run.run_id}", remedy)
 
 
 def _name_of(uri: str) -> str:

@@ -15,6 +15,7 @@ from sf_core.stages.settling.sizes import PolicySizes
 from sf_core.stages.start import name_dtype, start_adapter, warm_folder
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from sf_core.training.registry import trainer_kind
+from sf_core.training.teacher_folder import check_version
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
 
@@ -48,6 +49,7 @@ def open_stored(uri: str, version: int | None, engine: str | None = None) -> Pol
             f"the policy of run {run.run_id} sees pictures, but this engine does not support pictures: use "
             "--engine vllm"
         )
+    check_version(run, version)
     return Policy(config, run.start_dir, weights, f"version {version} of {run.run_id}", run.run_id)
 
 

@@ -23,6 +23,7 @@ from sf_core.models.decoder import (
     for_every_head,
     fuse,
 )
+from sf_core.models.pretrained.needed_weights import check_loaded
 from sf_core.models.projections import fastest, has_fast_products
 
 
@@ -76,8 +77,7 @@ def open_model(
     )
     # its tensors are those of the mapped file
     mapped, found = loaded
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"{weights_dir}: the weights lack {missing[0]!r} ({len(missing)} tensors missing)")
+    check_loaded(weights_dir, mapped, found)
     mapped.eval().requires_grad_(False)
     saved = unmap_params(mapped)
     shapes = {name: tensor.shape for name, tensor in saved.items()}

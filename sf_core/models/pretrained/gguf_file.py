@@ -8,6 +8,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from sf_core.models.pretrained.needed_weights import check_loaded
+
 MAGIC = b"GGUF"
 
 
@@ -51,7 +53,9 @@ def _convert(gguf: Path, folder: Path, template: str | None) -> None:
     place: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
-        read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **place)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, output_loading_info=True, **place
+        )
     except ImportError as error:
         raise ValueError(
             "reading a GGUF file needs the packages gguf and accelerate, which the extra [gguf] of "
@@ -60,6 +64,8 @@ def _convert(gguf: Path, folder: Path, template: str | None) -> None:
     except Exception as error:  # whatever transformers' reader of an architecture may raise
         told = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{gguf} cannot be read by transformers: {told}") from error
+    read, found = loaded
+    check_loaded(str(gguf), read, found)
     if template is not None:
         tokenizer.chat_template = template
     shape = read.config.to_dict()

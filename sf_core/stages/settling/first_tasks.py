@@ -14,6 +14,7 @@ from sf_core.environments.registry import (
     source_of_tasks,
     tasks_of,
 )
+from sf_core.stages.settling.idle import foresee_idle
 from sf_core.user_code import own_place
 
 NUM_HELD_OUT, NUM_TRAINED = 64, 256
@@ -26,13 +27,15 @@ def foresee(config: RunConfig) -> list[str]:
         return []
     environment, first = config.environment, first_index(config.seed)
     held_out = draw_tasks(environment, "holdout", range(min(NUM_HELD_OUT, config.evaluate.num_tasks)))
-    both = find_same(held_out, draw_tasks(environment, "train", range(first, first + NUM_TRAINED)))
-    if not both:
-        return []
+    trained = draw_tasks(environment, "train", range(first, first + NUM_TRAINED))
+    found = foresee_idle(config, () if config.rollout.is_outside else trained)
+    if not (both := find_same(held_out, trained)):
+        return found
     return [
+        *found,
         f"{len(both)} of the first {len(held_out)} held-out tasks are also training tasks, for example "
         f"{both[0].task_id}, so their reward does not measure new tasks; keep the splits apart in "
-        f"{source_of_tasks(environment)}"
+        f"{source_of_tasks(environment)}",
     ]
 
 

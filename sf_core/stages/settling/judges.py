@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from fnmatch import fnmatch
 from pathlib import Path
 
 from sf_core.agents.judges.judges import takes_judges
 from sf_core.config import RunConfig
 from sf_core.engines.vllm.limits import check_cpu_build
 from sf_core.environments.registry import group_reward_of, reward_of
+from sf_core.models.pretrained.needed_weights import UnknownModelError, check_weights, find_lack_of_codes
 from sf_core.scheduling.cluster import scheduler_of, workers_here
 from sf_core.surroundings import vllm_python
-from sf_core.training.policy_folder import policy_folder
+from sf_core.training.policy_folder import is_quantised, policy_folder, read_model_config
 from sf_core.user_code import name_function
+from storage.tensors.weights import PICKLES, WEIGHT_FILES, has_weights, open_weights
 
 
 def check_judges(config: RunConfig) -> None:
@@ -36,11 +39,43 @@ def check_judges(config: RunConfig) -> None:
     if not environment.served_judges or scheduler_of(config) is not None:
         return
     for name, model in environment.served_judges.items():
-        if fault := _find_fault(policy_folder(model)):
-            raise ValueError(f"environment.judges.{name}.model: {model} {fault}")
+        folder, setting = policy_folder(model), f"environment.judges.{name}.model"
+        if fault := _find_fault(folder):
+            raise ValueError(f"{setting}: {model} {fault}")
+        check_served(folder, setting)
     python, workers = vllm_python(), workers_here(config).values()
     if any("reward" in worker.tags and worker.device == "cpu" for worker in workers):
         check_cpu_build(python)
+
+
+def check_served(folder: str, setting: str) -> None:
+    """Raises ValueError, one sentence that names the setting, if weights that vLLM would serve are not all
+    those of the model. They may be quantised, pickled, or of an architecture that only vLLM knows. Whether
+    there is a model folder at all is told by who serves it."""
+    if not Path(folder, "config.json").is_file():
+        return
+    names = [path.name for path in Path(folder).iterdir()]
+    safe = [name for name in names if fnmatch(name, WEIGHT_FILES[0])]
+    if not safe:
+        if not any(fnmatch(name, pattern) for name in names for pattern in PICKLES):
+            raise ValueError(f"{setting}: {folder} contains no weights (*.safetensors)")
+        return
+    # others name the one file otherwise, which vLLM reads all the same
+    if not has_weights(folder):
+        return
+    shape = read_model_config(folder, setting)
+    try:
+        if not is_quantised(folder, shape):
+            check_weights(shape, folder, setting)
+            return
+        stored = open_weights(folder)[0].entries
+        lack = find_lack_of_codes(shape, stored)
+    except UnknownModelError:
+        return
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{setting}: {error}") from None
+    if lack:
+        raise ValueError(f"{setting}: {lack.tell(folder, stored)}")
 
 
 def _find_fault(folder: str) -> str | None:

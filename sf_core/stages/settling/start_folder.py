@@ -14,7 +14,9 @@ from sf_core.models.adapter import list_linears, read_adapter
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
 from sf_core.pictures.sight import SEEING, read_sight
+from sf_core.reports.view import RunView
 from sf_core.scheduling.cluster import scheduler_of
+from sf_core.stages.settling.idle import check_idle, check_reach
 from sf_core.stages.settling.judges import check_judges
 from sf_core.stages.settling.lora import (
     TrainedAdapter,
@@ -28,6 +30,7 @@ from sf_core.stages.settling.teacher import check_teacher, check_tokens
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from sf_core.training.policy_folder import check_model_folder, policy_folder, read_model_config
 from sf_core.training.registry import trainer_kind
+from sf_core.training.teacher_folder import check_version
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import has_weights
 
@@ -43,13 +46,16 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     needs only the copy in its directory, which is version 0, and not `policy.model`.
 
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
+    check_idle(config)
     check_lora(config)
     check_judges(config)
     check_teacher(config, by_a_worker)
     kind = trainer_kind(config)
     length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
     folder = None
-    if not has_started(config):
+    if has_started(config):
+        _check_own_files(config)
+    else:
         check_demonstrations(config)
     if config.policy.model is None:
         if runs_policy and length is not None and length > BUILT_IN_CONTEXT:
@@ -76,6 +82,8 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
         if config.train.lora is not None:
             check_peft(shape)
     if config.train.lora is not None:
+        if not has_started(config):
+            check_reach(config, shape)
         adapter_to_start_from(config, shape, by_a_worker)
 
 
@@ -131,6 +139,18 @@ def adapter_to_start_from(
     if folder is not None and by_a_worker and not Path(folder).is_dir():
         return None
     return find_adapter(config, linears)
+
+
+def _check_own_files(config: RunConfig) -> None:
+    """Raises ValueError, one sentence, if the weights from which a run goes on are not all those of its
+    policy: version 0, the newest version and the reference of `train.loss.kl`."""
+    if not trainer_kind(config).computes_weights:
+        return
+    run = RunDirectory(config.run_dir)
+    newest = RunView(run).progress().published
+    reference = config.train.loss.reference_of(newest)
+    for version in sorted({0, newest, reference}):
+        check_version(run, version, "restore the file from a copy")
 
 
 def start_fault(run: RunDirectory) -> str | None:

@@ -177,6 +177,33 @@ def test_estimates_agree_where_policies_nearly_do_and_their_mean_is_the_divergen
     assert found == pytest.approx(exact, rel=1e-9 if estimator != "k2" else 0.05)
 
 
+@given(
+    st.integers(2, 6).flatmap(
+        lambda ids: st.tuples(*[st.lists(st.floats(-3, 3), min_size=ids, max_size=ids)] * 2)
+    )
+)
+def test_the_gradient_of_each_estimate_in_the_loss_is_the_one_that_its_setting_names(
+    drawn: tuple[list[float], list[float]],
+) -> None:
+    """The mean over all tokens that the policy may sample, in float64, against the exact divergences."""
+    logits = torch.tensor(drawn[0], dtype=torch.float64, requires_grad=True)
+    policy, reference = logits.log_softmax(0), torch.tensor(drawn[1], dtype=torch.float64).log_softmax(0)
+
+    def of(loss: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    exact = of((policy.exp() * (policy - reference)).sum())
+    other_way = of((reference.exp() * (reference - policy)).sum())
+    # sampling has no gradient: a token counts as often as it is sampled
+    found = {
+        name: of((policy.detach().exp() * Kl(coefficient=1.0, estimator=name)(policy, reference)).sum())
+        for name in ("k1", "k2", "k3")
+    }
+    torch.testing.assert_close(found["k2"], exact)
+    torch.testing.assert_close(found["k3"], other_way)
+    torch.testing.assert_close(found["k1"], torch.zeros_like(exact))
+
+
 def test_a_reference_is_renewed_every_so_many_versions() -> None:
     assert [Kl(coefficient=1.0).version(step) for step in range(4)] == [0] * 4
     renewed = Kl(coefficient=1.0, renew_every=3)

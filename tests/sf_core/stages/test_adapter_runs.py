@@ -210,7 +210,7 @@ def test_an_adapter_that_could_not_be_merged_in_the_end_is_not_begun(
     with pytest.raises(ValueError) as refused:
         started(run)
     check_sentence(
-        str(refused.value), f"train.lora: the files of policy.model have no {name}, so the adapter"
+        str(refused.value), "policy.model: ", f"lacks 1 of the 13 weights that a qwen3 model needs ({name})"
     )
 
 

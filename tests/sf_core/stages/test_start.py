@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sf_core
 from sf_core.config import PolicyConfig, RunConfig
@@ -258,7 +258,8 @@ def test_heads_of_which_vllm_on_the_cpu_knows_none_are_refused_before_the_start(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shape = json.loads((policy_copy / "config.json").read_text())
-    (policy_copy / "config.json").write_text(json.dumps(shape | {"head_dim": 16}))
+    narrow = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape | {"head_dim": 16}))
+    narrow.save_pretrained(policy_copy)
 
     def config(**engine: Any) -> RunConfig:
         return from_model(RunDirectory(str(tmp_path / "r")), policy_copy, engine=engine)

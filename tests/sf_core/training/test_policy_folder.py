@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -21,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from sf_core.cli.explain import explain_plan
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.stages.settling.start_folder import check_start
-from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy
+from sf_core.training.policy_folder import SAMPLING, check_model_folder, describe_policy, read_model_config
 from storage.run_directory import RunDirectory
 from tests.bench.refusals import check_sentence
 from tests.bench.training.pictures import seeing_policy
@@ -136,7 +137,11 @@ def test_every_causal_language_model_of_transformers_may_be_trained() -> None:
 
 
 def test_a_model_for_images_that_transformers_has_as_a_causal_one_may_be_trained(policy_copy: Path) -> None:
-    be(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")(policy_copy)
+    layers = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    text = layers | {"vocab_size": 60, "head_dim": 16, "num_key_value_heads": 1}
+    sizes = {"text_config": text, "vision_config": layers, "image_token_index": 59}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3", **sizes)).save_pretrained(policy_copy)
+    assert read_model_config(str(policy_copy))["architectures"] == ["Gemma3ForConditionalGeneration"]
     check_model_folder(str(policy_copy))
 
 

@@ -15,7 +15,8 @@ def leaking(split: str, index: int) -> Task:
 
 
 def apart(split: str, index: int) -> Task:
-    return Task(f"add-{split}-{index}", "addition", "compute", metadata={"a": index % 50, "split": split})
+    prompt = ("compute", "reckon", "work out")[index % 3]
+    return Task(f"add-{split}-{index}", "addition", prompt, metadata={"a": index % 50, "split": split})
 
 
 def test_held_out_tasks_that_are_trained_on_are_told_before_the_run() -> None:

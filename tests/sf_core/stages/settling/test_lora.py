@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.adapter import Adapter, make_factors, shape_factors
@@ -320,8 +321,9 @@ def test_what_is_left_open_stays_as_the_run_has_it(tmp_path: Path, after: Any) -
 def test_models_without_a_lean_decoder_need_peft(
     policy_copy: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], sentence: str
 ) -> None:
-    about = policy_copy / "config.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | shape))
+    if shape:
+        size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape, **size)).save_pretrained(policy_copy)
     config = LORA | {"policy": {"model": str(policy_copy)}}
     check_start(RunConfig.model_validate(config))
     monkeypatch.setattr(lora, "find_spec", lambda name: None)

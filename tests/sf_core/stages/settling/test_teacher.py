@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
 from sf_core.models.builtin import make_tokenizer
@@ -44,7 +45,13 @@ def add_token(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(["more"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    rewrite(folder, vocab_size=tokenizer.get_vocab_size())
+    resize(folder, tokenizer.get_vocab_size())
+
+
+def resize(folder: Path, ids: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(ids)
+    model.save_pretrained(folder)
 
 
 def test_the_same_tokens_are_taught_by_a_folder_a_version_and_a_server(
@@ -95,7 +102,7 @@ def test_the_built_in_policy_has_a_vocabulary_too(policy_copy: Path) -> None:
 
 def test_padding_of_the_policy_beyond_the_teachers_is_refused(small_policy: str, policy_copy: Path) -> None:
     size = len(make_tokenizer())
-    rewrite(policy_copy, vocab_size=size + 28)
+    resize(policy_copy, size + 28)
     config = configured({"model": small_policy}, {"model": str(policy_copy)})
     refused(config, f"has {size:,} ids, but the policy can sample {size + 28:,}")
 

@@ -1,0 +1,233 @@
+"""Whether the weights of a folder are all those that its architecture needs, by their names and shapes.
+
+Transformers draws what a folder lacks at random, and only logs that. So whoever reads a folder first asks
+this module, which compares headers with a model that has no memory: no weights are read. The renamings are
+those with which transformers itself loads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sf_core.models.language import language_model
+from storage.tensors.weights import open_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SHOWN = 3
+"""Most names that a sentence lists."""
+
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "module.": "DistributedDataParallel",
+    "_fsdp_wrapped_module.": "FSDP",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+}
+"""What wrappers put into the names of the weights of a model that is saved from without."""
+
+_LAYER = re.compile(r"[a-z_]+\.\d+\.")
+
+_AGAIN = "download the model again, or save all of its weights"
+
+
+class UnknownModelError(ValueError):
+    """A configuration of which transformers makes no model that samples text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What weights lack of a model."""
+
+    kind: str
+    """The model's `model_type`."""
+    num_needed: int
+    missing: Sequence[str] = ()
+    """Names of the model."""
+    misshapen: Mapping[str, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+    """The shapes that are there, and those that are expected, by names of the model."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.misshapen)
+
+    def tell(self, folder: str, stored: Collection[str] = (), remedy: str = _AGAIN) -> str:
+        """One sentence about the folder. `stored`: the names that are there."""
+        if not self.missing:
+            name, (found, expected) = next(iter(self.misshapen.items()))
+            return (
+                f"{folder} has another shape of {len(self.misshapen)} of the {self.num_needed} weights that "
+                f"its config.json describes ({name} has {[*found]}, expected {[*expected]}): use the weights "
+                f"and the config.json of the same model, or {remedy}"
+            )
+        if added := self._find_added(stored):
+            wrapper = f", which {_WRAPPERS[added]} adds" if added in _WRAPPERS else ""
+            return (
+                f"the names of the weights in {folder} contain {added!r}{wrapper}, so {len(self.missing)} of "
+                f"the {self.num_needed} weights that a {self.kind} model needs are not found: save the model "
+                f"that is wrapped, or strip {added!r} from the names with safetensors.torch: "
+                f"save_file({{name.replace({added!r}, ''): tensor for name, tensor in "
+                "load_file(FILE).items()}, FILE)"
+            )
+        names = ", ".join(self.missing[:_SHOWN]) + ", ..." * (len(self.missing) > _SHOWN)
+        return (
+            f"{folder} lacks {len(self.missing)} of the {self.num_needed} weights that a {self.kind} model "
+            f"needs ({names}): {remedy}"
+        )
+
+    def _find_added(self, stored: Collection[str]) -> str | None:
+        """What must be removed from the stored names so that fewer are missing."""
+        first = self.missing[0]
+        before = (name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
+        for added in (*_WRAPPERS, *sorted({*before})):
+            changed = {name.replace(added, "") for name in stored if added in name}
+            # the model may call what is within otherwise than its files
+            if changed and (len(changed) == len(stored) or changed.intersection(self.missing)):
+                return added
+        return None
+
+
+def check_weights(
+    shape: Mapping[str, Any], folder: str, setting: str, *, part: bool = False, remedy: str = _AGAIN
+) -> None:
+    """Raises ValueError, one sentence that names the setting, if the weights in a folder are not all those of
+    the model that a config.json describes. `part`: as that of `find_lack`."""
+    try:
+        stored = open_weights(folder)[0].shapes
+        lack = find_lack(shape, stored, part=part)
+    except UnknownModelError as error:
+        raise UnknownModelError(f"{setting}: {folder} cannot be used: {error}") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{setting}: {error}") from None
+    if lack:
+        raise ValueError(f"{setting}: {lack.tell(folder, stored, remedy)}")
+
+
+def find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], *, part: bool = False) -> Lack:
+    """What weights of these names and shapes lack of the model that a config.json describes. `part`: they
+    have no tower that sees, which versions of a policy do not have. Raises UnknownModelError."""
+    import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    model: Any = _make_empty(shape, part=part)
+    num_needed = _count_tensors(model)
+    tensors = {name: torch.empty(tuple(size), device="meta") for name, size in stored.items()}
+    settings = LoadStateDictConfig(
+        device_map={"": "meta"},
+        dtype=torch.float32,
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    with _in_silence():
+        found, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
+        model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(found)
+    # both would be named where both are missing
+    missing = found.missing_keys - {name for name, of in _tied(model).items() if of in found.missing_keys}
+    shapes = {name: (tuple(got), tuple(wanted)) for name, got, wanted in found.mismatched_keys}
+    misshapen = {name: shapes[name] for name in _in_order(shapes)}
+    return Lack(str(shape["model_type"]), num_needed, _in_order(missing), misshapen)
+
+
+def find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> Lack:
+    """What weights of these names lack of the model that a config.json describes, if they are quantised:
+    modules of which no tensor is there. Raises UnknownModelError."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model: Any = _make_empty(shape)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
+    needed = revert_weight_conversion(model, tensors)
+    there = {_within(name).rpartition(".")[0] for name in stored}
+    there |= {place.rpartition(".")[0] for place in there}
+    missing = [name for name in needed if _within(name).rpartition(".")[0] not in there]
+    return Lack(str(shape["model_type"]), len(needed), _in_order(missing))
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """Names of weights that are others, by the names of those."""
+    return dict(getattr(model, "all_tied_weights_keys", {}))
+
+
+def _within(name: str) -> str:
+    """A name from its layer on, as families name what is around differently."""
+    found = _LAYER.search(name)
+    return name[found.start() :] if found else ".".join(name.split(".")[-2:])
+
+
+def count_needed(shape: Mapping[str, Any]) -> int:
+    """Number of parameters of the model that a config.json describes, without a tower that sees. Weights that
+    are tied count once. Raises UnknownModelError."""
+    return _count(json.dumps(shape, sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def _count(shape: str) -> int:
+    return sum(parameter.numel() for parameter in _make_empty(json.loads(shape), part=True).parameters())
+
+
+def check_loaded(folder: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
+    """Raises ValueError, one sentence, if the loader of transformers has drawn weights of a model at random.
+    `found`: what it says of its loading."""
+    missing = _in_order(found["missing_keys"])
+    if missing:
+        lack = Lack(model.config.model_type, _count_tensors(model), missing)
+        raise ValueError(lack.tell(folder, found["unexpected_keys"]))
+
+
+def _count_tensors(model: Any) -> int:
+    """Number of weights of a model; those that are tied count once."""
+    return len({id(tensor) for tensor in model.state_dict(keep_vars=True).values()})
+
+
+def _in_order(names: Collection[str]) -> list[str]:
+    """Names of weights in the order of their layers."""
+    return sorted(names, key=lambda name: [(part.isdigit(), part.zfill(9)) for part in name.split(".")])
+
+
+def _make_empty(shape: Mapping[str, Any], *, part: bool = False) -> PreTrainedModel:
+    """The model that a config.json describes, without memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    if "model_type" not in shape:
+        raise UnknownModelError("its config.json names no model_type")
+    try:
+        config = AutoConfig.for_model(**shape)
+        known, causal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if config.model_type in known and config.model_type not in causal and not part:
+            kind = AutoModelForImageTextToText
+        else:
+            kind, config = language_model(config)
+        with torch.device("meta"):
+            model: PreTrainedModel = kind.from_config(config)
+    # whatever the code of an architecture raises for a configuration that it cannot use
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UnknownModelError(f"transformers makes no model from its config.json: {told}") from error
+    return model
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """Keeps the loader from writing to the terminal."""
+    from transformers.utils import logging
+
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
