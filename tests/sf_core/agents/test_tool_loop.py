@@ -46,6 +46,11 @@ def test_a_model_that_only_calls_tools_gives_no_answer(canned_model: CannedModel
     assert ask(canned_model, *[call('{"expression": "1+1"}')] * 2, max_turns=2) == ""
 
 
+def test_an_answer_that_was_cut_is_an_answer_and_is_not_asked_for_again(canned_model: CannedModel) -> None:
+    assert ask(canned_model, {"content": "39", "finish_reason": "length"}) == "39"
+    assert len(canned_model.requests) == 1
+
+
 def test_it_works_again_on_another_event_loop(canned_model: CannedModel) -> None:
     assert [ask(canned_model, {"content": "1"}), ask(canned_model, {"content": "2"})] == ["1", "2"]
 
