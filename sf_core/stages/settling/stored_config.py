@@ -124,18 +124,16 @@ def _changes_to_another(config: RunConfig) -> list[tuple[str, Any, Any]]:
 
 
 def _find_changes(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Key, former and new value of each setting that differs. A judge whose limit of tokens is left open keeps
-    that which it has: runs of before limits could be left open have one."""
+    """Key, former and new value of each setting that differs. A judge without `max_tokens` keeps that of the
+    run: every earlier run has one."""
     for key, before, given in find_differences(stored, config):
         if key == "environment.judges":
-            open_ones = {
-                name: one for name, one in given.items() if one.max_tokens is None and name in before
-            }
-            kept = {
+            given = {
                 name: one.model_copy(update={"max_tokens": before[name].max_tokens})
-                for name, one in open_ones.items()
+                if one.max_tokens is None and name in before
+                else one
+                for name, one in given.items()
             }
-            given = given | kept
         if given != before:
             yield key, before, given
 
