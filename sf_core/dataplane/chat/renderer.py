@@ -14,7 +14,7 @@ from copy import copy
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
@@ -32,6 +32,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.models.context import count_ids
 from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.pictures.sight import read_sight
+from sf_core.pictures.spelled import Placeholder
 from sf_core.types import Ids, to_ids
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
@@ -41,6 +42,8 @@ MAX_VARIANTS = 16
 
 LONG = 1000
 """Characters of a text from which on it is encoded as a long one."""
+
+Value = TypeVar("Value")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -102,6 +105,9 @@ class Renderer:
                 f"{model_dir}: the tokenizer has no token {self.sight.token_id}, which config.json names as "
                 "image_token_id"
             )
+        spelled = None if self.sight is None else self._tokenizer.id_to_token(self.sight.token_id)
+        self.placeholder = None if spelled is None else Placeholder(spelled)
+        """That of pictures; None: the policy is shown none."""
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.options: dict[str, Any] = {}
         """Further variables of the template."""
@@ -119,6 +125,7 @@ class Renderer:
         options = {name: value for name, value in options.items() if name in self.templates.variables}
         if not options:
             return self
+        options = self.mend(options)
         key = encode_sorted(options)
         variant = self._variants.get(key)
         if variant is None:
@@ -153,19 +160,22 @@ class Renderer:
         *,
         opens_answer: bool = True,
     ) -> str:
-        """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins."""
+        """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins. Texts are shown
+        as `mend` makes them."""
+        if self.placeholder is not None:
+            messages, tools = [self.mend(one) for one in messages], [self.mend(one) for one in tools]
         variables = self._special | self.options | {"add_generation_prompt": opens_answer}
         return self.templates.of(tools).render(messages, tools, variables, num_first)
 
+    def mend(self, value: Value) -> Value:
+        """A JSON value whose texts spell no placeholder of pictures."""
+        return value if self.placeholder is None else self.placeholder.mend(value)
+
     def check_shown(self, text: str, messages: list[Message]) -> None:
-        """Raises TemplateError if a rendering shows not just the pictures of its messages, in placeholders
-        of which some text of theirs may spell one."""
-        if self.sight is None:
+        """Raises TemplateError if a rendering shows not just the pictures of its messages."""
+        if self.placeholder is None:
             return
-        placeholder = str(self._tokenizer.id_to_token(self.sight.token_id))
-        if any(placeholder in str(message) for message in messages if message["role"] != "assistant"):
-            raise jinja2.TemplateError(f"a text contains {placeholder}, which is reserved for pictures")
-        num_shown, num_pictures = text.count(placeholder), len(list_pictures(messages))
+        num_shown, num_pictures = text.count(self.placeholder.text), len(list_pictures(messages))
         if num_shown != num_pictures:
             raise jinja2.TemplateError(
                 f"the rendered prompt shows {num_shown} pictures, but the messages have {num_pictures}"
