@@ -25,7 +25,13 @@ from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
-from sf_core.dataplane.chat.template_probes import append_only_roles, end_of_turn, shows_tools, with_pictures
+from sf_core.dataplane.chat.template_probes import (
+    append_only_roles,
+    end_of_turn,
+    keeps_rows,
+    shows_tools,
+    with_pictures,
+)
 from sf_core.dataplane.chat.token_bound import TokenBound
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
@@ -44,6 +50,9 @@ LONG = 1000
 """Characters of a text from which on it is encoded as a long one."""
 
 Value = TypeVar("Value")
+
+_CHANNEL = "<|channel|>"
+"""What begins a part of an answer of gpt-oss."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -170,6 +179,32 @@ class Renderer:
     def mend(self, value: Value) -> Value:
         """A JSON value whose texts spell no placeholder of pictures."""
         return value if self.placeholder is None else self.placeholder.mend(value)
+
+    def find_fault(self) -> str | None:
+        """Why no policy can be trained on these prompts, in words that follow the name of the folder; None if
+        one can."""
+        if self.templates.mention(_CHANNEL):
+            return (
+                f"its chat template writes channels ({_CHANNEL}, as that of gpt-oss), which SeamlessFlow "
+                "does not read: reasoning and calls would become text; choose another model"
+            )
+        end = self._special.get("eos_token")
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        if end is not None and end not in added:
+            return (
+                f"eos_token {end!r} of tokenizer_config.json is not among the added tokens of "
+                "tokenizer.json, so prompts would spell it as ordinary text; save the tokenizer again: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        return None
+
+    def describe_rows(self, role: str) -> str:
+        """In how many rows a session is whose answers are followed by messages of this role."""
+        if not self.opens_thinking and not keeps_rows(self.render, role, after_reasoning=False):
+            return "a row each"
+        if not self.thinks or keeps_rows(self.render, role, after_reasoning=True):
+            return "one row"
+        return "a row each" if self.opens_thinking else "a row each after an answer with reasoning"
 
     def check_shown(self, text: str, messages: list[Message]) -> None:
         """Raises TemplateError if a rendering shows not just the pictures of its messages."""
