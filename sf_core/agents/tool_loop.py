@@ -75,7 +75,9 @@ async def run_tool_loop(
 
     `prompt` is the user message: a text or a list of OpenAI's content parts. `max_turns` is the maximum
     number of requests to the model. Returns the text of the last answer. The text is empty if the answer to
-    the last allowed request calls tools. Raises LostToolError if a tool raises LostToolError.
+    the last allowed request calls tools. An answer that reaches its maximum number of tokens is cut off: the
+    text is then the part that was sampled, for the reward function to score. Raises LostToolError if a tool
+    raises LostToolError.
 
     ```python
     async def agent(task: Task, endpoint: Endpoint) -> str:

@@ -66,9 +66,10 @@ class JudgeConfig(Settings):
     temperature: float = Field(0.0, ge=0, le=2)
     """Sampling temperature of the judge's replies. At temperature 0, each worker asks the same question only
     once and reuses the reply."""
-    max_tokens: int = Field(256, ge=1)
-    """Maximum number of tokens in one reply of the judge."""
-    timeout_s: float = Field(60.0, gt=0)
+    max_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens in one reply of the judge, reasoning included. A reply that reaches this
+    maximum is no verdict. Empty: the limit of the server, which in vLLM is the rest of the context."""
+    timeout_s: float = Field(120.0, gt=0)
     """Timeout of one call to the judge, in seconds. When it expires, the worker retries the call."""
     concurrency: int = Field(16, ge=1, le=1024)
     """Maximum number of calls that one worker makes to the judge at a time."""
@@ -85,7 +86,8 @@ class JudgeConfig(Settings):
             raise ValueError(
                 "`name` selects a model on the server at `url`, but this judge has no `url`: leave `name` out"
             )
-        if self.max_tokens_per_iteration is not None and self.max_tokens_per_iteration < self.max_tokens:
+        budget, longest = self.max_tokens_per_iteration, self.max_tokens
+        if budget is not None and longest is not None and budget < longest:
             raise ValueError(
                 f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is less than max_tokens of one "
                 f"reply ({self.max_tokens}): raise max_tokens_per_iteration, or leave it out"

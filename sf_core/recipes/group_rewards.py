@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from contextlib import suppress
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from sf_core.types import Task
@@ -11,21 +14,37 @@ from sf_core.types import Task
 
 def majority(task: Task, answers: list[Any]) -> list[float] | None:
     """1 for the answer that most sessions of the group gave, 0 for others; no label is needed (TTRL, Zuo et
-    al. 2025). None, which drops the group, if no answer was given more often than each other one.
-    Texts are compared without case and surrounding space.
+    al. 2025). None, which drops the group, if no answer was given more often than each other one. Empty
+    answers have no vote and get 0. Texts are compared without case and surrounding space, numbers by their
+    exact values.
 
-    >>> majority(Task("t", "e", "2+2?"), ["4", " 4", "5"])
-    [1.0, 1.0, 0.0]
+    >>> majority(Task("t", "e", "2+2?"), ["4", " 4.0", "5", ""])
+    [1.0, 1.0, 0.0, 0.0]
     >>> majority(Task("t", "e", "2+2?"), ["4", "5"])
     """
     told = [_comparable(answer) for answer in answers]
-    (first, most), *others = Counter(told).most_common(2)
-    if others and others[0][1] == most:
+    votes = Counter(each for each in told if each is not None).most_common(2)
+    if not votes or (len(votes) == 2 and votes[0][1] == votes[1][1]):
         return None
-    return [float(each == first) for each in told]
+    return [float(each == votes[0][0]) for each in told]
 
 
-def _comparable(answer: Any) -> str:
-    return (
-        " ".join(answer.split()).casefold() if isinstance(answer, str) else json.dumps(answer, sort_keys=True)
-    )
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII)
+
+
+def _comparable(answer: Any) -> str | Decimal | None:
+    """Equal for answers that are the same; None for one that is absent."""
+    if _is_absent(answer):
+        return None
+    text = answer if isinstance(answer, str) else json.dumps(answer, sort_keys=True)
+    text = " ".join(text.split()).casefold()
+    if _NUMBER.fullmatch(text):
+        with suppress(InvalidOperation):  # an exponent of more digits than numbers have
+            return Decimal(text)
+    return text
+
+
+def _is_absent(answer: Any) -> bool:
+    if isinstance(answer, dict | list):
+        return all(map(_is_absent, answer.values() if isinstance(answer, dict) else answer))
+    return answer is None or (isinstance(answer, str) and not answer.strip())

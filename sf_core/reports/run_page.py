@@ -70,7 +70,8 @@ class RunPage:
     def report(self) -> str:
         """Markdown with embedded pictures, because a server cannot read the run directory."""
         newest = max(self._rows, default=-1)
-        rewards = {number: float(row["reward"] or 0.0) for number, row in self._rows.items()}
+        known = ((number, row["reward"]) for number, row in self._rows.items())
+        rewards = {number: float(reward) for number, reward in known if reward is not None}
         devices = read_devices(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
         names, rows = device_cells(devices)
         due, view = self._config.train.iterations, RunView(self._run)

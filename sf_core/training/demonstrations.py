@@ -118,6 +118,8 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
         return whole[len(rendered) :]
 
     try:
+        if (spelled := renderer.placeholder) is not None and any(map(spelled.is_in, [*messages, *tools])):
+            raise ValueError(f"a text contains {spelled.text}, which is reserved for pictures")
         if tools and not renderer.shows_tools:
             raise ValueError("the template shows no tools")
         if tools and not renderer.tool_format:

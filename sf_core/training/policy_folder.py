@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.chat.renderer import Renderer, open_renderer
+from sf_core.dataplane.chat.template_probes import roles_shown_as_lists
 from sf_core.models.language import TOWER, language_model
 from sf_core.models.pretrained.gguf_file import is_gguf
 from sf_core.models.pretrained.needed_weights import check_weights, count_needed
@@ -55,9 +56,11 @@ def check_model_folder(model: str) -> None:
         )
     check_weights_folder(model, "policy.model")
     try:
-        open_renderer(model)
+        fault = open_renderer(model).find_fault()
     except (ValueError, OSError) as error:
         raise ValueError(f"policy.model: {error}") from None
+    if fault is not None:
+        raise ValueError(f"policy.model: {model}: {fault}")
 
 
 def check_weights_folder(model: str, setting: str) -> None:
@@ -204,7 +207,14 @@ def describe_policy(folder: str) -> str:
         f"{shape.get('model_type')}, {count_parameters(folder) / 1e6:,.0f} million parameters, "
         f"{shape.get('max_position_embeddings', 'unknown')} positions",
         _describe_tools(renderer),
+        f"user turns: {renderer.describe_rows('user')}",
+        *[f"tool turns: {renderer.describe_rows('tool')}"] * bool(renderer.tool_format),
     ]
+    if as_lists := roles_shown_as_lists(renderer.render):
+        facts.append(
+            f"its chat template writes the text of some messages ({', '.join(as_lists)}) as a Python list, "
+            "[{'type': 'text', ...}], here and in vLLM, which its base model has never seen"
+        )
     end = f"its chat template ends turns with {renderer.template_stop}, so answers end there too"
     return "; ".join([*facts, *[end] * (renderer.template_stop is not None)])
 

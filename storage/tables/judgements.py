@@ -30,7 +30,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     messages: str | None = None
     """The question, as JSON of OpenAI's `messages`; None: those of the answer were too long."""
     reply: str | None = None
-    """The reply as text; None: none came."""
+    """The reply as text, without reasoning; None: no reply came that counts."""
     verdict: str | None = None
     """What was read of the reply, as JSON; None: it could not be read."""
     tokens: int = 0
@@ -41,12 +41,15 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     """Number of calls; 0: none, because the reply was known."""
     cached: bool = False
     """The reply was known from an equal question."""
+    discarded: list[str] = []
+    """Why replies did not count, one reason for each of them; the question was asked again."""
 
 
 SCHEMA = pa.schema(
     {name: pa.string() for name in ("run_id", "session_id", "judge", "item")}
     | {"pair": pa.int32(), "messages": pa.string(), "reply": pa.string(), "verdict": pa.string()}
     | {"tokens": pa.int64(), "seconds": pa.float64(), "attempts": pa.int32(), "cached": pa.bool_()}
+    | {"discarded": pa.list_(pa.string())}
 )
 
 
@@ -75,5 +78,13 @@ def read_judgements(run: RunDirectory, manifest: Manifest) -> pa.Table:
     # older manifests of evaluations name files in judgements/evaluations
     refs = [*manifest.files("judgements"), *manifest.files("evaluation_judgements")]
     uris = [run.path(ref.uri) for ref in refs]
-    tables = [parquet.read_table(uri, SCHEMA.names, SCHEMA).select(SCHEMA.names) for uri in uris]
-    return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
+    tables = [parquet.read_table(uri, SCHEMA.names, SCHEMA, optional=["discarded"]) for uri in uris]
+    return pa.concat_tables(map(_complete, tables)) if tables else SCHEMA.empty_table()
+
+
+def _complete(table: pa.Table) -> pa.Table:
+    """The columns of SCHEMA; earlier files have no `discarded`."""
+    if "discarded" not in table.column_names:
+        none = pa.array([[]] * len(table), SCHEMA.field("discarded").type)
+        table = table.append_column("discarded", none)
+    return table.select(SCHEMA.names)

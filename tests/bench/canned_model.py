@@ -22,7 +22,8 @@ class CannedModel:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 model.requests.append(json.loads(body))
                 message = {"role": "assistant", "content": None, **model.answers.pop(0)}
-                choice = {"index": 0, "finish_reason": "stop", "message": message}
+                reason = message.pop("finish_reason", "stop")
+                choice = {"index": 0, "finish_reason": reason, "message": message}
                 completion = {"id": "1", "object": "chat.completion", "created": 0, "model": "policy"}
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")

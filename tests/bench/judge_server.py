@@ -26,7 +26,8 @@ class JudgeServer:
 
     def __init__(self, faults: Sequence[str | int] = (), port: int = 0) -> None:
         """`faults` are what comes of calls in turn: "" for an answer, a status, `garbage` for a reply that
-        says nothing, `broken` for one that is no JSON, `slow` for one that never comes."""
+        says nothing, `broken` for one that is no JSON, `slow` for one that never comes, a name of
+        NO_VERDICTS for one that does not count."""
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self._faults = itertools.cycle(faults or [""])
@@ -52,7 +53,7 @@ class JudgeServer:
                 elif fault == "broken":
                     self._send(200, b"<html>")
                 else:
-                    self._send(200, json.dumps(answer(body, fault == "garbage")).encode())
+                    self._send(200, json.dumps(answer(body, str(fault))).encode())
 
             def _send(self, status: int, body: bytes) -> None:
                 self.send_response(status)
@@ -78,7 +79,25 @@ class JudgeServer:
             self.server.server_close()
 
 
-def answer(body: dict[str, Any], is_garbage: bool = False) -> dict[str, Any]:
+_CALL = {"id": "c", "type": "function", "function": {"name": "mark", "arguments": "{}"}}
+
+NO_VERDICTS: dict[str, dict[str, Any]] = {
+    "length": {"finish_reason": "length", "content": "Score: 1"},
+    "length while it thinks": {"finish_reason": "length", "content": None, "reasoning": "Score: 1"},
+    "content_filter": {"finish_reason": "content_filter", "content": "Score: 1"},
+    "refusal": {"content": None, "refusal": "Score: 1? I cannot help."},
+    "tool_calls": {"finish_reason": "tool_calls", "content": "Score: 1", "tool_calls": [_CALL]},
+    "reasoning": {"content": None, "reasoning_content": "Score: 1"},
+    "reasoning in tags": {"content": "<think>\nScore: 1\n</think>\n"},
+    "reasoning without an end": {"content": "<think>Score: 1"},
+    "empty": {"content": None},
+    "blank": {"content": " \n"},
+    "no end": {"finish_reason": None, "content": "Score: 1"},
+}
+"""Replies that are no verdicts: the fields of their messages, and why they ended."""
+
+
+def answer(body: dict[str, Any], fault: str = "") -> dict[str, Any]:
     """The completion of a request."""
     asked = body["messages"][-1]["content"]
     said, likely = f"{len(asked) % 11}", {}
@@ -94,9 +113,12 @@ def answer(body: dict[str, Any], is_garbage: bool = False) -> dict[str, Any]:
             "maybe": 0.1,
             "n" if "42" in asked else "y": 0.1,
         }
-    if is_garbage:
+    if fault == "garbage":
         said, likely = "as an AI", {"as": 0.9, "AI": 0.1}
-    choice: dict[str, Any] = {"message": {"role": "assistant", "content": said}}
+    is_cut = body.get("max_tokens") == 1
+    told = {"finish_reason": "length" if is_cut else "stop", "content": said} | NO_VERDICTS.get(fault, {})
+    choice: dict[str, Any] = {"finish_reason": told.pop("finish_reason")}
+    choice["message"] = {"role": "assistant", **told}
     if body.get("logprobs"):
         top = [{"token": token, "logprob": math.log(p)} for token, p in likely.items()]
         choice["logprobs"] = {"content": [{"token": said, "top_logprobs": top}]}

@@ -1,4 +1,5 @@
-"""Calls one judge over the OpenAI API: again while it is away, and not again for what is known."""
+"""Calls one judge over the OpenAI API: again while it is away or gives no verdict, and not again for what is
+known."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import httpx
 import msgspec
 import orjson
 
+from sf_core.agents.judges.verdicts import WHY_NONE, Said, read_reply
 from sf_core.config.rollout_config import JudgeConfig
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.types import Endpoint
@@ -47,7 +49,7 @@ class Reply:
     likely: Mapping[str, float] = field(default_factory=dict)
     """Log-probs of the most likely first tokens, if they were asked for."""
     error: str = ""
-    """Why no reply came."""
+    """Why no verdict came."""
 
 
 class JudgeClient:
@@ -75,8 +77,8 @@ class JudgeClient:
         """The judge's reply to these messages; `options` are further fields of the request. At temperature 0
         an equal question has the reply of the first, unless it is asked `anew`. Raises RefusedError."""
         settings = self._settings
-        question = {"temperature": settings.temperature, "max_tokens": settings.max_tokens, **options}
-        question["messages"] = messages
+        limit = {} if settings.max_tokens is None else {"max_tokens": settings.max_tokens}
+        question = {"temperature": settings.temperature, **limit, **options, "messages": messages}
         if settings.temperature > 0:
             return await self._call(question)
         digest = hashlib.sha256(orjson.dumps([self.name, question], option=orjson.OPT_SORT_KEYS)).digest()
@@ -84,7 +86,8 @@ class JudgeClient:
         async with lock:
             known = None if anew else self._known.get(digest)
             if known is not None:
-                told = msgspec.structs.replace(known.told, tokens=0, seconds=0.0, attempts=0, cached=True)
+                nothing = {"tokens": 0, "seconds": 0.0, "attempts": 0, "discarded": []}
+                told = msgspec.structs.replace(known.told, cached=True, **nothing)
                 return replace(known, told=told)
             reply = await self._call(question)
             if reply.told.reply is not None:
@@ -97,27 +100,32 @@ class JudgeClient:
         asked = Judgement(judge=self.name, messages=orjson.dumps(question["messages"]).decode())
         async with self._places:
             started, error = time.monotonic(), ""
+            tokens, discarded = 0, list[str]()
 
             def tell(attempts: int, **found: Any) -> Judgement:
                 seconds = time.monotonic() - started
-                return msgspec.structs.replace(asked, seconds=seconds, attempts=attempts, **found)
+                known = {"tokens": tokens, "discarded": discarded, **found}
+                return msgspec.structs.replace(asked, seconds=seconds, attempts=attempts, **known)
 
             for attempt in range(1, TRIES + 1):
                 try:
                     async with asyncio.timeout(self._settings.timeout_s):
-                        text, likely, tokens = await self._post(question)
-                    return Reply(tell(attempt, reply=text, tokens=tokens), likely)
+                        came = await self._post(question)
+                    tokens += came.tokens
+                    if not came.said.fault:
+                        return Reply(tell(attempt, reply=came.said.text), came.likely)
+                    discarded.append(came.said.fault)
+                    error = f"gives no verdict: {WHY_NONE[came.said.fault].format(name=self.name)}"
                 except TimeoutError:
-                    error = f"no reply within {self._settings.timeout_s:g} s"
+                    error = f"does not answer: no reply within {self._settings.timeout_s:g} s"
                 except (httpx.RequestError, _NotNowError) as raised:
-                    error = str(raised) or type(raised).__name__
+                    error = f"does not answer: {str(raised) or type(raised).__name__}"
                 if attempt < TRIES:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             where = f"judge {self.name} at {self.endpoint.base_url}"
-            return Reply(tell(TRIES), error=f"{where} does not answer: {error}")
+            return Reply(tell(TRIES), error=f"{where} {error}")
 
-    async def _post(self, question: dict[str, Any]) -> tuple[str, dict[str, float], int]:
-        """Text of the reply, log-probs of its first token, and tokens of both."""
+    async def _post(self, question: dict[str, Any]) -> _Came:
         if not self.endpoint.model:
             listed = self._read(await self._http.get("models"))
             try:
@@ -129,9 +137,9 @@ class JudgeClient:
         answer = self._read(await self._http.post("chat/completions", content=body, headers=headers))
         try:
             choice = answer["choices"][0]
-            text = str(choice["message"]["content"] or "")
             first = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
             likely = {str(one["token"]): float(one["logprob"]) for one in first.get("top_logprobs") or ()}
+            said = read_reply(choice, str(first.get("token", "")) if "logprobs" in question else None)
             tokens = int((answer.get("usage") or {}).get("total_tokens") or 0)
         except (LookupError, TypeError, ValueError, AttributeError):
             raise _NotNowError("the judge's reply is not a chat completion") from None
@@ -140,7 +148,7 @@ class JudgeClient:
             raise RefusedError(
                 f"the server of judge {self.name} does not report `usage`, so {bound} cannot be enforced"
             )
-        return text, likely, tokens
+        return _Came(said, likely, tokens)
 
     def _read(self, response: httpx.Response) -> Any:
         """The JSON of a response. Raises RefusedError or _NotNowError."""
@@ -155,6 +163,16 @@ class JudgeClient:
             return orjson.loads(response.content)
         except orjson.JSONDecodeError:
             raise _NotNowError("the judge's reply is not JSON") from None
+
+
+class _Came(NamedTuple):
+    """What a call brought."""
+
+    said: Said
+    likely: dict[str, float]
+    """Log-probs of the most likely first tokens of the reply."""
+    tokens: int
+    """Tokens of question and reply."""
 
 
 class _NotNowError(Exception):

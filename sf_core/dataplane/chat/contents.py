@@ -53,6 +53,10 @@ CHARACTERS = "characters"
 """What the halves of characters are that a client cut."""
 
 
+PLACEHOLDERS = "placeholders"
+"""What texts are that spell the placeholder of pictures."""
+
+
 class SentPicture(NamedTuple):
     """A picture as a client sent it, which the model is shown."""
 

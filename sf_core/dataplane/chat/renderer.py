@@ -14,7 +14,7 @@ from copy import copy
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
@@ -25,13 +25,20 @@ from sf_core.dataplane.chat.calls.formats import FORMATS, format_of
 from sf_core.dataplane.chat.json_text import encode_sorted
 from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
 from sf_core.dataplane.chat.template import DEFAULT, ChatTemplates, merge_system, read_templates
-from sf_core.dataplane.chat.template_probes import append_only_roles, end_of_turn, shows_tools, with_pictures
+from sf_core.dataplane.chat.template_probes import (
+    append_only_roles,
+    end_of_turn,
+    keeps_rows,
+    shows_tools,
+    with_pictures,
+)
 from sf_core.dataplane.chat.token_bound import TokenBound
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.context import count_ids
 from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.pictures.sight import read_sight
+from sf_core.pictures.spelled import Placeholder
 from sf_core.types import Ids, to_ids
 from storage.files import local_folder
 from storage.tensors.weights import WEIGHT_FILES
@@ -41,6 +48,11 @@ MAX_VARIANTS = 16
 
 LONG = 1000
 """Characters of a text from which on it is encoded as a long one."""
+
+Value = TypeVar("Value")
+
+_CHANNEL = "<|channel|>"
+"""What begins a part of an answer of gpt-oss."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -102,6 +114,9 @@ class Renderer:
                 f"{model_dir}: the tokenizer has no token {self.sight.token_id}, which config.json names as "
                 "image_token_id"
             )
+        spelled = None if self.sight is None else self._tokenizer.id_to_token(self.sight.token_id)
+        self.placeholder = None if spelled is None else Placeholder(spelled)
+        """That of pictures; None: the policy is shown none."""
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.options: dict[str, Any] = {}
         """Further variables of the template."""
@@ -119,6 +134,7 @@ class Renderer:
         options = {name: value for name, value in options.items() if name in self.templates.variables}
         if not options:
             return self
+        options = self.mend(options)
         key = encode_sorted(options)
         variant = self._variants.get(key)
         if variant is None:
@@ -153,19 +169,48 @@ class Renderer:
         *,
         opens_answer: bool = True,
     ) -> str:
-        """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins."""
+        """See ChatTemplate.render. With `opens_answer` the text ends where an answer begins. Texts are shown
+        as `mend` makes them."""
+        if self.placeholder is not None:
+            messages, tools = [self.mend(one) for one in messages], [self.mend(one) for one in tools]
         variables = self._special | self.options | {"add_generation_prompt": opens_answer}
         return self.templates.of(tools).render(messages, tools, variables, num_first)
 
+    def mend(self, value: Value) -> Value:
+        """A JSON value whose texts spell no placeholder of pictures."""
+        return value if self.placeholder is None else self.placeholder.mend(value)
+
+    def find_fault(self) -> str | None:
+        """Why no policy can be trained on these prompts, in words that follow the name of the folder; None if
+        one can."""
+        if self.templates.mention(_CHANNEL):
+            return (
+                f"its chat template writes channels ({_CHANNEL}, as that of gpt-oss), which SeamlessFlow "
+                "does not read: reasoning and calls would become text; choose another model"
+            )
+        end = self._special.get("eos_token")
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        if end is not None and end not in added:
+            return (
+                f"eos_token {end!r} of tokenizer_config.json is not among the added tokens of "
+                "tokenizer.json, so prompts would spell it as ordinary text; save the tokenizer again: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        return None
+
+    def describe_rows(self, role: str) -> str:
+        """In how many rows a session is whose answers are followed by messages of this role."""
+        if not self.opens_thinking and not keeps_rows(self.render, role, after_reasoning=False):
+            return "a row each"
+        if not self.thinks or keeps_rows(self.render, role, after_reasoning=True):
+            return "one row"
+        return "a row each" if self.opens_thinking else "a row each after an answer with reasoning"
+
     def check_shown(self, text: str, messages: list[Message]) -> None:
-        """Raises TemplateError if a rendering shows not just the pictures of its messages, in placeholders
-        of which some text of theirs may spell one."""
-        if self.sight is None:
+        """Raises TemplateError if a rendering shows not just the pictures of its messages."""
+        if self.placeholder is None:
             return
-        placeholder = str(self._tokenizer.id_to_token(self.sight.token_id))
-        if any(placeholder in str(message) for message in messages if message["role"] != "assistant"):
-            raise jinja2.TemplateError(f"a text contains {placeholder}, which is reserved for pictures")
-        num_shown, num_pictures = text.count(placeholder), len(list_pictures(messages))
+        num_shown, num_pictures = text.count(self.placeholder.text), len(list_pictures(messages))
         if num_shown != num_pictures:
             raise jinja2.TemplateError(
                 f"the rendered prompt shows {num_shown} pictures, but the messages have {num_pictures}"

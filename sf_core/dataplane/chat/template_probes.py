@@ -65,9 +65,63 @@ def _show_picture(message: Message) -> Message:
 def shows_tools(render: Render) -> bool:
     """Whether the template shows the tools of a request; one that refuses tools does not."""
     try:
-        return render([_USER], [_TOOL]) != render([_USER], [])
+        with_tool = render([_USER], [_TOOL])
     except jinja2.TemplateError:
         return False
+    try:
+        return with_tool != render([_USER], [])
+    except jinja2.TemplateError:  # it is for requests with tools alone
+        return True
+
+
+def roles_shown_as_lists(render: Render) -> list[str]:
+    """Roles whose text the template writes as Python writes a list of parts: it loops over the parts of some
+    messages, so it gets lists, and prints those of others as they are."""
+    conversations: dict[str, list[Message]] = {
+        "system": [{"role": "system", "content": "be"}, _USER],
+        "user": [_USER],
+        "assistant": [_USER, _ANSWERS[0], _USER],
+        "tool": [_USER, _ANSWERS[3], _RESULT],
+    }
+    conversations["assistant with a call"] = [_USER, {**_ANSWERS[3], "content": "said"}, _RESULT]
+    return [role for role, messages in conversations.items() if _shows_list(render, messages)]
+
+
+def _shows_list(render: Render, messages: list[Message]) -> bool:
+    tools = [_TOOL] if any("tool_calls" in message for message in messages) else []
+    try:
+        text = render(messages, tools)
+    except jinja2.TemplateError:
+        return False
+    return "'type': 'text'" in text or '"type": "text"' in text
+
+
+def keeps_rows(render: Render, role: str, *, after_reasoning: bool) -> bool:
+    """Whether an answer stays in the row of its prompt when messages of this role follow: the text with them
+    begins with the prompt, and shows the whole answer. Asked of answers with reasoning, or of others."""
+    answers = [one for one in _ANSWERS if "<think>" not in one["content"]]
+    rounds = [
+        [answer, *_make_following(answer)]
+        for answer in answers
+        if ("reasoning_content" in answer) == after_reasoning
+    ]
+    of_role = [messages for messages in rounds if messages[1]["role"] == role]
+    histories = [[], *of_role, *(messages * 3 for messages in of_role)]
+    tools = [_TOOL] if role == "tool" else []
+    starts: list[list[Message]] = [[_USER], [{"role": "system", "content": "be"}, _USER]]
+    return all(
+        _extends(render, [*start, *history], added, tools)
+        for start, history, added in product(starts, histories, of_role)
+    )
+
+
+def _extends(render: Render, history: list[Message], added: list[Message], tools: list[Tool]) -> bool:
+    try:
+        before, whole = render(history, tools), render([*history, *added], tools)
+    except jinja2.TemplateError:
+        return True  # such a request is refused
+    said = [word for word in ("said", "why", "find") if word in str(added[0])]
+    return whole.startswith(before) and all(word in whole[len(before) :] for word in said)
 
 
 def end_of_turn(

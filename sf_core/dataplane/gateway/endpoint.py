@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from sf_core.dataplane.chat.contents import CHARACTERS
+from sf_core.dataplane.chat.contents import CHARACTERS, PLACEHOLDERS
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, ContextOverflow, WrongField
 from sf_core.dataplane.gateway.dialects.checks import (
     MAX_TOOLS_BYTES,
@@ -184,7 +184,13 @@ def _ask(
     _check_size(len(data) - sum(len(picture.data) for picture in left_out.pictures))
     if len(data) > MAX_TOOLS_BYTES:
         check_size(requests[0].tools, "tools", MAX_TOOLS_BYTES)
-    told = {CHARACTERS: is_mended, "strict": asks_strictness(body)}
+    spelled = turns.renderer.placeholder
+    told = {
+        CHARACTERS: is_mended,
+        PLACEHOLDERS: spelled is not None
+        and any(spelled.is_in(text) for request in requests for text in request.texts()),
+        "strict": asks_strictness(body),
+    }
     kinds = [*left_out.kinds, *(kind for kind, is_so in told.items() if is_so)]
     rest = {name: value for name, value in body.items() if name != dialect.overflow[1]}
     return Asked(rest, turns, session, requests, Counter(kinds) if kinds else {}, is_large)

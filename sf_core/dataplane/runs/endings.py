@@ -108,7 +108,7 @@ def _end(run: ServedRun, session: Session, report: FinishBody) -> ApiError | Non
     if claim is None or (claim.is_outside and not run.state.counts(session)):
         return _end_opened(run, session, report)
     if report.status == "failed" and report.cause == "group":
-        run.state.spent.add(report.judgements)
+        run.state.note_judgements(report.judgements)
         _reject_judged(run, claim)
         return None
     rules = run.spec.rollout
@@ -165,7 +165,7 @@ def _end_given(run: ServedRun, session: Session, claim: Claim, report: FinishBod
         result.report = session.report
     ended = _decide_end(run.state.ledger, claim, result, error)
     if isinstance(ended, events.Failed):
-        run.state.spent.add(result.judgements[len(session.judgements) :])
+        run.state.note_judgements(result.judgements[len(session.judgements) :])
     if result.status in REASONS:
         run.counters["failed_sessions"] += 1
         run.counters[f"failures.{result.status}"] += 1

@@ -8,7 +8,7 @@ queues of answers, and statistics.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sf_core.config.failures import REASONS
@@ -22,11 +22,12 @@ from sf_core.dataplane.runs.results import Ends, RecentResults, Results, result_
 from sf_core.dataplane.runs.runners import Scoring
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
-from sf_core.dataplane.sessions.judgements import Spent
+from sf_core.dataplane.sessions.judgements import Spent, count_discarded
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed, Sampled, TurnEnded, TurnEvent
 from sf_core.types import WeightsRef
+from storage.tables.judgements import Judgement
 
 
 class Dropped(NamedTuple):
@@ -258,7 +259,7 @@ class RunState:
         self.recent.last_error = event.error
         session.judgements += event.judgements
         self.memory.weigh(session)
-        self.spent.add(event.judgements)
+        self.note_judgements(event.judgements)
         group = self.ledger.train_group_of(session.claim)
         if not self.judges(session) or group is None:
             session.num_unjudged += 1
@@ -271,10 +272,16 @@ class RunState:
             self.scoring.hold_back(other)
         self.queue_group(session.claim)
 
+    def note_judgements(self, judgements: Sequence[Judgement]) -> None:
+        """Count what judges were asked: their tokens, and replies that were no verdicts."""
+        self.spent.add(judgements)
+        for reason, number in count_discarded(judgements).items():
+            self.counters[f"discarded_replies.{reason}"] += number
+
     def _finish(self, result: FinishedSession) -> list[Dropped]:
         session = self.sessions.get(result.session_id)
         # those of before were counted then
-        self.spent.add(result.judgements[len(session.judgements) if session else 0 :])
+        self.note_judgements(result.judgements[len(session.judgements) if session else 0 :])
         self.forget(result.session_id)
         self.ends.note(result.session_id, result.claim, result.report)
         if (claim := result.claim) is None:

@@ -46,6 +46,11 @@ def summarise(judgements: Iterable[Judgement]) -> dict[str, Any]:
     return {name: found for name, found in (("noted", means), ("judges", figures)) if found}
 
 
+def count_discarded(judgements: Iterable[Judgement]) -> Counter[str]:
+    """Number of replies that did not count, by reason."""
+    return Counter(reason for one in judgements for reason in one.discarded)
+
+
 def _describe(rows: Sequence[Judgement]) -> dict[str, Any]:
     seconds = [row.seconds for row in rows if row.attempts]
     return {
@@ -54,6 +59,8 @@ def _describe(rows: Sequence[Judgement]) -> dict[str, Any]:
         "p95_seconds": float(np.percentile(seconds, 95)) if seconds else 0.0,
         # a reply came that could not be read
         "unread": sum(row.reply is not None and row.verdict is None for row in rows),
+        # replies that were cut off, or are no answers, by reason
+        "discarded": dict(sorted(count_discarded(rows).items())),
         "cached": sum(row.cached for row in rows),
         "agreement": _agreement(rows),
     }

@@ -133,7 +133,7 @@ def _prepare(renderer: Renderer, session: Session, request: TurnRequest, most: i
 
 def _draft(renderer: Renderer, session: Session, request: TurnRequest) -> Prepared:
     if isinstance(request.text_or_ids, str):
-        return Prepared(request.text_or_ids, renderer, "")
+        return Prepared(renderer.mend(request.text_or_ids), renderer, "")
     if request.text_or_ids is not None:
         return Prepared(_check_ids(renderer, request.text_or_ids), renderer, "")
     try:
@@ -260,5 +260,5 @@ def _make_forced_text(request: TurnRequest, renderer: Renderer) -> str:
     if choice.kind != "required":
         return ""
     tool = next((tool for tool in request.tools if name_of(tool) == choice.name), None)
-    opening = FORMATS[renderer.tool_format].opening(tool)
+    opening = renderer.mend(FORMATS[renderer.tool_format].opening(tool))
     return (AFTER_THINKING if renderer.opens_thinking else "") + opening

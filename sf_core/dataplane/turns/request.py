@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,6 +50,14 @@ class TurnRequest:
     logprobs: bool = False
     left_out: LeftOut = field(default_factory=LeftOut)
     """What the request has and the model is not told of."""
+
+    def texts(self) -> Iterator[Any]:
+        """JSON values with all text that a prompt shows."""
+        yield from self.messages
+        yield from self.tools
+        yield self.template_options
+        if isinstance(self.text_or_ids, str):
+            yield self.text_or_ids
 
     @property
     def calls_tools(self) -> bool:

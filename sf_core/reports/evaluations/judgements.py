@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow.compute as pc
 
+from sf_core.config.failures import failures_text
 from sf_core.reports.view import Iteration, RunView, SessionSet
 from storage.tables.judgements import Judgement, read_judgements
 
 _SUMS = ("calls", "tokens", "cached", "unread")
 
 FIGURES = ("calls", "tokens", "p95_seconds", "unread", "cached", "agreement")
-"""Figures of a judge in a manifest, in the order of a table."""
+"""Figures of a judge in a manifest, in the order of a table; and `discarded`, by reason."""
 
 
 def judge_metrics(data: Mapping[str, Any]) -> dict[str, float]:
@@ -23,6 +24,8 @@ def judge_metrics(data: Mapping[str, Any]) -> dict[str, float]:
     told = {f"noted.{name}": mean for name, mean in data.get("noted", {}).items()}
     for judge, figures in data.get("judges", {}).items():
         told |= {f"judge.{judge}.{name}": figures.get(name) for name in FIGURES}
+        discarded = figures.get("discarded", {})
+        told |= {f"judge.{judge}.discarded.{reason}": number for reason, number in discarded.items()}
     told["unjudged"] = data.get("unjudged")
     return {name: float(value) for name, value in told.items() if value is not None}
 
@@ -51,10 +54,12 @@ def _sum(rows: list[dict[str, Any]]) -> str:
     calls, tokens, cached, unread = (sum(row[name] for row in rows) for name in _SUMS)
     slowest = max(row["p95_seconds"] for row in rows)
     agreeing = [row["agreement"] for row in rows if row["agreement"] is not None]
+    discarded = sum((Counter(row.get("discarded", {})) for row in rows), Counter[str]())
+    lost = f", {discarded.total():,} replies discarded: {failures_text(discarded)}" if discarded else ""
     orders = f", orders agree in {sum(agreeing) / len(agreeing):.0%}" if agreeing else ""
     return (
         f"{calls:,} calls, {tokens:,} tokens, {cached:,} questions known before, {unread:,} replies that "
-        f"could not be read, 95 % of calls within {slowest:.2f} s{orders}"
+        f"could not be read, 95 % of calls within {slowest:.2f} s{lost}{orders}"
     )
 
 
@@ -76,4 +81,6 @@ def describe_judgement(one: Judgement) -> str:
         return f"{one.item} {one.verdict}"
     said = one.verdict or ("no reply" if one.reply is None else f"{one.reply}, which could not be read")
     cost = "known before" if one.cached else f"{one.tokens} tokens, {one.attempts} calls, {one.seconds:.2f} s"
+    if one.discarded:
+        cost += f"; discarded replies: {failures_text(Counter(one.discarded))}"
     return " ".join(filter(None, (one.item, said, f"({cost})")))

@@ -8,7 +8,7 @@ because the form in the Prefect UI sends all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -117,10 +117,25 @@ def _changes_to_another(config: RunConfig) -> list[tuple[str, Any, Any]]:
         return []
     return [
         (key, before, given)
-        for key, before, given in find_differences(read_with_derived(run), config)
+        for key, before, given in _find_changes(read_with_derived(run), config)
         if not {key, key.split(".")[0]}.isdisjoint(FIXED) and not _are_same_judges(key, before, given)
         if given != _default(key.split(".")) and not _stays_derived(key, config)
     ]
+
+
+def _find_changes(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Key, former and new value of each setting that differs. A judge without `max_tokens` keeps that of the
+    run: every earlier run has one."""
+    for key, before, given in find_differences(stored, config):
+        if key == "environment.judges":
+            given = {
+                name: one.model_copy(update={"max_tokens": before[name].max_tokens})
+                if one.max_tokens is None and name in before
+                else one
+                for name, one in given.items()
+            }
+        if given != before:
+            yield key, before, given
 
 
 def _are_same_judges(key: str, before: Any, given: Any) -> bool:
@@ -148,7 +163,7 @@ def _merge_with_stored(
     stored = read_with_derived(run)
     data = stored.model_dump() | config.model_dump(include=set(PLACE))
     changed, kept = [], []
-    for key, before, given in find_differences(stored, config):
+    for key, before, given in _find_changes(stored, config):
         *sections, name = path = key.split(".")
         if path[0] in PLACE or _stays_derived(key, config):
             continue

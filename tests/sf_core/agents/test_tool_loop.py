@@ -43,3 +43,8 @@ def test_the_model_is_told_what_was_wrong_with_its_call(
 
 def test_a_model_that_only_calls_tools_gives_no_answer(canned_model: CannedModel) -> None:
     assert ask(canned_model, *[call('{"expression": "1+1"}')] * 2, max_turns=2) == ""
+
+
+def test_an_answer_that_was_cut_is_an_answer_and_is_not_asked_for_again(canned_model: CannedModel) -> None:
+    assert ask(canned_model, {"content": "39", "finish_reason": "length"}) == "39"
+    assert len(canned_model.requests) == 1

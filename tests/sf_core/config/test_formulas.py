@@ -173,7 +173,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         model="folder", name="it"
     ),
     "max_tokens_per_iteration (99) is less than max_tokens of one reply (256)": judge(
-        model="folder", max_tokens_per_iteration=99
+        model="folder", max_tokens_per_iteration=99, max_tokens=256
     ),
     "train.advantage group compares the sessions of a group, but rollout.group_size is 1": {
         "rollout": {"group_size": 1}

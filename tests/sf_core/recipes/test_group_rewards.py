@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -21,6 +22,14 @@ TASK = Task("t", "e", "?")
         (["4", "4", "5", "5", "6"], None),
         ([{"a": 1, "b": 2}, {"b": 2, "a": 1}, None], [1.0, 1.0, 0.0]),
         (["7"], [1.0]),
+        (["", "", "4"], [0.0, 0.0, 1.0]),
+        (["", " \n", None, [], {"text": ""}], None),
+        ([0, "0", "-0.0", "", False], [1.0, 1.0, 1.0, 0.0, 0.0]),
+        (["4", "4.0", "+4.", "40e-1", 4, 4.0, "5", "5", "5"], [1.0] * 6 + [0.0] * 3),
+        ([0.1, "0.1", "0.1000000000000000055"], [1.0, 1.0, 0.0]),
+        (["1e99999999999999999999", "1E99999999999999999999", "1"], [1.0, 1.0, 0.0]),
+        (["nan", "NaN", "inf"], [1.0, 1.0, 0.0]),
+        ([True, "true", 1], [1.0, 1.0, 0.0]),
     ],
 )
 def test_right_is_what_most_sessions_answer(answers: list[Any], rewards: list[float] | None) -> None:
@@ -32,3 +41,42 @@ def test_the_order_of_answers_changes_nothing(answers: list[str]) -> None:
     rewards = majority(TASK, answers)
     backward = majority(TASK, answers[::-1])
     assert backward == (None if rewards is None else rewards[::-1])
+
+
+ABSENT: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.text(" \t\n\N{NO-BREAK SPACE}", max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("ab"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(answers=st.lists(st.sampled_from(["a", "b", 4, False]) | ABSENT, min_size=1), empty=ABSENT)
+def test_an_absent_answer_has_no_vote_and_earns_nothing(answers: list[Any], empty: Any) -> None:
+    rewards = majority(TASK, [empty, *answers])
+    assert rewards == ((others := majority(TASK, answers)) and [0.0, *others])
+
+
+def spellings(number: Decimal) -> st.SearchStrategy[Any]:
+    """Ways in which agents write a number."""
+    sign, digits, exponent = number.as_tuple()
+    assert isinstance(exponent, int)
+    written = f"{'-' * sign}{''.join(map(str, digits))}"
+    texts = [
+        f"{number:f}",
+        f"{written}e{exponent}",
+        f"{written}00E{exponent - 2}",
+        f" {written}.0e{exponent}\n",
+    ]
+    exact = [one for one in (float(number), int(number)) if Decimal(repr(one)) == number]
+    return st.sampled_from([*texts, *exact])
+
+
+NUMBERS = st.decimals(-(10**9), 10**9, places=4) | st.integers(-(2**80), 2**80).map(Decimal)
+
+
+@given(st.data(), st.lists(NUMBERS, min_size=1, max_size=4))
+def test_numbers_are_compared_by_their_exact_values(data: st.DataObject, numbers: list[Decimal]) -> None:
+    written = [data.draw(spellings(number)) for number in numbers]
+    plain = [f"{number.normalize() if number else Decimal(0)!s}" for number in numbers]
+    expected = majority(TASK, [f"is {one}" for one in plain])  # as texts that are no numbers
+    assert majority(TASK, written) == expected

@@ -66,6 +66,19 @@ def as_codes(dtype: torch.dtype) -> Callable[[Path], None]:
     return store
 
 
+def with_channels(model: Path) -> None:
+    """A template after gpt-oss's."""
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}"
+        "<|message|>{{ m.content }}<|im_end|>{% endfor %}<|start|>assistant"
+    )
+
+
+def with_end(end: str) -> Callable[[Path], None]:
+    return lambda model: rewrite(model / "tokenizer_config.json", eos_token=end)
+
+
+NOT_ADDED = " of tokenizer_config.json is not among the added tokens of tokenizer.json"
 ADAPTER = " contains an adapter (adapter_config.json): set policy.model to the folder of the base model"
 FULL = "; training needs unquantised weights: name the folder of the original model"
 CAUSAL = ": name a folder of a causal language model (...ForCausalLM in its config.json)"
@@ -88,6 +101,12 @@ UNTRAINABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "ModelOpt": (also("hf_quant_config.json"), "quantised (hf_quant_config.json)"),
     "FP8 that is not named": (as_codes(torch.float8_e4m3fn), f"quantised (F8_E4M3){FULL}"),
     "codes that are not named": (as_codes(torch.uint8), f"quantised (U8){FULL}"),
+    "channels": (
+        with_channels,
+        ": its chat template writes channels (<|channel|>, as that of gpt-oss), which SeamlessFlow does not",
+    ),
+    "an end that is an ordinary entry": (with_end("e"), f": eos_token 'e'{NOT_ADDED}"),
+    "an end that is no entry": (with_end("</s>"), f": eos_token '</s>'{NOT_ADDED}"),
     "a GGUF file": (only("small.gguf"), "contains a GGUF file: `sf model "),
     "a run": (as_policy_of_a_run, " is the directory of a run: set policy.model to "),
     "adapter": (only("adapter_config.json"), ADAPTER),
@@ -156,6 +175,76 @@ def base_model(policy_copy: Path) -> Path:
         policy_copy / "generation_config.json", eos_token_id=tokenizer.token_to_id("<|endoftext|>"), top_k=20
     )
     return policy_copy
+
+
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': "
+    "c.function.arguments} | tojson }}</tool_call>{% endfor %}"
+)
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+# written after Gemma 4's and Kimi-K2's
+GEMMA_4 = LOOP + "{% if m.role == 'system' %}{{ m.content }}{% else %}" + PARTS + "{% endif %}" + END
+SAID = "{{ m.content or '' }}"
+KIMI_K2 = (
+    TOOLS + LOOP + "{% if m.role == 'user' %}" + PARTS + "{% else %}" + SAID + "{% endif %}" + CALLS + END
+)
+AS_LIST = "its chat template writes the text of some messages ({}) as a Python list"
+# written after Qwen3's, Qwen3.5's and Mistral-Nemo's
+THINKS = (
+    "{% if m.reasoning_content and loop.index0 > at.last %}<think>\n{{ m.reasoning_content }}\n</think>\n"
+    "{% endif %}"
+)
+QWEN_3 = (
+    "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set at.last = loop.index0 %}{% endif %}{% endfor %}" + f"{TOOLS}{LOOP}{THINKS}{SAID}{CALLS}{END}"
+)
+QWEN_35 = QWEN_3.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+NEMO = (
+    "{% for m in messages if m.role != 'system' %}{% if loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content }}\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}" + END
+)
+PLAIN = f"{TOOLS}{LOOP}{SAID}{CALLS}{END}"
+
+
+@pytest.mark.parametrize(
+    ("template", "facts", "lists"),
+    [
+        (GEMMA_4, [], "system"),
+        (KIMI_K2, ["user turns: one row"], "system, assistant, assistant with a call"),
+        (PLAIN, ["user turns: one row", "tool turns: one row"], ""),
+        (
+            QWEN_3,
+            ["user turns: a row each after an answer with reasoning", "tool turns: one row"],
+            "",
+        ),
+        (QWEN_35, ["user turns: a row each", "tool turns: one row"], ""),
+        (NEMO, ["user turns: a row each"], ""),
+    ],
+)
+def test_it_is_said_what_a_template_does_with_messages(
+    policy_copy: Path, template: str, facts: list[str], lists: str
+) -> None:
+    (policy_copy / "chat_template.jinja").write_text(template)
+    check_model_folder(str(policy_copy))
+    said = describe_policy(str(policy_copy)).split("; ")
+    assert set(facts) <= set(said)
+    assert [one for one in said if "Python list" in one] == (
+        [
+            f"{AS_LIST.format(lists)}, [{{'type': 'text', ...}}], here and in vLLM, which its base model has "
+            "never seen"
+        ]
+        if lists
+        else []
+    )
+
+
+def test_a_template_for_requests_with_tools_alone_shows_them(policy_copy: Path) -> None:
+    refusal = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}"
+    (policy_copy / "chat_template.jinja").write_text(refusal + PLAIN)
+    assert "its chat template shows tools, and calls are read as plain" in describe_policy(str(policy_copy))
 
 
 def test_a_policy_that_sees_has_the_names_that_qwen_gives(tmp_path: Path) -> None:

@@ -28,14 +28,14 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def read_call(text: str, tools: list[Tool], *keys: str) -> ToolCall | None:
-    """`keys` are those under which the arguments may stand; without one of them there are none."""
+    """`keys` are those under which the arguments may stand, the first one that is there."""
     return call_of(read_object(text), tools, *keys)
 
 
 def call_of(value: Any, tools: list[Tool], *keys: str) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments: Any = next((value[key] for key in keys if key in value), {})
+    arguments = next((value[key] for key in keys if key in value), None)
     if not isinstance(arguments, dict) or parameters_of(value["name"], tools) is None:
         return None
     return ToolCall(value["name"], arguments)

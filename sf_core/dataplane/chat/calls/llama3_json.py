@@ -58,7 +58,7 @@ class LeadingCalls:
 
 
 LLAMA3_JSON = ToolFormat(
-    lambda tools: LeadingCalls(lambda text: read_call(text, tools, "parameters", "arguments")),
+    lambda tools: LeadingCalls(lambda text: read_call(text, tools, "arguments", "parameters")),
     lambda call: render_call(call, "parameters"),
     lambda tool: open_call(tool, "parameters"),
     (PYTHON_TAG,),

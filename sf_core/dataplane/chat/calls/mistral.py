@@ -72,10 +72,13 @@ def _read_listed(written: str, tools: list[Tool]) -> list[ToolCall] | None:
 
 
 def _with_object(call: Any) -> Any:
-    """A call whose arguments may be written as a string."""
-    if isinstance(call, dict) and isinstance(written := call.get("arguments"), str):
+    """A call whose arguments may be written as a string, or may be absent if it has nothing but a name."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(written := call.get("arguments"), str):
         return call | {"arguments": read_object(written)}
-    return call
+    has_none = written is None and call.keys() <= {"name", "id", "arguments"}
+    return call | {"arguments": {}} if has_none else call
 
 
 def _render_named(between: str) -> Callable[[ToolCall], str]:

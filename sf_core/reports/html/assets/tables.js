@@ -60,6 +60,7 @@ function judgeTable(rows) {
     number("tokens", "tokens", whole),
     number("known before", "cached", whole),
     number("not readable", "unread", whole),
+    { name: "discarded", text: true, value: (row) => failuresText(row.discarded) },
     number("p95, seconds", "p95_seconds", fixed(2)),
     number("orders agree", "agreement", percent),
   ]);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from sf_core.agents.judges.judges import Judges, endpoint_of, takes_judges
 from sf_core.config.rollout_config import JudgeConfig
 from sf_core.types import Endpoint, NotJudged
 from storage.tables.judgements import Judgement
-from tests.bench.judge_server import MODEL, JudgeServer
+from tests.bench.judge_server import MODEL, NO_VERDICTS, JudgeServer
 from tests.patience import patience
 
 Asking = Callable[[Mapping[str, Judge]], Awaitable[Any]]
@@ -61,7 +62,6 @@ def test_a_question_is_answered_by_the_model_that_the_server_lists(
         {
             "model": MODEL,
             "temperature": 0.0,
-            "max_tokens": 256,
             "messages": [{"role": "user", "content": "How good?"}],
         }
     ]
@@ -191,6 +191,116 @@ def test_an_equal_question_is_asked_again_at_another_temperature(server: JudgeSe
     assert not any(row.cached for row in rows)
 
 
+# --- which replies are verdicts
+
+REASONS = {
+    "length while it thinks": "length",
+    "reasoning in tags": "reasoning",
+    "reasoning without an end": "reasoning",
+    "blank": "empty",
+    "no end": "other",
+}
+"""Why replies of NO_VERDICTS are none, where that is not their name."""
+
+
+def read_score(text: str) -> int:
+    """What a stranger's function does with any text that it is given."""
+    return int(re.findall(r"\d+", text or "0")[-1])
+
+
+@pytest.mark.parametrize("server", [[kind] for kind in NO_VERDICTS], indirect=True)
+def test_a_reply_that_did_not_end_with_an_answer_is_never_a_verdict(server: JudgeServer) -> None:
+    asking: Asking = lambda judges: judges["taste"].ask("How good?", read=read_score)  # noqa: E731
+    errors, rows = ask(server, asking, asking)
+    assert [type(error) for error in errors] == [NotJudged] * 2
+    assert all(f"judge taste at {server.url} gives no verdict: " in str(error) for error in errors)
+    # it is known of none that it was asked before
+    assert len(server.requests) == 2 * client_module.TRIES
+    [kind] = {reason for row in rows for reason in row.discarded}
+    assert kind in {*REASONS.values(), *NO_VERDICTS}
+    for row in rows:
+        assert (row.reply, row.verdict, row.cached) == (None, None, False)
+        assert row.discarded == [kind] * row.attempts == [kind] * client_module.TRIES
+        assert row.tokens == 10 * row.attempts, "replies that do not count cost what others do"
+
+
+@pytest.mark.parametrize("kind", NO_VERDICTS)
+def test_the_question_is_asked_again_until_a_reply_is_a_verdict(kind: str) -> None:
+    with JudgeServer([kind, ""]).serving() as server:
+        asking: Asking = lambda judges: judges["taste"].ask("How good?", read=read_score)  # noqa: E731
+        marks, [first, known] = ask(server, asking, asking)
+    assert marks == [9, 9]
+    assert len(server.requests) == 2
+    reason = REASONS.get(kind, kind)
+    assert (first.reply, first.attempts, first.discarded) == ("9", 2, [reason])
+    assert first.tokens == 20
+    assert (known.cached, known.discarded, known.tokens) == (True, [], 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("length", "the reply was cut off: raise environment.judges.taste.max_tokens, or the server's own "),
+        ("content_filter", "a content filter of the server cut off the reply"),
+        ("refusal", "the judge refused to answer"),
+        ("tool_calls", "the reply calls a tool"),
+        ("reasoning", "the reply has reasoning and no answer"),
+        ("empty", "the reply is empty"),
+        ("no end", "the server does not say that the reply ended by itself (`finish_reason` is not `stop`)"),
+    ],
+)
+def test_an_error_says_why_the_last_reply_was_no_verdict(kind: str, sentence: str) -> None:
+    with JudgeServer([kind]).serving() as server:
+        [error], _ = ask(server, lambda judges: judges["taste"].ask("?"))
+    assert f"gives no verdict: {sentence}" in str(error)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NO_VERDICTS if not kind.startswith("length")])
+def test_words_are_weighed_of_no_reply_that_is_no_answer(kind: str) -> None:
+    with JudgeServer([kind, ""]).serving() as server:
+        [chosen], [row] = ask(server, lambda judges: judges["taste"].choose("is 42 right?", ["yes", "no"]))
+    assert chosen["yes"] == pytest.approx(0.8 / 0.9)
+    assert row.discarded == [REASONS.get(kind, kind)]
+
+
+def test_a_reply_of_one_token_that_begins_to_reason_is_no_choice(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    likely = [{"token": "<think>", "logprob": -0.001}, {"token": "yes", "logprob": -9.0}]
+    reply = {
+        "finish_reason": "length",
+        "message": {"content": None},
+        "logprobs": {"content": [{"token": "<think>", "top_logprobs": likely}]},
+    }
+    monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: {"choices": [reply]})
+    [error], [row] = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
+    assert isinstance(error, NotJudged)
+    assert row.discarded == ["reasoning"] * client_module.TRIES
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<think>1 or 2?</think>\n\n7",
+        "1 or 2?</think>7",
+        [{"type": "thinking"}, {"type": "text", "text": "7"}],
+    ],
+)
+def test_reasoning_before_an_answer_is_not_read(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, content: Any
+) -> None:
+    reply = {"finish_reason": "stop", "message": {"content": content}}
+    monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: {"choices": [reply]})
+    [mark], [row] = ask(server, lambda judges: judges["taste"].ask("?", read=int))
+    assert (mark, row.reply) == (7, "7")
+
+
+def test_a_limit_of_the_reply_is_sent_only_if_it_is_set(server: JudgeServer) -> None:
+    ask(server, lambda judges: judges["taste"].ask("?"))
+    ask(server, lambda judges: judges["taste"].ask("?"), max_tokens=300)
+    assert [request.get("max_tokens") for request in server.requests] == [None, 300]
+
+
 AWAY = "judge taste at {url} does not answer: "
 
 
@@ -234,7 +344,7 @@ def test_a_judge_that_refuses_is_no_matter_of_patience(server: JudgeServer) -> N
 def test_a_judge_whose_tokens_are_not_told_cannot_be_held_to_a_budget(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reply = {"choices": [{"message": {"content": "yes"}}]}
+    reply = {"choices": [{"finish_reason": "stop", "message": {"content": "yes"}}]}
     monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: reply)
     [error], _ = ask(server, lambda judges: judges["taste"].ask("?"), max_tokens_per_iteration=1000)
     assert isinstance(error, RefusedError)
@@ -280,7 +390,8 @@ def test_a_judge_without_log_probs_cannot_choose(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tests.bench.judge_server.answer", lambda body, _: {"choices": [{"message": {"content": "yes"}}]}
+        "tests.bench.judge_server.answer",
+        lambda body, _: {"choices": [{"finish_reason": "stop", "message": {"content": "yes"}}]},
     )
     [error], _ = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
     assert str(error) == "judge taste returns no log-probs, which `choose` needs"

@@ -216,12 +216,20 @@ def test_their_tokens_are_counted(
 
 def test_placeholders_may_not_be_given_otherwise(plane: ServedPlane, seeing: Renderer) -> None:
     assert seeing.sight is not None
-    spelled = ask(plane, CHAT, {"messages": [{"role": "user", "content": "<|image_pad|>"}]})
-    assert spelled.status_code == 400 and "a text contains <|image_pad|>" in spelled.text
-    for prompt in ([5, seeing.sight.token_id], "see <|image_pad|>"):
-        given = ask(plane, "/v1/completions", {"prompt": prompt})
-        assert given.status_code == 400 and "which is reserved for pictures" in given.text
+    given = ask(plane, "/v1/completions", {"prompt": [5, seeing.sight.token_id]})
+    assert given.status_code == 400 and "which is reserved for pictures" in given.text
     assert not plane.asked
+
+
+def test_texts_that_spell_placeholders_are_mended_and_counted(plane: ServedPlane, seeing: Renderer) -> None:
+    assert seeing.sight is not None
+    said = {"messages": [{"role": "user", "content": "<|image_pad|>"}]}
+    for path, body in ((CHAT, said), ("/v1/completions", {"prompt": "see <|image_pad|>"})):
+        assert ask(plane, path, body).status_code == 200
+        ids = plane.asked[-1].prompt_ids
+        assert seeing.sight.token_id not in ids
+        assert "<\N{REPLACEMENT CHARACTER}|image_pad|>" in seeing.decode_with_special(list(ids))
+    assert plane.get("/runs/run")["counters"]["left_out.placeholders"] == 2
 
 
 def test_nothing_is_acknowledged_that_is_not_stored(plane: ServedPlane, seeing: Renderer) -> None:

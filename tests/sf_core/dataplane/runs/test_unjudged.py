@@ -412,9 +412,13 @@ def test_judgements_are_a_table_of_the_batch_that_takes_their_sessions(play: Pla
             {"judge": "taste", "pair": 7, "cached": True, "reply": "A", "verdict": '{"A": 0.9, "B": 0.1}'},
             {"judge": "taste", "pair": 7, "cached": True, "reply": "B", "verdict": '{"A": 0.2, "B": 0.8}'},
         ]
+        asked |= {"discarded": ["length", "empty", "length"]}
         await driver.report(first, status="finished", reward=1.0, judgements=[noted, asked, *pair])
         await driver.report(second, status="finished", reward=1.0, judgements=[{**noted, "verdict": "5"}])
+        counted = {"discarded_replies.length": 2, "discarded_replies.empty": 1}
+        assert counted.items() <= driver.run.counters.items()
         await driver.restart()
+        assert counted.items() <= driver.run.counters.items()
         sealed = await driver.plane.sealers["run"].seal_batch(0, 1)
         assert sealed["noted"] == {"length": 3.0}
         assert sealed["judges"]["taste"] == {
@@ -422,6 +426,7 @@ def test_judgements_are_a_table_of_the_batch_that_takes_their_sessions(play: Pla
             "tokens": 15,
             "p95_seconds": pytest.approx(1.9),
             "unread": 2,
+            "discarded": {"empty": 1, "length": 2},
             "cached": 2,
             "agreement": 1.0,
         }

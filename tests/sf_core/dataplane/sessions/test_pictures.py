@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from shutil import copytree
 from tempfile import mkdtemp
@@ -14,7 +15,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -178,27 +179,91 @@ def test_prompts_that_differ_by_a_picture_share_nothing_behind_it(seeing: Render
     assert blue.parent is red and blue.start == ids[0][1][0].start
 
 
-@pytest.mark.parametrize(
-    ("messages", "sentence"),
-    [
-        ([user("see <|image_pad|>")], "a text contains <|image_pad|>, which is reserved for pictures"),
-        (
-            [{"role": "user", "content": [picture("red"), text("<|image_pad|>")]}],
-            "a text contains <|image_pad|>, which is reserved for pictures",
-        ),
-        (
-            [user("hi"), {"role": "assistant", "content": "<|image_pad|>"}],
-            "shows 1 pictures, but the messages have 0",
-        ),
-    ],
+PAD = "<|image_pad|>"
+SPELLED = st.lists(
+    st.sampled_from([PAD, "<|image_", "pad|>", "<", "<|vision_start|>", " ", "\n", "é"])
+    | st.text(max_size=3),
+    max_size=5,
+).map("".join)
+SPELLED_PARTS = SPELLED | st.lists(st.sampled_from([*SIZES]).map(picture) | SPELLED.map(text), max_size=5)
+SPELLED_CALL = st.builds(
+    lambda name, key, value: tool_call("c", name, {key: value, "more": [{value: key}]}),
+    SPELLED,
+    SPELLED,
+    SPELLED,
 )
-def test_placeholders_stand_for_pictures_alone(
-    seeing: Renderer, messages: list[Message], sentence: str
-) -> None:
-    session = Session("s")
-    with pytest.raises(jinja2.TemplateError, match=sentence.replace("|", r"\|")):
-        session.open_prompt(messages, [], seeing)
-    assert not session.prompts and not session.pictures.num_bytes
+
+
+def spelled_round(draw: st.DrawFn) -> list[Message]:
+    """An answer, and what comes back to it."""
+    said: Message = {"role": "assistant", "content": draw(SPELLED)}
+    if draw(st.booleans()):
+        said["reasoning_content"] = draw(SPELLED)
+    if draw(st.booleans()):
+        said["tool_calls"] = [draw(SPELLED_CALL)]
+        return [said, {"role": "tool", "tool_call_id": "c", "content": draw(SPELLED_PARTS)}]
+    return [said, {"role": "user", "content": draw(SPELLED_PARTS)}]
+
+
+@st.composite
+def spelled_conversations(draw: st.DrawFn) -> tuple[list[Message], list[Any]]:
+    start: list[Message] = [{"role": "system", "content": draw(SPELLED)}] if draw(st.booleans()) else []
+    start.append({"role": "user", "content": draw(SPELLED_PARTS)})
+    rounds = [spelled_round(draw) for _ in range(draw(st.integers(0, 3)))]
+    properties = {draw(SPELLED): {"type": "string", "description": draw(SPELLED)}}
+    function = {"name": draw(SPELLED), "description": draw(SPELLED), "parameters": {"properties": properties}}
+    tools = [{"type": "function", "function": function}] if draw(st.booleans()) else []
+    return [*start, *(message for one in rounds for message in one)], tools
+
+
+@settings(max_examples=300, deadline=None)
+@given(given=spelled_conversations())
+def test_no_text_of_any_role_shows_a_picture_or_is_refused(given: tuple[list[Message], list[Any]]) -> None:
+    messages, tools = given
+    seeing = family("qwen2_5_vl")
+    record = Record(seeing)
+    prompt = record.session.open_prompt(json.loads(json.dumps(messages)), tools, seeing)
+    ids, spans = record.read(prompt)
+    pictures = list_pictures(messages)
+    assert [span.sha256 for span in spans] == [part["sha256"] for part in pictures]
+    assert collapse(ids, spans).count(seeing.sight.token_id) == len(pictures)  # type: ignore[union-attr]
+    assert prompt.messages == messages, "what was sent is what is recorded"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_session_goes_on_whatever_its_policy_and_its_tools_spell(data: st.DataObject) -> None:
+    seeing = family("qwen2_5_vl")
+    assert seeing.sight is not None
+    record, messages = Record(seeing), [user(data.draw(SPELLED))]
+    for _ in range(3):
+        prompt = record.session.open_prompt(messages, [], seeing)
+        said = data.draw(SPELLED)
+        # as a policy writes it that never samples the placeholder itself: by other tokens
+        ids = [token for piece in said for token in seeing.encode_behind_text(piece).tolist()]
+        turn = record.answer(prompt, ids)
+        parts = data.draw(SPELLED_PARTS)
+        messages = [*messages, turn.message, {"role": "user", "content": parts}]
+    record.session.open_prompt(messages, [], seeing)
+    rows = check(record)
+    sampled = [turn.ids.tolist() for turn in record.session.turns]
+    trained = [row.token_ids[row.loss_mask].tolist() for row in rows]
+    assert sorted(chain.from_iterable(trained)) == sorted(chain.from_iterable(sampled))
+    assert all(seeing.sight.token_id not in ids for ids in trained)
+
+
+def test_an_answer_that_spells_a_placeholder_stays_in_its_row(seeing: Renderer) -> None:
+    record = Record(seeing)
+    prompt = record.session.open_prompt([user(f"see {PAD}")], [], seeing)
+    ids = [token for piece in f"no {PAD}" for token in seeing.encode_behind_text(piece).tolist()]
+    turn = record.answer(prompt, ids)
+    assert turn.message["content"] == f"no {PAD}"
+    later = record.session.open_prompt([user(f"see {PAD}"), turn.message, user(f"and {PAD}?")], [], seeing)
+    record.answer(later, seeing.encode("no").tolist())
+    [row] = check(record)
+    text_of_row = shown(seeing, row.token_ids.tolist())
+    assert text_of_row.count(f"no {PAD}") == 1, "as it was sampled"
+    assert text_of_row.count("<\N{REPLACEMENT CHARACTER}|image_pad|>") == 2, "as it was mended"
 
 
 def test_a_template_that_shows_fewer_pictures_is_refused(seeing: Renderer) -> None:

@@ -29,7 +29,15 @@ from tests.sf_core.reports.html.report_runs import opened
 from tests.sf_core.reports.test_tables import shown
 
 MANNERS = {"calls": 300, "tokens": 9000, "p95_seconds": 0.25, "unread": 2, "cached": 12, "agreement": None}
-PAIRS = {"calls": 20, "tokens": 800, "p95_seconds": 1.5, "unread": 0, "cached": 0, "agreement": 0.75}
+PAIRS: dict[str, Any] = {
+    "calls": 20,
+    "tokens": 800,
+    "p95_seconds": 1.5,
+    "unread": 0,
+    "cached": 0,
+    "agreement": 0.75,
+}
+PAIRS |= {"discarded": {"length": 3, "refusal": 1}}
 TOLD: dict[str, Any] = {"judges": {"manners": MANNERS, "pairs": PAIRS}, "noted": {"length": 12.5}}
 
 ASKED = [
@@ -52,7 +60,7 @@ ASKED = [
         cached=True,
     ),
     Judgement(judge="manners", messages="[]", reply="perhaps\x1b[31m", tokens=41, seconds=0.5, attempts=2),
-    Judgement(judge="pairs", item="better", messages="[]", seconds=4.0, attempts=4),
+    Judgement(judge="pairs", item="better", messages="[]", seconds=4.0, attempts=4, discarded=["length"] * 3),
     Judgement(item="length", verdict="12.5"),
 ]
 
@@ -90,6 +98,7 @@ def test_metrics_name_the_judge_and_leave_out_what_is_not_known() -> None:
     assert metrics == judge_metrics(TOLD)
     assert metrics["noted.length"] == 12.5 and metrics["judge.manners.calls"] == 300
     assert metrics["judge.pairs.agreement"] == 0.75 and "judge.manners.agreement" not in metrics
+    assert metrics["judge.pairs.discarded.length"] == 3.0
     assert judge_metrics({"unjudged": 3}) == {"unjudged": 3.0}
     assert judge_metrics({}) == {} and rollout_metrics(None) == {}
 
@@ -115,7 +124,7 @@ def test_rows_of_training_and_of_held_out_sessions_are_summed_by_judge(judged_ru
         "judge manners: 600 calls, 18,000 tokens, 24 questions known before, "
         "4 replies that could not be read, 95 % of calls within 0.25 s",
         "judge pairs: 20 calls, 800 tokens, 0 questions known before, 0 replies that could not be read, "
-        "95 % of calls within 1.50 s, orders agree in 75%",
+        "95 % of calls within 1.50 s, 4 replies discarded: length 3, refusal 1, orders agree in 75%",
     ]
 
 
@@ -127,7 +136,7 @@ def test_a_session_has_its_judgements_in_their_order(judged_run: RunDirectory, s
         'polite {"yes":0.8,"no":0.2} (40 tokens, 1 calls, 0.12 s)',
         'polite {"yes":0.8,"no":0.2} (known before)',
         "perhaps\x1b[31m, which could not be read (41 tokens, 2 calls, 0.50 s)",
-        "better no reply (0 tokens, 4 calls, 4.00 s)",
+        "better no reply (0 tokens, 4 calls, 4.00 s; discarded replies: length 3)",
         "length 12.5",
     ]
     text = shown(inspect_session(judged_run.uri, session))
@@ -150,6 +159,7 @@ def test_the_report_has_a_table_of_judges(judged_run: RunDirectory, browser: Bro
         rows = page.locator("#judges tbody tr")
         expect(rows).to_have_count(3)
         expect(rows.nth(2)).to_contain_text("pairs208000")
+        expect(rows.nth(2)).to_contain_text("length 3, refusal 1")
         expect(rows.nth(2)).to_contain_text("75 %")
 
 

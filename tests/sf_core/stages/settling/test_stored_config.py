@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig
+from sf_core.config.rollout_config import JudgeConfig
 from sf_core.config.validation import validate_config
 from sf_core.recipes.losses import Cispo
 from sf_core.reports.view import failures_of
@@ -179,6 +180,19 @@ def test_a_judge_may_move_and_be_asked_otherwise_but_stays_the_same_model(tmp_pa
     ):
         with pytest.raises(ValueError, match=r"run r was started with environment.judges .*; choose another"):
             said(judged(**change))
+
+
+def test_a_judge_whose_limit_is_left_open_keeps_that_of_its_run(tmp_path: Path) -> None:
+    def judged(**settings: Any) -> RunConfig:
+        judge = {"url": "http://one:8000/v1"} | settings
+        return configured(tmp_path, environment={"judges": {"quality": judge}})
+
+    run = RunDirectory(judged().run_dir)
+    run.write_config(judged(max_tokens=256, timeout_s=60))  # as all runs of before have it
+    commit(run, 0, "rollout")
+    assert said(judged(url="http://two:8000/v1"))[0].environment.judges["quality"] == JudgeConfig(
+        url="http://two:8000/v1", max_tokens=256
+    )
 
 
 def test_a_run_without_a_batch_begins_anew_as_the_caller_says(tmp_path: Path, stored: RunConfig) -> None:

@@ -1,0 +1,65 @@
+"""Texts that spell the placeholder of pictures. Encoded as they are, they would show a picture that nobody
+sent: they are mended as half a character is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_BREAK = "\N{REPLACEMENT CHARACTER}"
+
+_UNSHOWN = ("role", "type")
+"""Names of fields that do not stand between texts in a prompt."""
+
+
+class Placeholder:
+    def __init__(self, text: str) -> None:
+        """`text`: how the tokenizer writes the placeholder."""
+        self.text = text
+        self._begins = tuple(text[:length] for length in range(1, len(text)))
+
+    def is_in(self, value: Any) -> bool:
+        """Whether a text of a JSON value spells the placeholder, or its texts do behind each other."""
+        return any(self.text in text for text in _texts(value)) or self._is_joined(value)
+
+    def mend(self, value: Any) -> Any:
+        """The value with a character more inside each placeholder, so that nothing is missing of a text.
+        Templates may put the texts of a value behind each other, without the white space around them. If they
+        then still spell one, each first character of a placeholder gets a character behind it."""
+        if not self.is_in(value):
+            return value
+        first = self.text[0]
+        mended = _replace(value, lambda text: text.replace(self.text, first + _BREAK + self.text[1:]))
+        if self.is_in(mended):
+            mended = _replace(mended, lambda text: text.replace(first, first + _BREAK))
+        return mended
+
+    def _is_joined(self, value: Any) -> bool:
+        texts = [] if isinstance(value, str) else list(_texts(value, names=False))
+        may_be = any(text.rstrip().endswith(self._begins) for text in texts[:-1])
+        return may_be and self.text in "".join("".join(texts).split())
+
+
+def _texts(value: Any, *, names: bool = True) -> Iterator[str]:
+    """The texts of a value; `names` of fields are never beside another text."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        if names:
+            yield from value
+        for name, one in value.items():
+            if name not in _UNSHOWN:
+                yield from _texts(one, names=names)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one, names=names)
+
+
+def _replace(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(name): _replace(one, change) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_replace(one, change) for one in value]
+    return value
