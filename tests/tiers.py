@@ -1,6 +1,6 @@
-"""Run a tier of the tests: `python -m tests.tiers fast` or `system`. The fast tier runs `make check` beside
-its tests. The last lines say what the tier cost, and which tests of the system tier are flaky: they failed
-beside others and passed alone."""
+"""Run a tier of the tests: `python -m tests.tiers fast`, `system` or `smoke`. The fast tier runs `make check`
+beside its tests; the smoke tier is a few folders, for other Pythons and packages (tests/pythons.py). The last lines
+say what the tier cost, and which tests of the other tiers are flaky: they failed beside others and passed alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
-TIERS = {"fast": "not system and not nightly and not gpu", "system": "system and not nightly and not gpu"}
+TIERS = {
+    "fast": "not system and not nightly and not gpu",
+    "system": "system and not nightly and not gpu",
+    "smoke": "not nightly and not gpu",
+}
 PROCESSES = 3
 """One more than two cores: tests also wait for what they started."""
 _FAILED = Path(".pytest_cache/v/cache/lastfailed")
@@ -26,6 +31,10 @@ def main(tier: str) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     began = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", "-m", TIERS[tier]]
+    if tier == "smoke":
+        pytest += tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["tool"]["seamlessflow"][
+            "smoke"
+        ]
     beside = ["--numprocesses", str(PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder"]
     flaky: list[str] = []
     if tier == "fast":
