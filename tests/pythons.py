@@ -1,8 +1,8 @@
-"""The smoke tests on other versions than those of `.venv`, installed from nothing: `python -m tests.pythons newest`
-or `lowest` (docs/decisions/063).
+"""The smoke tests on other versions than those of `.venv`, installed from nothing (docs/decisions/063).
 
-`newest` takes the newest Python of this machine that pyproject.toml names, and the newest packages; `lowest` takes
-the Python of `.venv`, and of each package that pyproject.toml names the lowest version that it allows.
+`python -m tests.pythons newest` takes the newest Python of this machine that pyproject.toml names, and the
+newest packages. `python -m tests.pythons lowest` takes the Python of `.venv`, and the lowest allowed version
+of each package that pyproject.toml names.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def makes_environments(path: str, version: int) -> bool:
 
 
 def pin_lowest(target: Path) -> Path:
-    """File of constraints: the lowest allowed version of each package that pyproject.toml names, and versions of
-    all other packages that fit. Raises SystemExit, one sentence per package, if others need a newer version than
-    the lowest allowed one: nothing would ever test that bound."""
+    """File of constraints: the lowest allowed version of each package that pyproject.toml names, and fitting
+    versions of all other packages. Raises SystemExit, one sentence per package, if another package needs more
+    than the lowest allowed version: nothing would ever test that bound."""
     tool = ENVIRONMENTS / "uv"
     run([sys.executable, "-m", "venv", "--clear", str(tool)])
     run([str(tool / "bin" / "python"), "-m", "pip", "install", "--quiet", _UV])
@@ -109,7 +109,7 @@ def untested_bounds(pins: str) -> Iterator[str]:
             continue
         lowest = [Version(one.version) for one in requirement.specifier if one.operator in _FIRST]
         if lowest != [Version(pinned[name])]:
-            yield f"pyproject.toml: {requirement} is not tested; others need {name}>={pinned[name]}: write that"
+            yield f"pyproject.toml: nothing tests {requirement}; what is tested is {name}>={pinned[name]}"
 
 
 def train_quickstart(sf: Path) -> None:

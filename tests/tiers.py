@@ -1,6 +1,7 @@
 """Run a tier of the tests: `python -m tests.tiers fast`, `system` or `smoke`. The fast tier runs `make check`
-beside its tests; the smoke tier is a few folders, for other Pythons and packages (tests/pythons.py). The last lines
-say what the tier cost, and which tests of the other tiers are flaky: they failed beside others and passed alone."""
+beside its tests. The smoke tier has a few folders, for other Pythons and packages (tests/pythons.py). The
+last lines say what the tier cost, and which tests of the other two are flaky: they failed beside others and
+passed alone."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ TIERS = {
 }
 PROCESSES = 3
 """One more than two cores: tests also wait for what they started."""
+_PROJECT = Path("pyproject.toml")
 _FAILED = Path(".pytest_cache/v/cache/lastfailed")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -32,9 +34,7 @@ def main(tier: str) -> int:
     began = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", "-m", TIERS[tier]]
     if tier == "smoke":
-        pytest += tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["tool"]["seamlessflow"][
-            "smoke"
-        ]
+        pytest += tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["tool"]["seamlessflow"]["smoke"]
     beside = ["--numprocesses", str(PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder"]
     flaky: list[str] = []
     if tier == "fast":

@@ -25,7 +25,7 @@ def reader(kind: Any) -> Callable[[bytes], Any]:
 
 
 def _read(kind: Any, data: Any) -> Any:
-    # not compared with NDArray[...]: of Python 3.12 on, numpy 2.5 has another kind of alias than msgspec hands on
+    # an alias of numpy 2.5 on Python 3.12 does not equal this one, to which msgspec has resolved it
     if get_origin(kind) is np.ndarray:
         _shape, dtype = get_args(kind)
         return np.frombuffer(data, *get_args(dtype))
