@@ -18,7 +18,8 @@ setup: $(STAMP) ## install everything into .venv
 # the Pythons of pyproject.toml; the rest of a sentence that the Python before the colon begins
 NEED = Python 3.11, 3.12 or 3.13 is needed; name one of them, as in `make setup PYTHON=python3.13`
 
-# torch first and exactly: any other order or version pulls several GB of CUDA packages (docs/decisions/001)
+# torch first and exactly: where pip knows a CPU build, any other order or version pulls several GB of CUDA packages
+# (docs/decisions/001)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "$(PYTHON) is Python %d.%d: $(NEED)" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,7 +29,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
 	touch $(STAMP)
 
-# an environment of its own: vLLM and Prefect want different versions of FastAPI (docs/decisions/026). Without CUDA
+# an environment of its own, with any Python that setup takes: vLLM and Prefect want different versions of FastAPI (docs/decisions/026). Without CUDA
 # torch comes first, as above; the three that go again are CUDA builds, which break the import of transformers
 VLLM := .venvs/vllm
 # what its workers compute on: an image is built where there is no GPU

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+REQUIREMENTS = [*chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())]
 ENVIRONMENTS = Path(".venvs")
 _CLASSIFIER = "Programming Language :: Python :: 3."
 _UV = "uv==0.9.9"
@@ -60,12 +61,18 @@ def run(command: list[str], **env: str) -> None:
 
 def newest_python() -> tuple[int, str]:
     """Second number of the newest installed Python that pyproject.toml names, and a path of it."""
-    named = [one.removeprefix(_CLASSIFIER) for one in PROJECT["classifiers"] if one.startswith(_CLASSIFIER)]
-    for version in sorted((int(one) for one in named if one.isdecimal()), reverse=True):
+    for version in sorted(named_pythons(), reverse=True):
         for path in places_of(version):
             if makes_environments(path, version):
                 return version, path
     return sys.version_info[1], sys.executable
+
+
+def named_pythons() -> list[int]:
+    """Second numbers of the Pythons that pyproject.toml names."""
+    return [
+        int(one.removeprefix(_CLASSIFIER)) for one in PROJECT["classifiers"] if one.startswith(_CLASSIFIER)
+    ]
 
 
 def places_of(version: int) -> Iterator[str]:
@@ -95,16 +102,15 @@ def pin_lowest(target: Path) -> Path:
     # uv does not read pip's settings
     certificates = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
     run([*asked, "pyproject.toml", "--output-file", str(target)], **certificates)
-    if untested := list(untested_bounds(target.read_text(encoding="utf-8"))):
+    if untested := list(untested_bounds(REQUIREMENTS, target.read_text(encoding="utf-8"))):
         sys.exit("\n".join(untested))
     return target
 
 
-def untested_bounds(pins: str) -> Iterator[str]:
+def untested_bounds(requirements: Iterable[str], pins: str) -> Iterator[str]:
     """A sentence for each requirement that allows a lower version than these pins have, or any version."""
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", pins, re.MULTILINE))
-    named = chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
-    for requirement in map(Requirement, named):
+    for requirement in map(Requirement, requirements):
         if (name := canonicalize_name(requirement.name)) == PROJECT["name"]:
             continue
         lowest = [Version(one.version) for one in requirement.specifier if one.operator in _FIRST]
