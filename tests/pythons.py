@@ -55,7 +55,9 @@ def main(which: str) -> int:
 
 def run(command: list[str], **env: str) -> None:
     """Run a command. Raises SystemExit with its exit code if it fails."""
-    if code := subprocess.run(command, env=os.environ | env).returncode:
+    # with a path to a clone, pip would take the clone for installed
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if code := subprocess.run(command, env=inherited | env).returncode:
         sys.exit(code)
 
 
