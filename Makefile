@@ -1,29 +1,35 @@
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.ready
+# another folder for another Python: make setup VENV=.venvs/new PYTHON=python3.13
+VENV = .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
 
 # containers like to set it; each of the many processes of a stack would then compile our modules anew
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm run up down docs test test-system nightly mutations chaos check audit clean
+.PHONY: help setup vllm run up down docs test test-system test-newest test-lowest nightly mutations chaos check audit clean
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## install everything into .venv
 
-# torch first and exactly: any other order or version pulls several GB of CUDA packages (docs/decisions/001)
+# the Pythons of pyproject.toml; the rest of a sentence that the Python before the colon begins
+NEED = Python 3.11, 3.12 or 3.13 is needed; name one of them, as in `make setup PYTHON=python3.13`
+
+# torch first and exactly: where pip knows a CPU build, any other order or version pulls several GB of CUDA packages
+# (docs/decisions/001)
 $(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; try make PYTHON=python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "$(PYTHON) is Python %d.%d: $(NEED)" % sys.version_info[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	# pip would compile on one core, and a quarter of it for nothing; some templates are no valid Python
-	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
 	touch $(STAMP)
 
-# an environment of its own: vLLM and Prefect want different versions of FastAPI (docs/decisions/026). Without CUDA
+# an environment of its own, with any Python that setup takes: vLLM and Prefect want different versions of FastAPI (docs/decisions/026). Without CUDA
 # torch comes first, as above; the three that go again are CUDA builds, which break the import of transformers
 VLLM := .venvs/vllm
 # what its workers compute on: an image is built where there is no GPU
@@ -93,10 +99,18 @@ test-system: setup ## run the tests with real stacks, vLLM, a browser, podman an
 	$(MAKE) vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(BIN)/python -m tests.tiers system
 
+# docs/decisions/063
+test-newest: setup ## install from nothing into the newest Python found here, with the newest packages, and run the smoke tests
+	@$(BIN)/python -m tests.pythons newest
+
+test-lowest: setup ## install the lowest packages that pyproject.toml allows, and run the smoke tests
+	@$(BIN)/python -m tests.pythons lowest
+
 # minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
 nightly: check ## run the long tests (sizes, kills, emulated fleets) and the mutations, on an idle machine
 	$(BIN)/pytest -m nightly
 	SF_EXAMPLES=all $(BIN)/pytest -m 'hypothesis and not nightly'
+	$(MAKE) test-lowest
 	$(MAKE) mutations
 
 # wrong edits on the way of the training signal, each of which the tests of its own module must catch; minutes.
@@ -121,5 +135,5 @@ audit: setup ## compare the installed packages with the security advisories of P
 	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > .venv/audit.txt
 	PIP_AUDIT_LOGLEVEL=ERROR .venv/audit/bin/pip-audit --strict --no-deps --disable-pip -r .venv/audit.txt
 
-clean: ## remove .venv, and the environment of vLLM
-	rm -rf .venv $(VLLM)
+clean: ## remove .venv, and the environments of vLLM and of the smoke tests
+	rm -rf .venv .venvs

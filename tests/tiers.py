@@ -1,6 +1,7 @@
-"""Run a tier of the tests: `python -m tests.tiers fast` or `system`. The fast tier runs `make check` beside
-its tests. The last lines say what the tier cost, and which tests of the system tier are flaky: they failed
-beside others and passed alone."""
+"""Run a tier of the tests: `python -m tests.tiers fast`, `system` or `smoke`. The fast tier runs `make check`
+beside its tests. The smoke tier has a few folders, for other Pythons and packages (tests/pythons.py). The
+last lines say what the tier cost, and which tests of the other two are flaky: they failed beside others and
+passed alone."""
 
 from __future__ import annotations
 
@@ -12,11 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
-TIERS = {"fast": "not system and not nightly and not gpu", "system": "system and not nightly and not gpu"}
+TIERS = {
+    "fast": "not system and not nightly and not gpu",
+    "system": "system and not nightly and not gpu",
+    "smoke": "not nightly and not gpu",
+}
 PROCESSES = 3
 """One more than two cores: tests also wait for what they started."""
+_PROJECT = Path("pyproject.toml")
 _FAILED = Path(".pytest_cache/v/cache/lastfailed")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -26,6 +33,8 @@ def main(tier: str) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     began = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", "-m", TIERS[tier]]
+    if tier == "smoke":
+        pytest += tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["tool"]["seamlessflow"]["smoke"]
     beside = ["--numprocesses", str(PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder"]
     flaky: list[str] = []
     if tier == "fast":

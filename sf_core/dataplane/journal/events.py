@@ -6,21 +6,13 @@ Token ids and log-probs are the bytes of their arrays. Keys are in clear: nobody
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from sf_core.types import Ids
 from storage.json_files import first_fault
-
-_DTYPES: dict[Any, Any] = {
-    Ids: np.int32,
-    npt.NDArray[np.float32]: np.float32,
-    npt.NDArray[np.bool_]: np.bool_,
-}
 
 
 class Event(msgspec.Struct, array_like=True, tag=str.lower):
@@ -33,8 +25,10 @@ def reader(kind: Any) -> Callable[[bytes], Any]:
 
 
 def _read(kind: Any, data: Any) -> Any:
-    if (dtype := _DTYPES.get(kind)) is not None:
-        return np.frombuffer(data, dtype)
+    # an alias of numpy 2.5 on Python 3.12 does not equal this one, to which msgspec has resolved it
+    if get_origin(kind) is np.ndarray:
+        _shape, dtype = get_args(kind)
+        return np.frombuffer(data, *get_args(dtype))
     try:
         return kind.model_validate(data)
     except ValidationError as error:
