@@ -407,7 +407,7 @@ def figures(folder: Path = RESULTS) -> str:
 
 def _stored(folder: Path) -> dict[str, dict[str, Any]]:
     files = ((row.result, folder / f"{row.result}.json") for row in (*ROWS, *FIGURES.values()))
-    return {name: json.loads(file.read_text()) for name, file in files if file.exists()}
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files if file.exists()}
 
 
 def _cells(row: Row, result: dict[str, Any]) -> tuple[str, str, str]:
@@ -443,8 +443,8 @@ def in_readme(readme: str, inside: str) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page())
-    README.write_text(in_readme(README.read_text(), figures()))
+    PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(in_readme(README.read_text(encoding="utf-8"), figures()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def setup_server(
             "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
         )
     command = [sys.executable, "-m", "tasks.server", pool, str(retries), str(silence_s)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
     if done.returncode:
         _fail(done.stderr.strip())
 
@@ -376,7 +376,7 @@ def main() -> None:
 
     if os.environ.get("_SF_COMPLETE", "").startswith("complete"):
         # a shell shows nothing but the words that fit
-        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             app(prog_name="sf")
     try:
         # the path on which the processes of a command look for packages

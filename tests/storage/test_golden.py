@@ -23,7 +23,7 @@ def part(kind: str) -> str:
 
 
 def test_files_that_were_written_once_are_read_as_they_were_meant() -> None:
-    expected = json.loads((KEPT / "expected.json").read_text())
+    expected = json.loads((KEPT / "expected.json").read_text(encoding="utf-8"))
     sampled = read_trajectories(part("trajectories"))
     assert plain(sampled) == expected["trajectories"]
     assert [row.session_id for row in to_rows(sampled)] == [row["session_id"] for row in plain(sampled)]

@@ -85,19 +85,21 @@ def folder(kind: str, tokenizer: str) -> str:
     if made.in_config:
         config["chat_template"] = [{"name": name, "template": text} for name, text in sources.items()]
     else:
-        (at / "chat_template.jinja").write_text(sources["default"])
+        (at / "chat_template.jinja").write_text(sources["default"], encoding="utf-8")
         if made.tool_use:
             (at / "additional_chat_templates").mkdir()
-            (at / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
-    (at / "tokenizer_config.json").write_text(json.dumps(config))
+            (at / "additional_chat_templates" / "tool_use.jinja").write_text(
+                sources["tool_use"], encoding="utf-8"
+            )
+    (at / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     ends = [backend.token_to_id(text) for text in made.ends]
-    (at / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (at / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
     # vLLM's renderer wants a model that it knows; nobody makes its weights
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 64)
     counts = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
     model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 32768}
     size = {"vocab_size": backend.get_vocab_size()}
-    (at / "config.json").write_text(json.dumps(model | sizes | counts | size))
+    (at / "config.json").write_text(json.dumps(model | sizes | counts | size), encoding="utf-8")
     return str(at)
 
 
@@ -113,7 +115,7 @@ def transformers_tokenizer(kind: str, tokenizer: str) -> Any:
 
 def _read(template: str) -> str:
     paths = [at / f"{template}.jinja" for at in _TEMPLATES]
-    return next(path for path in paths if path.exists()).read_text()
+    return next(path for path in paths if path.exists()).read_text(encoding="utf-8")
 
 
 @cache

@@ -71,7 +71,7 @@ class VllmPrompts:
         """Raises FileNotFoundError if there is no vLLM."""
         command = [vllm_python(), str(Path(__file__).with_name("vllm_prompts.py"))]
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-        with log.open("w") as said:
+        with log.open("w", encoding="utf-8") as said:
             self._process = subprocess.Popen(
                 [*command, *(folder(*names) for names in folders)],
                 stdin=subprocess.PIPE,
@@ -79,6 +79,7 @@ class VllmPrompts:
                 stderr=said,
                 text=True,
                 env=select_inherited() | environment,
+                encoding="utf-8",
             )
 
     def ask(self, kind: str, tokenizer: str, request: Request) -> tuple[int, Any]:

@@ -89,7 +89,10 @@ def test_an_answer_that_comes_back_with_a_name_is_the_recorded_one(model_dir: st
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     template = tmp_path / "chat_template.jinja"
     template.write_text(
-        template.read_text().replace("{{ message.role }}", "{{ message.name or message.role }}")
+        template.read_text(encoding="utf-8").replace(
+            "{{ message.role }}", "{{ message.name or message.role }}"
+        ),
+        encoding="utf-8",
     )
     session, renderer = Session("s"), Renderer(str(tmp_path))
     example = [user("x"), {"role": "assistant", "content": "y", "name": "coder"}]

@@ -34,7 +34,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("weights")
     for version in range(60):
         save_weights(f"{root}/v-{version}", {"lm_head.weight": torch.full((2, 2), float(version))}, version)
-    (root / "v-0" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (root / "v-0" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}), encoding="utf-8")
     return root
 
 
@@ -44,7 +44,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("start/adapter", *(f"a-{version}" for version in range(60))):
         factor = torch.full((2, 2), float(folder.rpartition("-")[2]) if "-" in folder else 0.0)
         save_adapter(f"{root}/{folder}", {name_factor("q_proj", "lora_A"): factor}, about, 0)
-    (root / "start" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (root / "start" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}), encoding="utf-8")
     return root
 
 
