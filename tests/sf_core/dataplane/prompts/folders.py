@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from sf_core.dataplane.chat.renderer import Renderer
@@ -46,18 +46,24 @@ class Kind(NamedTuple):
     bos: str = "<s>"
     ends: tuple[str, ...] = ("<|im_end|>",)
     """Tokens that end a turn; the first is eos_token."""
+    adds: str = ""
+    """What the tokenizer makes of a text $A with special tokens; empty: it adds none."""
+    adds_in_config: tuple[str, ...] = ()
+    """Ends that tokenizer_config.json says to add, which nobody does who has a tokenizer.json."""
 
 
 KINDS = {
     "qwen3": Kind("qwen3"),
     "qwen3_coder": Kind("qwen3_coder"),
     "qwen36": Kind("qwen36"),
-    "llama3": Kind("llama3", bos="<|begin_of_text|>", ends=("<|eot_id|>", "<|eom_id|>")),
-    "mistral": Kind("mistral", ends=("</s>",)),
+    "llama3": Kind(
+        "llama3", bos="<|begin_of_text|>", ends=("<|eot_id|>", "<|eom_id|>"), adds="<|begin_of_text|> $A"
+    ),
+    "mistral": Kind("mistral", ends=("</s>",), adds="<s> $A </s>", adds_in_config=("bos",)),
     "glm45": Kind("glm45", ends=("<|endoftext|>", "<|user|>", "<|observation|>")),
     "smollm2": Kind("smollm2", bos="<|im_start|>"),
     "smollm3": Kind("smollm3"),
-    "gemma3": Kind("gemma3", ends=("<end_of_turn>",)),
+    "gemma3": Kind("gemma3", ends=("<end_of_turn>",), adds_in_config=("bos", "eos")),
     "hermes_files": Kind("hermes", "hermes_tool_use"),
     "hermes_list": Kind("hermes", "hermes_tool_use", in_config=True),
 }
@@ -71,7 +77,10 @@ FOLDERS = [(kind, "byte_level") for kind in KINDS] + [
 @cache
 def folder(kind: str, tokenizer: str) -> str:
     made, at = KINDS[kind], Path(mkdtemp(prefix=f"{kind}-{tokenizer}-"))
-    backend = _tokenizer(tokenizer)
+    backend = Tokenizer.from_str(_tokenizer(tokenizer).to_str())
+    if made.adds:
+        added = [(text, backend.token_to_id(text)) for text in made.adds.split() if text != "$A"]
+        backend.post_processor = processors.TemplateProcessing(made.adds, None, added)
     backend.save(str(at / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -79,6 +88,7 @@ def folder(kind: str, tokenizer: str) -> str:
         "eos_token": made.ends[0],
         "unk_token": "<unk>",
     }
+    config |= {f"add_{end}_token": True for end in made.adds_in_config}
     sources = {"default": _read(made.template)} | (
         {"tool_use": _read(made.tool_use)} if made.tool_use else {}
     )

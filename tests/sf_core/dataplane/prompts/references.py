@@ -96,7 +96,11 @@ class VllmPrompts:
     def ids(self, kind: str, tokenizer: str, request: Request) -> Ids | None:
         status, body = self.ask(kind, tokenizer, request)
         assert status in (200, 400), body
-        return list(body["token_ids"]) if status == 200 else None
+        if status == 400:
+            return None
+        # a request for completions may have several prompts
+        [prompt] = body if isinstance(body, list) else [body]
+        return list(prompt["token_ids"])
 
     def close(self) -> None:
         assert self._process.stdin
