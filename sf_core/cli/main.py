@@ -20,6 +20,7 @@ from sf_core.cli.arguments.completion import complete_config, complete_override,
 from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
+from sf_core.cli.proxies import STARTING, check_proxies
 from sf_core.cli.runs import RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
@@ -387,6 +388,12 @@ def main() -> None:
     except FileNotFoundError:
         say_error("the current folder does not exist any more: run the command in another folder")
         sys.exit(2)
+    if STARTING.intersection(sys.argv[1:2]) and not {"--help", "-h"}.intersection(sys.argv):
+        try:
+            check_proxies()
+        except ValueError as error:
+            say_error(str(error))
+            sys.exit(2)
     reach_directly(prefect_api_url(), dataplane_url())
     raise_open_files()
     app(prog_name="sf")
