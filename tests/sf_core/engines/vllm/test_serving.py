@@ -322,6 +322,17 @@ class TestAdapters(ServingTests):
             awake(engine, self.weights(2))
             assert self.fake.num_reloads == begun
 
+    def test_after_each_switch_the_adapter_of_the_newest_version_samples(self) -> None:
+        with self.serve() as engine:
+            for version in range(1, 6):
+                awake(engine, self.weights(version))
+                sent = len(self.fake.bodies)
+                engine.submit(self.request(f"r{version}"))
+                assert {chunk.version for chunk in drain(engine)} == {version}
+                asked = {body["model"] for body in self.fake.bodies[sent:]}
+                assert {name.split(".")[1] for name in asked} == {f"{version}"}
+                assert {self.fake.adapters[name] for name in asked} == {self.weights(version).uri}
+
     def test_an_adapter_that_the_server_refuses_leaves_the_one_before(self) -> None:
         with self.serve() as engine:
             engine.submit(self.request("r"))
