@@ -32,6 +32,7 @@ COMMANDS = {
     "engines": "benchmarks.engines --size 1m --size 10m",
     # a quarter of the samples, once: minutes for each side
     "engines_100m": "benchmarks.engines --size 100m --prompts 8 --repeats 1",
+    "resumed": "benchmarks.resumed",
     "schemas": "benchmarks.schemas",
     "quickstart_vs_trl": "benchmarks.quickstart_vs_trl",
     "real_model": "benchmarks.real_model",

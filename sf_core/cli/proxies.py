@@ -32,7 +32,7 @@ def check_proxies() -> None:
             if fault and is_list:
                 raise ValueError(
                     f"{name} contains {shown!r}, which Prefect's HTTP client cannot read ({fault}): write "
-                    "IPv6 addresses without brackets and ports, and hosts instead of a range of IPv6 addresses"
+                    "IPv6 addresses without brackets, and hosts instead of a range of IPv6 addresses"
                 )
             if fault:
                 raise ValueError(

@@ -13,18 +13,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from sf_core.config import RunConfig
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
+from sf_core.engines.vllm.deliveries import Adapters
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer
 from sf_core.engines.vllm.server import make_adapter_arguments, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.models.adapter import Adapter, name_factor
 from sf_core.types import Chunk, WeightsRef
-from storage.tensors.weights import save_adapter, save_weights
+from storage.tensors.weights import ADAPTER_NAME, save_adapter, save_weights
 from tests.bench.refusals import check_sentence
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
 
@@ -289,6 +291,15 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 """Servers that cannot be given adapters: how they differ from one that can, and what is said."""
+
+
+def test_a_server_is_given_the_adapter_of_the_newest_version_and_none_before_it(adapters: Path) -> None:
+    delivery = Adapters(f"{adapters}/start", None)
+    for version in (0, 1, 2, 1, 5):
+        folder = delivery.fetch(WeightsRef(version, f"{adapters}/a-{version}"))
+        [factor] = load_file(f"{folder}/{ADAPTER_NAME}").values()
+        assert factor.unique().tolist() == [version]
+    delivery.close()
 
 
 class TestAdapters(ServingTests):
