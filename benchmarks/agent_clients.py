@@ -67,7 +67,7 @@ PREDICTED: dict[Part, dict[str, dict[str, float]]] = {
 
 
 def main(only: Annotated[Part, typer.Option()], iterations: int = 8, number: int = 512) -> None:
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     code, settings = (
         re.search(rf"```{language}\n(.*?)```", readme, re.DOTALL)[1]  # type: ignore[index]
         for language in ("python", "yaml")
@@ -80,7 +80,10 @@ def main(only: Annotated[Part, typer.Option()], iterations: int = 8, number: int
         bundle = find_bundle()
         users = folder / "authorities.pem"
         # one fewer than the system has
-        users.write_text(Path(bundle).read_text().partition("-----END CERTIFICATE-----\n")[2])
+        users.write_text(
+            Path(bundle).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----\n")[2],
+            encoding="utf-8",
+        )
         measured: dict[str, Any] = {"predicted": PREDICTED[only]}
         for name, agent, file in (
             ("own_file", own, str(users)),
@@ -88,8 +91,8 @@ def main(only: Annotated[Part, typer.Option()], iterations: int = 8, number: int
             ("shared", code, bundle),
         ):
             (place := folder / name).mkdir()
-            (place / "speller.py").write_text(agent)
-            (place / "my.yaml").write_text(settings)
+            (place / "speller.py").write_text(agent, encoding="utf-8")
+            (place / "my.yaml").write_text(settings, encoding="utf-8")
             if only == "sessions":
                 measured[name] = {"cpu_ms_per_session": sessions(place, file, number)}
             else:
@@ -102,7 +105,7 @@ def sessions(place: Path, authorities: str, number: int) -> float:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{place}", "SSL_CERT_FILE": authorities, "SSL_CERT_DIR": ""}
     with answering_at_once() as url:
         command = [sys.executable, "-m", "benchmarks.agent_sessions", url, str(number)]
-        return float(subprocess.check_output(command, env=env, text=True))
+        return float(subprocess.check_output(command, env=env, text=True, encoding="utf-8"))
 
 
 @contextmanager
@@ -156,7 +159,7 @@ def run(place: Path, iterations: int, authorities: str) -> dict[str, Any]:
 
 
 def figures(directory: RunDirectory) -> dict[str, Any]:
-    summary = json.loads(Path(directory.path("summary.json")).read_text())
+    summary = json.loads(Path(directory.path("summary.json")).read_text(encoding="utf-8"))
     spent = RunSeries(RunView(directory)).runners.values()
     sessions = sum(one["sessions"] for one in spent)
     return {

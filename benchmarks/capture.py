@@ -57,8 +57,8 @@ def make_renderer(folder: str) -> Renderer:
     )
     backend.train_from_iterator(CORPUS, trainer)
     backend.save(f"{folder}/tokenizer.json")
-    Path(folder, "chat_template.jinja").write_text(TEMPLATE)
-    Path(folder, "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    Path(folder, "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    Path(folder, "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}', encoding="utf-8")
     return Renderer(folder)
 
 

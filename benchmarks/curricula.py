@@ -79,7 +79,7 @@ def main(
                     run_to_goal(config, folder, stack, services)
                     run = measure(config, cell, time.monotonic() - began, commit)
                     found[run.key] = run
-                    with lines.open("a") as file:
+                    with lines.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(asdict(run)) + "\n")
                     print(json.dumps(asdict(run)), flush=True)
     print(json.dumps({"goal": GOAL, "seeds": seed} | summary(list(found.values()))))
@@ -91,7 +91,9 @@ def chosen(part: Sequence[int] | None) -> Iterator[tuple[Cell, ...]]:
 
 def read_lines(file: Path) -> list[Measured]:
     """Runs of a file; none if there is no file."""
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    )
     rewards = ({name: _by_version(run[name]) for name in ("live", "easy")} for run in found)
     return [Measured(**{**run, **by_version}) for run, by_version in zip(found, rewards, strict=True)]
 
@@ -146,7 +148,7 @@ def warm_config(seed: int) -> RunConfig:
 def run_to_goal(config: RunConfig, folder: Path, stack: Supervisor, services: Services) -> None:
     """Run the flow to the evaluation that reaches the goal, or to its end."""
     file = folder / f"{config.run_id}.json"
-    file.write_text(config.model_dump_json())
+    file.write_text(config.model_dump_json(), encoding="utf-8")
     part = f"flow-{config.run_id}"
     # nothing of it stays: the flow frees the workers when it is ended
     command = [sys.executable, "-m", "flows.train", str(file)]

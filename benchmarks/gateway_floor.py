@@ -55,7 +55,7 @@ def whole_answer(model: str, num_tokens: int, logprobs: bool) -> bytes:
 def main(port_file: Path) -> None:
     listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
     temporary = port_file.with_suffix(".tmp")
-    temporary.write_text(str(listening.getsockname()[1]))
+    temporary.write_text(str(listening.getsockname()[1]), encoding="utf-8")
     temporary.replace(port_file)
     config = uvicorn.Config(
         app, loop="uvloop", http="httptools", access_log=False, log_level="warning", lifespan="off"

@@ -45,25 +45,27 @@ def ensure_venv(name: str, packages: tuple[str, ...]) -> Path:
     folder = VENVS / name
     python, marker = folder / "bin" / "python", folder / ".complete.json"
     wanted = json.dumps(packages)
-    if marker.exists() and marker.read_text() == wanted:
+    if marker.exists() and marker.read_text(encoding="utf-8") == wanted:
         return python
     marker.unlink(missing_ok=True)
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
         [str(python), "-m", "pip", "install", "--quiet", *packages],
     ):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8")
         if done.returncode:
             raise StackError(f"{name} cannot be installed: {done.stderr.strip()[-300:]}")
     # last, because the marker means that every package is installed
-    marker.write_text(wanted)
+    marker.write_text(wanted, encoding="utf-8")
     return python
 
 
 def litellm(stack: Supervisor, folder: Path, models: Models, port: int) -> list[str]:
     python = ensure_venv("litellm", ("litellm[proxy]==1.106.2",))
     config = folder / "litellm.yaml"
-    config.write_text(yaml.safe_dump({"model_list": models, "litellm_settings": {"num_retries": 0}}))
+    config.write_text(
+        yaml.safe_dump({"model_list": models, "litellm_settings": {"num_retries": 0}}), encoding="utf-8"
+    )
     command = [str(python.with_name("litellm")), "--config", str(config), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--num_workers", "1"]
     [process] = stack.start(Part("litellm", command, QUIET, once=True))
@@ -86,7 +88,9 @@ def agentlightning(stack: Supervisor, folder: Path, models: Models, port: int) -
     command = [str(python), str(script), str(port), str(NUM_ROLLOUTS), str(ready_file), json.dumps(models)]
     [process] = stack.start(Part("agentlightning", command, QUIET, once=True))
     text = stack.await_ready(
-        process, lambda: ready_file.read_text() if ready_file.exists() else None, START_TIMEOUT_S
+        process,
+        lambda: ready_file.read_text(encoding="utf-8") if ready_file.exists() else None,
+        START_TIMEOUT_S,
     )
     return [f"{path}/v1/chat/completions" for path in json.loads(text)]
 

@@ -114,7 +114,7 @@ class Gateway:
     def cpu_s(self) -> float:
         """CPU seconds so far of the data plane, in ns steps."""
         tasks = Path(f"/proc/{self.process.pid()}/task").glob("*/schedstat")
-        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        return sum(int(task.read_text(encoding="utf-8").split()[0]) for task in tasks) / 1e9
 
     def rss_mb(self) -> float:
         return float(psutil.Process(self.process.pid()).memory_info().rss / 2**20)
@@ -142,7 +142,9 @@ def start_floor(stack: Supervisor, folder: Path) -> tuple[str, int]:
     port_file = folder / "floor.port"
     command = [sys.executable, "-m", "benchmarks.gateway_floor", str(port_file)]
     [process] = stack.start(Part("floor", command, once=True))
-    port = stack.await_ready(process, lambda: port_file.read_text() if port_file.exists() else None, 30.0)
+    port = stack.await_ready(
+        process, lambda: port_file.read_text(encoding="utf-8") if port_file.exists() else None, 30.0
+    )
     return "127.0.0.1", int(port)
 
 

@@ -148,7 +148,7 @@ def left_after_a_kill(number: int) -> dict[str, int]:
 
 
 def _mounts() -> int:
-    return len(Path("/proc/mounts").read_text().splitlines())
+    return len(Path("/proc/mounts").read_text(encoding="utf-8").splitlines())
 
 
 async def measured(sessions: int, sandboxes: int) -> dict[str, Any]:

@@ -78,9 +78,9 @@ def main(only: Annotated[list[str] | None, typer.Option(help="sections; all by d
 def make_seeing(folder: Path, max_tokens: int, **shape: int) -> str:
     """A policy whose processor lets a picture have as many tokens as Qwen2.5-VL's would give it."""
     make_policy(str(folder), PolicyConfig(sees=True, **shape), seed=0)
-    processor = json.loads((folder / PROCESSOR).read_text())
+    processor = json.loads((folder / PROCESSOR).read_text(encoding="utf-8"))
     processor["size"]["longest_edge"] = max_tokens * 28 * 28
-    (folder / PROCESSOR).write_text(json.dumps(processor))
+    (folder / PROCESSOR).write_text(json.dumps(processor), encoding="utf-8")
     return str(folder)
 
 

@@ -49,7 +49,7 @@ def main(iterations: int = 12, warmup: int = 2) -> None:
 
 def run_flow(config: RunConfig, folder: Path, env: dict[str, str]) -> None:
     """Run the flow to its end."""
-    (folder / "flow.json").write_text(config.model_dump_json())
+    (folder / "flow.json").write_text(config.model_dump_json(), encoding="utf-8")
     _python(["-m", "flows.train", str(folder / "flow.json")], env)
 
 
@@ -80,7 +80,7 @@ def _config(folder: Path, services: Services, iterations: int) -> RunConfig:
 
 
 def _python(arguments: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"{arguments} failed: {done.stderr[-2000:]}")
     return done.stdout

@@ -233,7 +233,7 @@ def run_one(
         "storage": {"root": str(folder / "runs")},
     }
     run = validate_config(settings)
-    (folder / f"{name}.json").write_text(run.model_dump_json())
+    (folder / f"{name}.json").write_text(run.model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-m", "flows.train", str(folder / f"{name}.json")]
     [flow] = stack.start(Part(f"flow-{name}", command, {"PREFECT_API_URL": services.api}, once=True))
     if flow.wait(7200) != 0:

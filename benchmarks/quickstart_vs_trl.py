@@ -76,12 +76,12 @@ def write_prompts(model: Path, file: Path) -> None:
         messages = [{"role": "user", "content": user}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         items.append({"user": user, "text": text})
-    file.write_text(json.dumps(items))
+    file.write_text(json.dumps(items), encoding="utf-8")
 
 
 def run_trl(folder: Path, steps: int) -> dict[str, Any]:
-    texts = [item["text"] for item in json.loads((folder / "prompts.json").read_text())]
-    (folder / "texts.json").write_text(json.dumps(texts))
+    texts = [item["text"] for item in json.loads((folder / "prompts.json").read_text(encoding="utf-8"))]
+    (folder / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
     command = [str(trl_side.ensure_venv()), trl_side.__file__, "run", "--model", str(folder / "model")]
     command += [
         "--prompts",
@@ -93,7 +93,7 @@ def run_trl(folder: Path, steps: int) -> dict[str, Any]:
     ]
     command += ["--group-size", str(GROUP_SIZE), "--prompts-per-step", str(PROMPTS)]
     subprocess.run([*command, "--max-tokens", str(MAX_TOKENS)], check=True, stdout=sys.stderr)
-    result: dict[str, Any] = json.loads((folder / "trl.json").read_text())
+    result: dict[str, Any] = json.loads((folder / "trl.json").read_text(encoding="utf-8"))
     return result
 
 
@@ -107,7 +107,7 @@ def run_ours(folder: Path, given: Path, steps: int) -> dict[str, Any]:
     with local_stack(folder / "logs", env) as stack:
         services = start_services(stack, folder, RunConfig().cluster.workers)()
         config = our_config(folder, given / "model", services, steps)
-        (folder / "flow.json").write_text(config.model_dump_json())
+        (folder / "flow.json").write_text(config.model_dump_json(), encoding="utf-8")
         command = [sys.executable, "-m", "flows.train", str(folder / "flow.json")]
         [flow] = stack.start(Part("flow", command, {"PREFECT_API_URL": services.api}, once=True))
         directory = RunDirectory(config.run_dir)

@@ -148,7 +148,7 @@ def run_trl(folder: Path, steps: int) -> dict[str, float]:
         )
         for index in range(config.rollout.groups_per_batch * steps)
     ]
-    (folder / "texts.json").write_text(json.dumps(texts))
+    (folder / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
     options = {
         "model": model,
         "prompts": folder / "texts.json",
@@ -165,7 +165,7 @@ def run_trl(folder: Path, steps: int) -> dict[str, float]:
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with watched([*command, *switches]) as (_, usage):
         pass
-    warm = json.loads((folder / "trl.json").read_text())["steps"][trl_side.WARMUP_STEPS :]
+    warm = json.loads((folder / "trl.json").read_text(encoding="utf-8"))["steps"][trl_side.WARMUP_STEPS :]
     tokens, wall_s, cpu_s = (
         sum(step[name] for step in warm) for name in ("completion_tokens", "wall_s", "cpu_s")
     )

@@ -38,7 +38,10 @@ def main(
     iterations: int = 28,
     every: int = 4,
 ) -> None:
-    arms = {name: yaml.safe_load((CONFIGS / f"recipes/{name}.yaml").read_text()) for name in recipe}
+    arms = {
+        name: yaml.safe_load((CONFIGS / f"recipes/{name}.yaml").read_text(encoding="utf-8"))
+        for name in recipe
+    }
     print(json.dumps(compare_arms(arms, seed, iterations, every)))
 
 
@@ -118,7 +121,7 @@ def _config(
     folder: Path,
     services: Services,
 ) -> RunConfig:
-    quickstart = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
+    quickstart = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text(encoding="utf-8"))
     places = {
         "run_id": name,
         "seed": seed,

@@ -53,11 +53,11 @@ def main() -> None:
 
 def _python() -> str:
     python, marker, wanted = VENV / "bin" / "python", VENV / ".complete.json", json.dumps([TRL, OTHERS, VERL])
-    if not marker.exists() or marker.read_text() != wanted:
+    if not marker.exists() or marker.read_text(encoding="utf-8") != wanted:
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
         for packages in (TORCH, TRL, OTHERS, VERL):
             subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
-        marker.write_text(wanted)
+        marker.write_text(wanted, encoding="utf-8")
     return str(python)
 
 

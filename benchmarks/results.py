@@ -32,6 +32,7 @@ COMMANDS = {
     "engines": "benchmarks.engines --size 1m --size 10m",
     # a quarter of the samples, once: minutes for each side
     "engines_100m": "benchmarks.engines --size 100m --prompts 8 --repeats 1",
+    "resumed": "benchmarks.resumed",
     "schemas": "benchmarks.schemas",
     "quickstart_vs_trl": "benchmarks.quickstart_vs_trl",
     "real_model": "benchmarks.real_model",
@@ -79,7 +80,10 @@ def keep(name: str, folder: Path = RESULTS) -> None:
     commit = commit_of(ROOT)
     started, load = datetime.now(UTC), os.getloadavg()[0]
     done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(COMMANDS[name])], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", *shlex.split(COMMANDS[name])],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
     )
     print(done.stdout, end="", flush=True)
     if done.returncode:
@@ -94,7 +98,7 @@ def keep(name: str, folder: Path = RESULTS) -> None:
         "line": last_line(name, done.stdout),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(stored, indent=2) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:
@@ -115,7 +119,7 @@ def commit_of(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"git {arguments[0]} in {root} failed: {done.stderr.strip()}")
     return done.stdout

@@ -22,7 +22,10 @@ Message = dict[str, str]
 
 @cache
 def prompts() -> list[str]:
-    return [item["user"] for item in json.loads(Path(os.environ["SF_BENCHMARK_PROMPTS"]).read_text())]
+    return [
+        item["user"]
+        for item in json.loads(Path(os.environ["SF_BENCHMARK_PROMPTS"]).read_text(encoding="utf-8"))
+    ]
 
 
 def tasks(split: str, index: int) -> Task:

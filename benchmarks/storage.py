@@ -199,7 +199,7 @@ def _alone(act: Callable[[str, int], None], *arguments: Any) -> float:
 def _grown(act: Callable[[str, int], None], place: str, rows: int) -> float:
     before = _resident_mb("VmRSS")
     # on Linux this resets VmHWM to the current size
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     act(place, rows)
     return round(_resident_mb("VmHWM") - before, 1)
 
@@ -214,7 +214,7 @@ def _read_all(file: str, rows: int) -> None:
 
 
 def _resident_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
 
 

@@ -69,7 +69,7 @@ FIGURES = {
 """README's rows, by the section of docs/benchmarks.md that has the others."""
 
 SECTIONS = {
-    "Engine": ("engines", "engines_100m", "schemas"),
+    "Engine": ("engines", "engines_100m", "resumed", "schemas"),
     "Trainer": ("trainer", "recipes", "teachers"),
     "Pictures": ("images",),
     "What is sampled": ("curricula", "group_sessions"),
@@ -208,6 +208,14 @@ ROWS = (
         "{least_sessions[baseline_lost]:.1%}, all 8 sessions needed",
     ),
     *(_spare(sigma, size) for sigma in ("0.6", "1.2") for size in ("8_of_9", "8_of_10")),
+    Row(
+        "resumed",
+        "{requests} requests of {parameters} parameters that come back after new weights: tokens filled, CPU "
+        "seconds of filling",
+        "{ours[tokens]:,}; {ours[cpu_s]:.1f}, ratios {token_ratio:.2f} and {cpu_ratio:.2f}, predicted "
+        "{predicted[token_ratio]:.2f} and {predicted[cpu_ratio]:.2f}",
+        "{whole_prompts[tokens]:,}; {whole_prompts[cpu_s]:.1f}, sampled tokens taken for the prompt",
+    ),
     Row(
         "real_model",
         "a pretrained model of 135M parameters (`sf model smollm2`) on {cores} cores: tokens/s sampled and "
@@ -433,7 +441,7 @@ def figures(folder: Path = RESULTS) -> str:
 
 def _stored(folder: Path) -> dict[str, dict[str, Any]]:
     files = ((row.result, folder / f"{row.result}.json") for row in (*ROWS, *FIGURES.values()))
-    return {name: json.loads(file.read_text()) for name, file in files if file.exists()}
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files if file.exists()}
 
 
 def _cells(row: Row, result: dict[str, Any]) -> tuple[str, str, str]:
@@ -469,8 +477,8 @@ def in_readme(readme: str, inside: str) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page())
-    README.write_text(in_readme(README.read_text(), figures()))
+    PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(in_readme(README.read_text(encoding="utf-8"), figures()), encoding="utf-8")
 
 
 if __name__ == "__main__":

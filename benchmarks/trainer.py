@@ -102,7 +102,7 @@ def on_two_ranks(folder: str, warm_steps: int) -> dict[str, float]:
 def step_s(setup: Setup, threads: int, warm_steps: int, ranks: Ranks) -> float:
     """Seconds of the fastest warm step, on one of these ranks."""
     torch.set_num_threads(threads)
-    given = json.loads((Path(setup.folder) / "batch.json").read_text())
+    given = json.loads((Path(setup.folder) / "batch.json").read_text(encoding="utf-8"))
     batch, trainer = as_table(given["rows"], given["group_size"]), setup.trainer(ranks)
     return round(min([trainer.step(batch)["seconds"] for _ in range(warm_steps + 1)][1:]), 2)
 
@@ -125,12 +125,14 @@ def make_batch(folder: str, vocabulary: int, completions: int, longest: int) -> 
         length = round(math.exp(random.uniform(math.log(SHORTEST), math.log(longest))))
         completion = random.integers(vocabulary, size=length).tolist()
         rows.append({"prompt": prompt, "completion": completion, "advantage": float(random.normal())})
-    (Path(folder) / "batch.json").write_text(json.dumps({"group_size": GROUP_SIZE, "rows": rows}))
+    (Path(folder) / "batch.json").write_text(
+        json.dumps({"group_size": GROUP_SIZE, "rows": rows}), encoding="utf-8"
+    )
 
 
 def run(command: list[str]) -> dict[str, Any]:
     env = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True, encoding="utf-8")
     line: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return line
 
@@ -138,7 +140,7 @@ def run(command: list[str]) -> dict[str, Any]:
 def step(folder: str, warm_steps: int) -> None:
     """Our side."""
     torch.set_num_threads(THREADS)
-    given = json.loads((Path(folder) / "batch.json").read_text())
+    given = json.loads((Path(folder) / "batch.json").read_text(encoding="utf-8"))
     batch = as_table(given["rows"], given["group_size"])
     trainer = ModelTrainer(functools.partial(TorchModel, folder), TrainConfig(), seed=0)
     meter = Meter(sum(len(row["completion"]) for row in given["rows"]), resident_bytes())

@@ -40,14 +40,14 @@ def ensure_venv() -> Path:
     """Python of the environment that holds TRL; made on the first call (about a minute)."""
     python, marker = VENV / "bin" / "python", VENV / ".complete.json"
     wanted = json.dumps(TRL)
-    if marker.exists() and marker.read_text() == wanted:
+    if marker.exists() and marker.read_text(encoding="utf-8") == wanted:
         return python
     marker.unlink(missing_ok=True)
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     for packages in ((TORCH,), TRL):
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
     # last, because the marker means that every package is installed
-    marker.write_text(wanted)
+    marker.write_text(wanted, encoding="utf-8")
     return python
 
 
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from trl import GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    given = json.loads(Path(options.prompts).read_text())
+    given = json.loads(Path(options.prompts).read_text(encoding="utf-8"))
     prompts = [given[i % len(given)] for i in range(options.prompts_per_step * options.steps)]
     lengths = {prompt: len(tokenizer(prompt)["input_ids"]) for prompt in set(prompts)}
     meter = Meter()
@@ -194,7 +194,7 @@ def main() -> None:
         raise SystemExit(launch(options.cores))
     report = run(options)
     if os.environ["RANK"] == "0":
-        Path(options.out).write_text(json.dumps(report))
+        Path(options.out).write_text(json.dumps(report), encoding="utf-8")
         print(json.dumps(report))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 def _read_modules() -> dict[str, str]:
     """The module of each public name."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [statement for statement in stub.body if isinstance(statement, ast.ImportFrom)]
     return {alias.name: str(found.module) for found in imports for alias in found.names}
 

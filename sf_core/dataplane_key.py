@@ -31,7 +31,7 @@ def operator_key(url: str) -> str | None:
     if not is_loopback(urlsplit(url).hostname or ""):
         return None
     with suppress(OSError):
-        return key_file().read_text().strip() or None
+        return key_file().read_text(encoding="utf-8").strip() or None
     return None
 
 
@@ -52,7 +52,7 @@ def account_key() -> str:
             f"{file}, the key of your data planes, is open to other users: remove the file; the next data "
             "plane then makes another key"
         )
-    if not (key := file.read_text().strip()):
+    if not (key := file.read_text(encoding="utf-8").strip()):
         raise ValueError(f"{file}, the key of your data planes, is empty: remove the file")
     return key
 
@@ -62,7 +62,7 @@ def _make(file: Path) -> None:
     temporary = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with open(descriptor, "w") as opened:
+        with open(descriptor, "w", encoding="utf-8") as opened:
             opened.write(secrets.token_hex(16))
         # never replaces the key with which another data plane serves already
         with suppress(FileExistsError):

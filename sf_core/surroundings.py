@@ -171,7 +171,7 @@ def gpu_memory(number: int) -> int | None:
     query = ["--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         command = ["nvidia-smi", f"--id={visible[number] if visible else number}", *query]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        said = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
         return int(said.stdout) << 20
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
         return None

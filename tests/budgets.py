@@ -24,7 +24,9 @@ _NO_CODE = {
 
 
 def main() -> int:
-    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["seamlessflow"]["code-lines"]
+    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["seamlessflow"][
+        "code-lines"
+    ]
     counted = {package: count_package(package, budgets) for package in budgets}
     refusals = []
     for package, budget in budgets.items():
@@ -36,7 +38,7 @@ def main() -> int:
                 "delete some, or raise it in a decision (docs/decisions)"
             )
     print(f"{'all':24} {sum(counted.values()):6,} of {sum(budgets.values()):6,} code lines")
-    flaky = open_flaky((ROOT / "tests" / "flaky.md").read_text())
+    flaky = open_flaky((ROOT / "tests" / "flaky.md").read_text(encoding="utf-8"))
     print(f"{'flaky tests':24} {len(flaky):6,} of {MOST_FLAKY:6,}")
     if len(flaky) > MOST_FLAKY:
         refusals.append(
@@ -50,7 +52,11 @@ def count_package(package: str, budgets: dict[str, int]) -> int:
     """Code lines of a package, without those of packages within it that have a budget of their own."""
     within = [ROOT / name for name in budgets if name.startswith(f"{package}/")]
     files = (ROOT / package).rglob("*.py")
-    return sum(count_code_lines(f.read_text()) for f in files if not any(w in f.parents for w in within))
+    return sum(
+        count_code_lines(f.read_text(encoding="utf-8"))
+        for f in files
+        if not any(w in f.parents for w in within)
+    )
 
 
 def count_code_lines(source: str) -> int:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> int:
-    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     refusals = [*find_faults(linter["root_packages"])]
     print(*refusals, sep="\n", end="\n" if refusals else "", file=sys.stderr)
     return bool(refusals)

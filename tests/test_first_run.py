@@ -37,14 +37,14 @@ def kill_dataplane(command: int) -> None:
 
 def test_a_run_of_two_iterations_trains_although_its_data_plane_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(RUN | {"storage": {"root": str(tmp_path / "runs")}}))
+    file.write_text(yaml.safe_dump(RUN | {"storage": {"root": str(tmp_path / "runs")}}), encoding="utf-8")
     config = load_config(file)
     home = make_prefect_home(tmp_path / "prefect")
     env = os.environ | {"PREFECT_HOME": home, "PYTHONPATH": str(ROOT)}
     env.pop("PREFECT_API_URL", None)
     command = [sys.executable, "-m", "sf_core", "train", str(file)]
     with subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
     ) as process:
         wait_until(lambda: is_committed(config, 0, "rollout") or process.poll() is not None, "a batch")
         if process.poll() is None:

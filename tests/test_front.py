@@ -38,7 +38,7 @@ INTERNAL = re.compile(rf"\s*(?:>>> )?(?:from|import)\s+(?:{'|'.join({*NAMES} - {
 
 def test_the_front_imports_nothing_slow() -> None:
     code = "import sys, seamlessflow; print(*sys.modules)"
-    loaded = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
+    loaded = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, encoding="utf-8").split()
     assert not SLOW & {name.partition(".")[0] for name in loaded}
     assert not [name for name in loaded if name.startswith(("sf_core", "storage"))]
 
@@ -57,7 +57,7 @@ def test_any_other_name_is_refused() -> None:
 
 
 def test_the_stub_says_what_a_type_checker_takes_for_public() -> None:
-    stub = ast.parse((ROOT / "seamlessflow" / "__init__.pyi").read_text())
+    stub = ast.parse((ROOT / "seamlessflow" / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [alias for found in stub.body if isinstance(found, ast.ImportFrom) for alias in found.names]
     assert [alias.name for alias in imports] == [alias.asname for alias in imports]
 
@@ -70,7 +70,7 @@ def test_a_public_module_lists_its_names(module: str) -> None:
 
 @pytest.mark.parametrize("module", ["", ".testing", ".programs"])
 def test_the_page_of_the_front_has_every_name(module: str) -> None:
-    page = (ROOT / "docs" / "reference" / "front.md").read_text()
+    page = (ROOT / "docs" / "reference" / "front.md").read_text(encoding="utf-8")
     shown = re.findall(rf"^::: seamlessflow{re.escape(module)}\.(\w+)$", page, re.MULTILINE)
     names = {*importlib.import_module(f"seamlessflow{module}").__all__} - {"__version__"}
     assert sorted(shown) == sorted(names)
@@ -84,7 +84,7 @@ def test_shown_code_imports_the_front_alone() -> None:
 def _code_lines() -> Iterator[tuple[str, str]]:
     """Each line of code, and where it is."""
     for path in sorted(path for pattern in SHOWN for path in ROOT.glob(pattern)):
-        name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
             for number, cell in enumerate(json.loads(text)["cells"], 1):
                 if cell["cell_type"] == "code":

@@ -46,7 +46,7 @@ def test_circles_and_hidden_imports_are_named(
     package = f"imports_{name}"
     (tmp_path / package).mkdir()
     for file, source in (("__init__", top), ("a", a), ("b", b)):
-        (tmp_path / package / f"{file}.py").write_text(source.format(name=package))
+        (tmp_path / package / f"{file}.py").write_text(source.format(name=package), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = list(find_faults([package]))
     assert [sentence.replace("imports_", "") for sentence in found] == expected

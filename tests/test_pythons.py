@@ -22,10 +22,12 @@ exec {python} -c "import sys; sys.version_info = ({version}, 0, 'final', 0); $2"
 
 def set_up_with(version: str, folder: Path) -> subprocess.CompletedProcess[str]:
     python = folder / "python"
-    python.write_text(PRETENDER.format(python=sys.executable, version=version.replace(".", ", ")))
+    python.write_text(
+        PRETENDER.format(python=sys.executable, version=version.replace(".", ", ")), encoding="utf-8"
+    )
     python.chmod(0o755)
     command = ["make", "--no-print-directory", "setup", f"PYTHON={python}", f"VENV={folder / 'new'}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience())
+    return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=patience(), encoding="utf-8")
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14", "3.15"])

@@ -29,11 +29,15 @@ def test_of_the_other_tier():
 
 
 def run_system_tier(folder: Path) -> subprocess.CompletedProcess[str]:
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = system\n nightly\n gpu\naddopts = -p xdist\n")
-    (folder / "test_some.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers = system\n nightly\n gpu\naddopts = -p xdist\n", encoding="utf-8"
+    )
+    (folder / "test_some.py").write_text(TESTS, encoding="utf-8")
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "tests.tiers", "system"]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience())
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+    )
 
 
 def test_a_test_that_fails_beside_others_and_passes_alone_is_named_as_flaky(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def run(command: list[str]) -> int:
 def run_with_check(command: list[str]) -> int:
     """Run the tests, and `make check` in the time that they leave; print its output when both have ended."""
     check = ["nice", "-n", "19", "make", "--no-print-directory", "check"]
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         checking = subprocess.Popen(check, stdout=said, stderr=subprocess.STDOUT)
         tested, checked = await_ends(subprocess.Popen(command), checking)
         said.seek(0)
@@ -81,7 +81,7 @@ def await_ends(*processes: subprocess.Popen[bytes]) -> list[int]:
 
 
 def read_failed() -> set[str]:
-    return set(json.loads(_FAILED.read_text())) if _FAILED.exists() else set()
+    return set(json.loads(_FAILED.read_text(encoding="utf-8"))) if _FAILED.exists() else set()
 
 
 if __name__ == "__main__":

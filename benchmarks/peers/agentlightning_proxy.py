@@ -25,7 +25,7 @@ async def main(port: int, rollouts: int, ready_file: Path, models: list[dict[str
         started = await store.start_rollout(input={})
         paths.append(f"/rollout/{started.rollout_id}/attempt/{started.attempt.attempt_id}")
     temporary = ready_file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(paths))
+    temporary.write_text(json.dumps(paths), encoding="utf-8")
     temporary.replace(ready_file)
     await asyncio.Event().wait()
 

@@ -64,7 +64,7 @@ def main(folder: str, micro_batch: int, warm_steps: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(THREADS)
-    batch = json.loads((Path(folder) / "batch.json").read_text())
+    batch = json.loads((Path(folder) / "batch.json").read_text(encoding="utf-8"))
     rows, group_size, steps = batch["rows"], batch["group_size"], warm_steps + 1
     given = _padded(rows)
 

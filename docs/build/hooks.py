@@ -129,5 +129,5 @@ def lead_links(markdown: str, here: str, source: str) -> str:
 
 def _list_decisions() -> str:
     files = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-    titles = [(file.name, file.read_text().partition("\n")[0].lstrip("# ")) for file in files]
+    titles = [(file.name, file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")) for file in files]
     return "\n\n" + "\n".join(f"- [{title}]({name})" for name, title in titles) + "\n"

@@ -80,7 +80,7 @@ def show_file(path: str) -> str:
     file = ROOT / path
     if file.is_dir():
         return f"{FRONT}# `{path}/`\n\n" + "\n".join(_list(file))
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     if path.endswith(".md"):
         return FRONT + text
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))

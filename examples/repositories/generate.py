@@ -227,7 +227,7 @@ async def _checked(
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _git(folder: Path, *words: str, stdin: bytes = b"") -> str:
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     dataset = asyncio.run(generate(given.folder, per_library=given.per_library, seed=given.seed))
-    print(f"{len(dataset.read_text().splitlines())} instances in {dataset}")
+    print(f"{len(dataset.read_text(encoding='utf-8').splitlines())} instances in {dataset}")
 
 
 if __name__ == "__main__":

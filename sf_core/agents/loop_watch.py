@@ -93,8 +93,8 @@ def read_schedule(number: int) -> _Schedule:
     folder = Path(f"/proc/self/task/{number}")
     try:
         # the state first: the times are complete for a thread that was in no queue before they were read
-        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        computed, queued, _ = (folder / "schedstat").read_text().split()
+        state = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        computed, queued, _ = (folder / "schedstat").read_text(encoding="utf-8").split()
     except OSError:
         return _Schedule(False, 0.0, 0.0)
     return _Schedule(state == "R", int(computed) / 1e9, int(queued) / 1e9)

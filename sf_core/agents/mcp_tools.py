@@ -34,7 +34,7 @@ async def mcp_tools(server: str | Sequence[str], *, timeout_s: float = 60.0) -> 
         return await run_tool_loop(endpoint, task.prompt, tools)
     ```
     """
-    with tempfile.TemporaryFile("w+") as written:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as written:
         opened = _Server(server, timeout_s, written)
         try:
             tools = await opened.tools()

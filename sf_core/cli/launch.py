@@ -170,7 +170,7 @@ def _run(
         if config.rollout.outside_groups:
             progress.note(f"agents outside find the data plane at {services.dataplane}")
         file = local / "flow.json"
-        file.write_text(config.model_dump_json())
+        file.write_text(config.model_dump_json(), encoding="utf-8")
         # addresses are not in the stored configuration: the next attempt may have others
         command = [sys.executable, "-m", f"flows.{flow}", str(file)]
         part = Part(f"flow-{flow}", command, services.addresses, once=True)
@@ -277,7 +277,7 @@ def _log_of_session(reason: str, logs: Path) -> Path | None:
     no such error, or the worker is neither the run's nor of a stack that `sf up` started in this folder."""
     stacks = STACK_FOLDER.absolute() / "logs"
     for log in (log for folder in (logs, stacks) for log in sorted(folder.glob("worker-*.log"))):
-        with log.open(errors="replace") as lines:
+        with log.open(encoding="utf-8", errors="replace") as lines:
             if any((told := _SESSION_FAILED.search(line)) and told[1] in reason for line in lines):
                 return log
     return None

@@ -20,6 +20,7 @@ from sf_core.cli.arguments.completion import complete_config, complete_override,
 from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
+from sf_core.cli.proxies import STARTING, check_proxies
 from sf_core.cli.runs import RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
@@ -252,7 +253,7 @@ def setup_server(
             "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
         )
     command = [sys.executable, "-m", "tasks.server", pool, str(retries), str(silence_s)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
     if done.returncode:
         _fail(done.stderr.strip())
 
@@ -376,7 +377,7 @@ def main() -> None:
 
     if os.environ.get("_SF_COMPLETE", "").startswith("complete"):
         # a shell shows nothing but the words that fit
-        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             app(prog_name="sf")
     try:
         # the path on which the processes of a command look for packages
@@ -387,6 +388,12 @@ def main() -> None:
     except FileNotFoundError:
         say_error("the current folder does not exist any more: run the command in another folder")
         sys.exit(2)
+    if STARTING.intersection(sys.argv[1:2]) and not {"--help", "-h"}.intersection(sys.argv):
+        try:
+            check_proxies()
+        except ValueError as error:
+            say_error(str(error))
+            sys.exit(2)
     reach_directly(prefect_api_url(), dataplane_url())
     raise_open_files()
     app(prog_name="sf")

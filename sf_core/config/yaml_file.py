@@ -51,7 +51,7 @@ def read_file(path: str | Path) -> tuple[str, dict[str, Any]]:
     builtin = builtin_configs()
     file = path if os.path.isfile(path) else builtin.get(str(path), path)
     try:
-        text = Path(file).read_text()
+        text = Path(file).read_text(encoding="utf-8")
         data = _parse(text) or {}
     except FileNotFoundError:
         raise ConfigError(

@@ -110,7 +110,7 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if config.sees:
-        Path(folder, PROCESSOR).write_text(json.dumps(_PROCESSOR, indent=1))
+        Path(folder, PROCESSOR).write_text(json.dumps(_PROCESSOR, indent=1), encoding="utf-8")
 
 
 def _seeing(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:

@@ -8,6 +8,9 @@ from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
+LEAN_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
+"""Model types whose usual shapes the lean decoder runs."""
+
 
 def layer_elements(num_slots: int, num_kv_heads: int, length: int, head_dim: int) -> int:
     """Number of elements of the keys and values of one layer."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sf_core.models.cache_size import LEAN_TYPES
 from sf_core.models.projections import PLAIN, AddProject, Project, Projections
 
 Params = Mapping[str, torch.Tensor]
@@ -47,7 +48,7 @@ class DecoderSpec:
 
 def decoder_spec(config: Any, max_length: int) -> DecoderSpec | None:
     """The spec of a Hugging Face config, or None if this module cannot run it up to max_length tokens."""
-    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text"):
+    if config.model_type not in LEAN_TYPES:
         return None
     window = getattr(config, "sliding_window", None)
     rope = config.rope_parameters

@@ -72,5 +72,5 @@ def test_a_wrong_argument_is_refused(
     monkeypatch.chdir(tmp_path)
     for variable in ("PREFECT_API_URL", "SF_DATAPLANE_KEY"):
         monkeypatch.delenv(variable, raising=False)
-    (tmp_path / "run.yaml").write_text("")
+    (tmp_path / "run.yaml").write_text("", encoding="utf-8")
     check_refused(tmp_path, arguments.split(), name)

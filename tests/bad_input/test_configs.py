@@ -19,7 +19,7 @@ SCHEMA = RunConfig.model_json_schema()
 def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.yaml"
-    path.write_text("seed: 3\n")
+    path.write_text("seed: 3\n", encoding="utf-8")
     return path
 
 

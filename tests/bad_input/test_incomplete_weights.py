@@ -62,7 +62,9 @@ def widen(folder: Path) -> None:
 
 def lose_shard(folder: Path) -> None:
     shards = {n: f"model-{int(n.startswith(LAYER))}.safetensors" for n in load_file(folder / FILE)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": shards}), encoding="utf-8"
+    )
     lose_layer(folder)
     (folder / FILE).rename(folder / "model-0.safetensors")
 
@@ -166,7 +168,7 @@ def test_a_folder_that_lacks_weights_is_refused_before_anything_starts(
 ) -> None:
     setting, read = READERS[reader]
     if "judge" in reader:
-        (model / "chat_template.jinja").write_text("{{ messages }}")
+        (model / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     damage, names = FAULTS[fault]
     damage(model)
     with pytest.raises(ValueError) as refused:
@@ -242,9 +244,11 @@ def test_who_reads_weights_at_last_does_not_draw_what_is_missing(model: Path, fa
 
 
 def test_a_quantised_judge_is_compared_by_its_modules(tmp_path: Path, model: Path) -> None:
-    (model / "chat_template.jinja").write_text("{{ messages }}")
-    shape = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(shape | {"quantization_config": {"quant_method": "awq"}}))
+    (model / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(
+        json.dumps(shape | {"quantization_config": {"quant_method": "awq"}}), encoding="utf-8"
+    )
 
     def code(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {n.replace("proj.weight", "proj.qweight"): t for n, t in weights.items()}

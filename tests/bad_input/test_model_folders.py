@@ -63,7 +63,7 @@ def test_pickled_weights_are_not_read(trapped_model: Path, loader: str) -> None:
 
 def test_a_run_does_not_start_from_pickled_weights(trapped_model: Path) -> None:
     config = trapped_model.parent / "run.yaml"
-    config.write_text(f"policy:\n  model: {trapped_model}\n")
+    config.write_text(f"policy:\n  model: {trapped_model}\n", encoding="utf-8")
     check_refused(
         trapped_model.parent, ["train", str(config)], "policy.model", str(trapped_model), "*.safetensors"
     )
@@ -109,14 +109,14 @@ def test_weights_that_are_no_files_are_refused_before_anything_is_copied(trapped
 def test_code_in_a_model_folder_is_not_run(trapped_model: Path) -> None:
     make_policy(str(trapped_model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
     (trapped_model / "modeling.py").write_text(
-        f"open({str(trapped_model.parent / 'sprung')!r}, 'w')\nModel = Tokenizer = None\n"
+        f"open({str(trapped_model.parent / 'sprung')!r}, 'w')\nModel = Tokenizer = None\n", encoding="utf-8"
     )
     for name, entry in (
         ("config.json", {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Model"}),
         ("tokenizer_config.json", {"AutoTokenizer": ["modeling.Tokenizer", None]}),
     ):
         values = json.loads((trapped_model / name).read_bytes())
-        (trapped_model / name).write_text(json.dumps(values | {"auto_map": entry}))
+        (trapped_model / name).write_text(json.dumps(values | {"auto_map": entry}), encoding="utf-8")
     for load in (Network, LOADERS["engine"]):
         load(str(trapped_model))
     run = RunDirectory(str(trapped_model.parent / "run"))

@@ -53,7 +53,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stage in STAGES[1:]:
         commit(run, 0, stage, outputs=[weights] if stage == "train" else [], data=times)
     Path(run.path("timeline")).mkdir()
-    Path(run.path(TIMELINE)).write_text(json.dumps([SPAN]))
+    Path(run.path(TIMELINE)).write_text(json.dumps([SPAN]), encoding="utf-8")
     return Path(run.uri)
 
 
@@ -158,7 +158,7 @@ def test_a_file_with_something_else_in_it_is_named(damaged_run: RunDirectory, na
 )
 def test_a_manifest_that_was_edited_is_named(damaged_run: RunDirectory, key: str, value: object) -> None:
     path = Path(damaged_run.manifest_file(0, "rollout"))
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: value}))
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: value}), encoding="utf-8")
     check_unreadable(damaged_run, lambda: damaged_run.read_manifest(0, "rollout"), str(path), key)
 
 
@@ -191,10 +191,10 @@ def test_commands_refuse_parquet_that_is_not_theirs(
     damaged_run: RunDirectory, command: list[str], content: str
 ) -> None:
     folder = Path(damaged_run.uri).parent
-    (folder / "run.yaml").write_text("")
+    (folder / "run.yaml").write_text("", encoding="utf-8")
     table = pa.table({"x": [1]})
     if content == "text":
-        Path(damaged_run.path(ROLLOUT)).write_text("session_id,reward\n")
+        Path(damaged_run.path(ROLLOUT)).write_text("session_id,reward\n", encoding="utf-8")
     elif content == "other columns":
         parquet.write_table(damaged_run.path(ROLLOUT), table)
     else:
@@ -244,7 +244,9 @@ def test_an_index_of_weights_names_tensors_of_its_folder_only(
     damaged_run: RunDirectory, weight_map: object
 ) -> None:
     folder = Path(damaged_run.weights_dir(1))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map}), encoding="utf-8"
+    )
     check_unreadable(
         damaged_run, lambda: load_weights(str(folder)), "model.safetensors.index.json", "weight_map"
     )

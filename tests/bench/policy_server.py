@@ -43,14 +43,16 @@ class Served:
     def __init__(self, *arguments: str, log: Path) -> None:
         self._log = log
         command = [sys.executable, "-m", "sf_core", "serve", *arguments, "--port", "0", "--key", KEY]
-        with open(log, "w") as file:
+        with open(log, "w", encoding="utf-8") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        wait_until(lambda: self.process.poll() is not None or "ANTHROPIC_API_KEY" in log.read_text())
-        assert self.process.poll() is None, log.read_text()
+        wait_until(
+            lambda: self.process.poll() is not None or "ANTHROPIC_API_KEY" in log.read_text(encoding="utf-8")
+        )
+        assert self.process.poll() is None, log.read_text(encoding="utf-8")
 
     @property
     def output(self) -> str:
-        return self._log.read_text()
+        return self._log.read_text(encoding="utf-8")
 
     @property
     def url(self) -> str:

@@ -107,7 +107,7 @@ FILES = {
 def make_libraries(place: Path) -> list[Library]:
     for name, text in FILES.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_text(text)
+        (place / name).write_text(text, encoding="utf-8")
     tests, inits = ("lists/tests/test_*.py",), ("lists/**/__init__.py",)
     return [
         Library("acme/lists", ("lists/lists.py",), tests, inits, place=place),
@@ -119,7 +119,7 @@ MakeRepositories = Callable[..., Repositories]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def score(environment: Repositories, row: dict[str, Any], answer: Any) -> float:

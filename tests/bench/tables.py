@@ -60,7 +60,7 @@ def write_tables(run: RunDirectory) -> None:
     measured = RunDirectory(f"{run.measured_dir}/v00002-0a1b2c3d")
     configure(measured)
     write_trajectories(measured, 0, _rows(0), "evaluation-1", "evaluations")
-    Path(run.measured_dir, "comparison.json").write_text("{}")
+    Path(run.measured_dir, "comparison.json").write_text("{}", encoding="utf-8")
 
 
 def _rows(iteration: int) -> list[Trajectory]:

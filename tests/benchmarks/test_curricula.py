@@ -87,7 +87,7 @@ def test_the_summary_says_what_came_of_each_claim() -> None:
 def test_kept_runs_are_read_again(tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     assert read_lines(file) == []
-    file.write_text(json.dumps(asdict(RUN)) + "\n")
+    file.write_text(json.dumps(asdict(RUN)) + "\n", encoding="utf-8")
     assert read_lines(file) == [RUN]
 
 

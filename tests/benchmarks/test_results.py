@@ -29,7 +29,7 @@ STORED = {
 
 
 def store(folder: Path, **changes: Any) -> Path:
-    (folder / "orchestration.json").write_text(json.dumps(STORED | changes))
+    (folder / "orchestration.json").write_text(json.dumps(STORED | changes), encoding="utf-8")
     return folder
 
 
@@ -37,7 +37,7 @@ def store(folder: Path, **changes: Any) -> Path:
 def repository(tmp_path: Path) -> Path:
     for path in ("code.py", *MADE):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("first")
+        (tmp_path / path).write_text("first", encoding="utf-8")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", ".")
     git(tmp_path, "-c", "user.name=n", "-c", "user.email=e@e", "commit", "--quiet", "-m", "first")
@@ -46,24 +46,28 @@ def repository(tmp_path: Path) -> Path:
 
 def git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout.strip()
 
 
 def test_readme_and_the_page_are_made_from_the_results() -> None:
-    assert README.read_text() == in_readme(README.read_text(), figures()), REMEDY
-    assert PAGE.read_text() == page(), REMEDY
+    assert README.read_text(encoding="utf-8") == in_readme(README.read_text(encoding="utf-8"), figures()), (
+        REMEDY
+    )
+    assert PAGE.read_text(encoding="utf-8") == page(), REMEDY
 
 
 def test_every_row_and_every_file_is_that_of_a_benchmark() -> None:
     assert {row.result for row in ROWS} == set(COMMANDS)
     assert sorted(name for names in SECTIONS.values() for name in names) == sorted(COMMANDS)
-    kept = {file.stem: json.loads(file.read_text())["command"] for file in RESULTS.glob("*.json")}
+    kept = {
+        file.stem: json.loads(file.read_text(encoding="utf-8"))["command"] for file in RESULTS.glob("*.json")
+    }
     assert kept == {name: f"python -m {COMMANDS[name]}" for name in kept}
 
 
 def test_a_figure_of_readme_links_to_the_section_that_has_its_benchmark() -> None:
     assert all(row.result in SECTIONS[part] for part, row in FIGURES.items())
-    assert all(f"\n## {part}\n" in PAGE.read_text() for part in FIGURES)
+    assert all(f"\n## {part}\n" in PAGE.read_text(encoding="utf-8") for part in FIGURES)
 
 
 def test_a_row_shows_figures_command_date_and_commit(tmp_path: Path) -> None:
@@ -113,14 +117,14 @@ def test_figures_are_of_the_commit_that_is_checked_out(repository: Path) -> None
 
 
 def test_an_uncommitted_tree_is_not_measured(repository: Path) -> None:
-    (repository / "code.py").write_text("second")
+    (repository / "code.py").write_text("second", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"^commit first, then measure: code\.py differ"):
         commit_of(repository)
 
 
 def test_what_the_last_benchmark_left_does_not_hinder_the_next(repository: Path) -> None:
     for path in MADE:
-        (repository / path).write_text("second")
+        (repository / path).write_text("second", encoding="utf-8")
     assert commit_of(repository) == git(repository, "rev-parse", "HEAD")
 
 
@@ -157,9 +161,9 @@ def test_a_benchmark_that_fails_leaves_nothing(tmp_path: Path, command: str) -> 
 
 
 def test_a_benchmark_is_kept_with_commit_date_and_machine(tmp_path: Path, command: str) -> None:
-    (tmp_path / "line.json").write_text('{"rows": 4}')
+    (tmp_path / "line.json").write_text('{"rows": 4}', encoding="utf-8")
     keep("storage", tmp_path)
-    kept = json.loads((tmp_path / "storage.json").read_text())
+    kept = json.loads((tmp_path / "storage.json").read_text(encoding="utf-8"))
     assert kept["line"] == {"rows": 4}
     assert (kept["command"], kept["commit"]) == (f"python -m {command}", "0123")
     assert datetime.fromisoformat(kept["date"]).utcoffset() == timedelta(0)

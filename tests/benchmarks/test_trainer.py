@@ -10,7 +10,7 @@ from sf_core.training.packing import read_rows
 
 def test_our_rows_are_the_given_completions_after_the_prompts_of_their_groups(tmp_path: Path) -> None:
     make_batch(str(tmp_path), vocabulary=1000, completions=8, longest=64)
-    given = json.loads((tmp_path / "batch.json").read_text())["rows"]
+    given = json.loads((tmp_path / "batch.json").read_text(encoding="utf-8"))["rows"]
     rows = read_rows(as_table(given, GROUP_SIZE))
     assert [row.token_ids[row.loss_mask].tolist() for row in rows] == [one["completion"] for one in given]
     assert all(16 <= row.loss_mask.sum() <= 64 and row.advantages.all() for row in rows)

@@ -73,7 +73,7 @@ class Training:
             return
         self.starts += 1
         file = self.stack.folder / f"{self.config.run_id}.json"
-        file.write_text(self.config.model_dump_json())
+        file.write_text(self.config.model_dump_json(), encoding="utf-8")
         environment = self.stack.environment() | self.stack.services.addresses
         with open(self.log, "ab") as log:
             self._flow = subprocess.Popen(
@@ -109,7 +109,7 @@ class Training:
         return Snapshot.take(self.config, self.journal)
 
     def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-3000:]
+        return self.log.read_text(errors="replace", encoding="utf-8")[-3000:]
 
     def end(self) -> None:
         if self._flow is not None:

@@ -37,7 +37,11 @@ def check_variables(env: Mapping[str, str], used: str) -> None:
     """Check that every variable is read by Prefect, Dask, our settings or the text in `used`, and that those
     that `sf up` sets for Prefect are set."""
     assert processes.PREFECT_SETTINGS.items() <= env.items()
-    readers = used + (ROOT / "sf_core" / "surroundings.py").read_text() + (ROOT / "prefect.yaml").read_text()
+    readers = (
+        used
+        + (ROOT / "sf_core" / "surroundings.py").read_text(encoding="utf-8")
+        + (ROOT / "prefect.yaml").read_text(encoding="utf-8")
+    )
     for name in env:
         if name.startswith("DASK_"):
             dask.config.get(name.removeprefix("DASK_").lower().replace("__", "."))

@@ -16,7 +16,7 @@ VERSION = "1.37.0"
 MANIFESTS: list[dict[str, Any]] = [
     manifest
     for file in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-    for manifest in yaml.safe_load_all(file.read_text())
+    for manifest in yaml.safe_load_all(file.read_text(encoding="utf-8"))
 ]
 WORKLOADS = [manifest for manifest in MANIFESTS if manifest["kind"] in ("Deployment", "StatefulSet")]
 CONFIG: dict[str, str] = next(m for m in MANIFESTS if m["kind"] == "ConfigMap")["data"]
@@ -86,7 +86,7 @@ def test_no_manifest_holds_a_secret_and_the_config_sets_nothing_that_nobody_read
 
 
 def test_the_image_copies_what_is_there() -> None:
-    for line in (DEPLOY / "Dockerfile").read_text().splitlines():
+    for line in (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines():
         if line.startswith("COPY "):
             for source in line.split()[1:-1]:
                 assert (ROOT / source).exists(), source

@@ -21,7 +21,11 @@ INSTALLED = "/opt/seamlessflow/.venv/bin"
 
 
 def environment(*names: str) -> dict[str, str]:
-    lines = [line for name in names for line in (DEPLOY / "systemd" / name).read_text().splitlines()]
+    lines = [
+        line
+        for name in names
+        for line in (DEPLOY / "systemd" / name).read_text(encoding="utf-8").splitlines()
+    ]
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
@@ -34,7 +38,7 @@ def test_a_unit_calls_commands_and_options_that_exist(unit: Path, worker: Path |
     env = environment("cluster.env", *([worker.name] if worker else []))
     starts = [
         line.partition("=")[2].replace("%i", "r0")
-        for line in unit.read_text().splitlines()
+        for line in unit.read_text(encoding="utf-8").splitlines()
         if line.startswith("ExecStart")
     ]
     assert starts
@@ -45,7 +49,7 @@ def test_a_unit_calls_commands_and_options_that_exist(unit: Path, worker: Path |
 
 
 def test_the_examples_set_nothing_that_nobody_reads() -> None:
-    used = "".join(unit.read_text() for unit in UNITS)
+    used = "".join(unit.read_text(encoding="utf-8") for unit in UNITS)
     check_variables(environment("cluster.env", "worker-r0.env"), used)
 
 
@@ -53,12 +57,13 @@ def test_systemd_finds_nothing_to_complain_about(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None and os.environ.get("CI") != "true":
         pytest.skip("systemd-analyze is not installed (apt-get install systemd)")
     for unit in UNITS:
-        text = unit.read_text().replace(INSTALLED, str(Path(sys.executable).parent))
-        (tmp_path / unit.name.replace("@", "@r0")).write_text(text)
+        text = unit.read_text(encoding="utf-8").replace(INSTALLED, str(Path(sys.executable).parent))
+        (tmp_path / unit.name.replace("@", "@r0")).write_text(text, encoding="utf-8")
     said = subprocess.run(
         ["systemd-analyze", "verify", *map(str, tmp_path.iterdir())],
         capture_output=True,
         text=True,
         timeout=patience(),
+        encoding="utf-8",
     )
     assert (said.returncode, said.stderr) == (0, "")

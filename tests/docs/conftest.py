@@ -19,7 +19,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     wrong = [line for line in built.stderr.splitlines() if not line.startswith("INFO")]
     assert built.returncode == 0, "\n".join(wrong)

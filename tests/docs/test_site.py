@@ -39,18 +39,20 @@ def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
     outside = []
     for page in pages:
         parser = Loads()
-        parser.feed(page.read_text())
+        parser.feed(page.read_text(encoding="utf-8"))
         outside += [f"{page.name}: {url}" for url in parser.found if re.match(r"(https?:)?//", url)]
     for sheet in site.rglob("*.css"):
-        urls = re.findall(r"(?:@import|url\()\s*[\"']?([^\"')]+)", sheet.read_text())
+        urls = re.findall(r"(?:@import|url\()\s*[\"']?([^\"')]+)", sheet.read_text(encoding="utf-8"))
         outside += [f"{sheet.name}: {url}" for url in urls if re.match(r"(https?:)?//", url)]
     assert outside == []
 
 
 def test_files_outside_docs_are_pages_that_no_search_finds(site: Path) -> None:
-    assert "learning_rate" in (site / "repository" / "configs" / "smollm2.yaml.html").read_text()
+    assert "learning_rate" in (site / "repository" / "configs" / "smollm2.yaml.html").read_text(
+        encoding="utf-8"
+    )
     assert (site / "repository" / "CONTRIBUTING.html").exists()
-    found = (site / "search" / "search_index.js").read_text()
+    found = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert "reference/settings.html#train.learning_rate" in found
     assert "repository/" not in found
 

@@ -32,7 +32,7 @@ WITHOUT_TEST = {
 _BULLET = re.compile(r"^- (.+(?:\n  .+)*)", re.MULTILINE)
 _NAMES = re.compile(r"\(((?:[\w/]+/)?test_\w+\.py(?:,\s+(?:[\w/]+/)?test_\w+\.py)*)\)")
 
-STATEMENTS = [re.sub(r"\s+", " ", found[1]) for found in _BULLET.finditer(PAGE.read_text())]
+STATEMENTS = [re.sub(r"\s+", " ", found[1]) for found in _BULLET.finditer(PAGE.read_text(encoding="utf-8"))]
 
 
 def named_tests(statement: str) -> list[str]:

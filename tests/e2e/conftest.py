@@ -73,7 +73,7 @@ class Cluster:
 
     def start(self, config: RunConfig, flow: str = "train", **env: str) -> subprocess.Popen[bytes]:
         file = self.folder / f"{config.run_id}.json"
-        file.write_text(config.model_dump_json())
+        file.write_text(config.model_dump_json(), encoding="utf-8")
         log = open(self.folder / f"{config.run_id}.log", "ab")  # noqa: SIM115
         return subprocess.Popen(
             [*self.prefix, sys.executable, "-m", f"flows.{flow}", str(file)],
@@ -83,7 +83,7 @@ class Cluster:
         )
 
     def log(self, config: RunConfig) -> str:
-        return (self.folder / f"{config.run_id}.log").read_text()
+        return (self.folder / f"{config.run_id}.log").read_text(encoding="utf-8")
 
     def finish(self, config: RunConfig, process: subprocess.Popen[bytes]) -> None:
         try:

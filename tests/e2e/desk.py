@@ -18,7 +18,7 @@ from tests.e2e.desk_package import QUESTIONS, stars
 from tests.e2e.quickstart import ROOT
 from tests.patience import patience, wait_until
 
-PAGE = (ROOT / "docs" / "guides" / "agents" / "product.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "agents" / "product.md").read_text(encoding="utf-8")
 
 
 class Desk:
@@ -27,7 +27,7 @@ class Desk:
     def __init__(self, folder: Path, **env: str) -> None:
         code = re.search(r"```python\n(.*?)```", PAGE, re.S)
         assert code is not None
-        (folder / "desk.py").write_text(code[1])
+        (folder / "desk.py").write_text(code[1], encoding="utf-8")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._folder, self._env = folder, os.environ | env

@@ -76,7 +76,7 @@ def _make_first(namespace: str) -> None:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None and os.environ.get("CI") != "true":
         pytest.skip("`ip` is not installed (apt-get install iproute2)")
-    done = subprocess.run(["ip", "netns", "add", namespace], capture_output=True, text=True)
+    done = subprocess.run(["ip", "netns", "add", namespace], capture_output=True, encoding="utf-8")
     if done.returncode:
         pytest.skip(f"network namespaces are refused here: {done.stderr.strip()}")
 
@@ -86,6 +86,6 @@ def _ip(*arguments: str) -> None:
 
 
 def _enter(namespace: str) -> None:
-    with open(Path("/run/netns") / namespace) as file:
+    with open(Path("/run/netns") / namespace, encoding="utf-8") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")

@@ -25,7 +25,7 @@ def make_prefect_home(folder: Path) -> str:
 def _database() -> Path:
     """Database file, made once for all test processes and each version of Prefect."""
     made = Path(tempfile.gettempdir(), f"sf-tests-{os.getuid()}-prefect-{prefect.__version__}.db")
-    with open(made.with_suffix(".lock"), "w") as lock:
+    with open(made.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             with tempfile.TemporaryDirectory(dir=made.parent) as home:

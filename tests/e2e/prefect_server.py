@@ -122,6 +122,7 @@ class Server(PrefectApi):
             capture_output=True,
             text=True,
             timeout=patience(),
+            encoding="utf-8",
         )
 
     def deploy(self) -> None:
@@ -178,7 +179,9 @@ def prefect_server(folder: Path, env: dict[str, str]) -> Iterator[Server]:
 
 def _copy_tracked(folder: Path) -> None:
     """Copy the files that a clone of this working tree would have."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, encoding="utf-8"
+    )
     for name in filter(None, listed.stdout.split("\0")):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,7 @@ def sf(
         capture_output=True,
         text=True,
         timeout=patience(quiet_s),
+        encoding="utf-8",
     )
 
 

@@ -53,6 +53,7 @@ class Stack:
             capture_output=True,
             text=True,
             timeout=patience(280),
+            encoding="utf-8",
         )
 
     def up(self, *options: str) -> subprocess.CompletedProcess[str]:

@@ -63,7 +63,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     file = tmp_path / "run.yaml"
     run = {"run_id": "interrupted", "train": {"iterations": 6}, "storage": {"root": str(tmp_path / "runs")}}
     settings = SMALL_RUN | run
-    file.write_text(yaml.safe_dump(settings))
+    file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     config = load_config(file)
     env = os.environ | {
         "PREFECT_HOME": make_prefect_home(tmp_path / "prefect"),
@@ -94,7 +94,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
 
     resume = [sys.executable, "-m", "sf_core", "resume", config.run_dir]
     with subprocess.Popen(
-        resume, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        resume, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
     ) as process:
         await_part(process.pid, "flows.train")
         await_part(process.pid, "dataplane").kill()
@@ -102,7 +102,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     assert process.returncode == 0, resumed
     assert "held-out reward" in resumed
     last = r"iteration 5, 6 of 6: reward \d\.\d{3}, (held-out .*, )?[\d,]+ tokens/s, [\d.]+ s\n"
-    for told in (resumed, Path(config.run_dir, "logs", "flow-train.log").read_text()):
+    for told in (resumed, Path(config.run_dir, "logs", "flow-train.log").read_text(encoding="utf-8")):
         assert re.search(rf"{last}(.*\n)*.*held-out \d\.\d{{3}} at the end\n", told), told
     after = manifests(config)
     assert {key: after[key] for key in before} == before
@@ -114,14 +114,16 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     AutoTokenizer.from_pretrained(f"{config.run_dir}/policy")
     AutoModelForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 
-    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience())
+    again = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+    )
     assert again.returncode == 0
     assert "run interrupted is already finished" in again.stdout
     for told in (resumed, again.stdout):
         assert f"use it         sf serve {config.run_dir}\n" in told
     check_printed_use(again.stdout, tmp_path / "served")
 
-    (tmp_path / "output").write_text(output.decode() + resumed + again.stdout)
+    (tmp_path / "output").write_text(output.decode() + resumed + again.stdout, encoding="utf-8")
     assert list(tmp_path.glob("prefect/*.db")) and list(tmp_path.glob("runs/*/logs/*.log"))
     assert leaks(tmp_path, PLANTED) == []
     assert not command_proxy.was_asked()
@@ -131,7 +133,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
 def test_a_run_goes_on_when_its_parts_are_killed_and_nothing_outlives_its_command(tmp_path: Path) -> None:
     config = small_run("killed", tmp_path / "runs", train={"iterations": 1000})
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     env = os.environ | {"PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(ROOT)}
     env.pop("PREFECT_API_URL", None)
     process = subprocess.Popen([sys.executable, "-m", "sf_core", "train", str(file)], env=env)

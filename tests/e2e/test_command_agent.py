@@ -15,7 +15,7 @@ from tests.e2e.quickstart import read
 
 def test_a_script_trains_the_built_in_policy_and_what_it_wrote_is_shown(cluster: Cluster) -> None:
     script = cluster.folder / "ask.py"
-    script.write_text(ASK)
+    script.write_text(ASK, encoding="utf-8")
     config = cluster.config(
         "command-agent",
         environment={"agent": {"command": [sys.executable, str(script)], "timeout_s": 100}},

@@ -47,7 +47,7 @@ async def telling(task, endpoint):
 
 
 def run(cluster: Cluster, agent: str) -> RunConfig:
-    (cluster.user_code / "costly_agents.py").write_text(AGENTS)
+    (cluster.user_code / "costly_agents.py").write_text(AGENTS, encoding="utf-8")
     config = cluster.config(
         f"{agent}-agents",
         environment={"agent": f"costly_agents:{agent}"},
@@ -60,7 +60,7 @@ def run(cluster: Cluster, agent: str) -> RunConfig:
 
 def figures(config: RunConfig) -> tuple[list[str], dict[str, Any], list[float]]:
     """What the run says of its agents, and CPU seconds and sessions by worker and by iteration."""
-    summary = json.loads(Path(RunDirectory(config.run_dir).path("summary.json")).read_text())
+    summary = json.loads(Path(RunDirectory(config.run_dir).path("summary.json")).read_text(encoding="utf-8"))
     spent = [
         sum(told["cpu_s"] for told in manifest["data"]["runners"].values())
         for (_, stage), manifest in sorted(manifests(config).items())
@@ -89,7 +89,7 @@ def test_a_run_whose_agents_wait_for_something_else_says_nothing_of_them(cluster
 
 def test_agents_find_certificate_authorities_as_cheaply_as_the_host_allows(cluster: Cluster) -> None:
     run(cluster, "telling")
-    found = json.loads((cluster.user_code / "environment.json").read_text())
+    found = json.loads((cluster.user_code / "environment.json").read_text(encoding="utf-8"))
     given = {name: value for name, value in cluster.stack.env.items() if name.startswith("SSL_CERT_")}
     folder = equal_folder(given, ssl.get_default_verify_paths(), certifi.where())
     assert found == (given if folder is None else {"SSL_CERT_DIR": folder})

@@ -56,7 +56,7 @@ def test_weights_that_were_damaged_are_refused_and_a_damaged_delta_is_not_needed
     cluster.finish(config, process)
     published = [manifests(config)[k, "publish"]["data"]["engines"] for k in range(3)]
     assert [set(engines.values()) for engines in published] == [{0}, {2}, {3}]
-    logs = {path.name: path.read_text() for path in (cluster.folder / "logs").glob("*.log")}
+    logs = {path.name: path.read_text(encoding="utf-8") for path in (cluster.folder / "logs").glob("*.log")}
     refused = f"still uses version 0, because it refuses version 1: {full}: the tensors differ from those"
     assert [name for name, text in logs.items() if refused in text] == ["worker-c0.log"]
     assert f"{delta}: the content differs from what was written; all of the weights" in logs["worker-r0.log"]

@@ -25,7 +25,9 @@ SNIPPETS = [
     for page in ("reading", "readers", "weights")
     for number, code in enumerate(
         re.findall(
-            r"```python\n(.*?)```", (ROOT / "docs" / "reference" / f"{page}.md").read_text(), re.DOTALL
+            r"```python\n(.*?)```",
+            (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8"),
+            re.DOTALL,
         )
     )
 ]
@@ -71,7 +73,7 @@ def test_its_conversations_are_exported(quickstart: RunConfig, tmp_path: Path) -
     said = read("export", quickstart.run_dir, "--to", "trl", str(out))
     assert "out.jsonl: 3072 conversations for trl; 0 left out" in said
     assert "not compared" not in said
-    assert len(out.read_text().splitlines()) == 3072
+    assert len(out.read_text(encoding="utf-8").splitlines()) == 3072
 
 
 def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
@@ -131,7 +133,9 @@ def test_versions_are_compared_on_other_tasks_and_in_other_ways(
     # readers of the run's own evaluations do not see them
     assert len(pandas.read_parquet(f"{run}/evaluations")["session_id"].unique()) == 2 * 256
 
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is 2+3?"}\n{"prompt": "Hello"}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "What is 2+3?"}\n{"prompt": "Hello"}\n', encoding="utf-8"
+    )
     done = sf(tmp_path, "evaluate", run, "--prompts", "prompts.jsonl", on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 tasks of prompts" in done.stdout and "What is 2+3?" in done.stdout

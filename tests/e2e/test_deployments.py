@@ -24,9 +24,9 @@ from tests.patience import patience, wait_until
 
 
 def test_the_deployed_quickstart_is_the_one_of_the_configuration() -> None:
-    described = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    described = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
     parameters = next(d["parameters"] for d in described if d["name"] == "quickstart")
-    with open(CONFIG) as file:
+    with open(CONFIG, encoding="utf-8") as file:
         assert parameters == {"config": yaml.safe_load(file)}
 
 
@@ -106,6 +106,8 @@ def test_a_server_that_does_not_answer_is_said(server: Server) -> None:
     api = f"http://127.0.0.1:{free_port()}/api"
     command = [sys.executable, "-m", "sf_core", "setup-server"]
     env = {**server.env, "PREFECT_API_URL": api, "COLUMNS": "200"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience())
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"no Prefect server answers at {api}" in done.stderr

@@ -123,7 +123,9 @@ def joined(scheduler: str) -> set[str]:
 def listening(host: Host) -> list[str]:
     """Addresses on which others can reach the host."""
     command = [*host.exec, "ss", "--listening", "--tcp", "--numeric", "--no-header"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patience()).stdout
+    said = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=patience(), encoding="utf-8"
+    ).stdout
     addresses = [line.split()[3] for line in said.splitlines()]
     return [address for address in addresses if not address.startswith("127.0.0.1:")]
 

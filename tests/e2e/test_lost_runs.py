@@ -102,8 +102,8 @@ def test_a_process_whose_flow_run_was_taken_over_ends_without_a_state(
             wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
             older.send_signal(signal.SIGCONT)
             status = older.wait(patience())
-            assert newer.wait(patience()) == 0, logs[1].read_text()[-3000:]
-    said = logs[0].read_text()[-3000:]
+            assert newer.wait(patience()) == 0, logs[1].read_text(encoding="utf-8")[-3000:]
+    said = logs[0].read_text(encoding="utf-8")[-3000:]
     assert server.states(run)[-3:] == ["Running", "Running", "Completed"], said
     assert (status, said.count("start 2 of this flow run has taken over")) == (0, 1), said
 

@@ -38,7 +38,7 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     run = RunDirectory(f"{s3_bucket}/runs/small")
     logs = Path(done.stdout.partition(f"run small in {run.uri}, logs in ")[2].partition("\n")[0])
     assert logs.parent.parent == tmp_path / "runs"
-    assert "version 0 is ready" in (logs / "flow-train.log").read_text()
+    assert "version 0 is ready" in (logs / "flow-train.log").read_text(encoding="utf-8")
     check_printed_use(done.stdout, tmp_path / "served")
     for stage in STAGES:
         manifest = run.read_manifest(0, stage)
@@ -53,4 +53,4 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     session = shown.rsplit("--session ", 1)[1].split()[0]
     assert "«sampled, trained»" in read("inspect", run.uri, "--session", session)
     read("report", run.uri, "-o", str(tmp_path / "small.html"))
-    assert "run small" in (tmp_path / "small.html").read_text()
+    assert "run small" in (tmp_path / "small.html").read_text(encoding="utf-8")

@@ -65,10 +65,10 @@ def make_untied(folder: str) -> None:
     }
     name = next(name for name in weights if name.endswith("embed_tokens.weight"))
     save_file({**weights, "lm_head.weight": weights[name].clone()}, f"{folder}/model.safetensors")
-    config = json.loads(Path(folder, "config.json").read_text())
+    config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     config |= {"tie_word_embeddings": False}
     config["text_config"] |= {"tie_word_embeddings": False}
-    Path(folder, "config.json").write_text(json.dumps(config))
+    Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def shown(config: RunConfig) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from tests.patience import patience, wait_until
 @pytest.fixture(scope="module")
 def standing_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("stack"))
-    (stack.user_code / "prefect.yaml").write_text("name: of-the-user\ndeployments: []\n")
+    (stack.user_code / "prefect.yaml").write_text("name: of-the-user\ndeployments: []\n", encoding="utf-8")
     try:
         started = stack.up()
         assert started.returncode == 0, started.stdout + started.stderr
@@ -60,7 +60,9 @@ def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
 ) -> None:
     gates = tmp_path / "gates"
     code = "import os\nfrom tests.e2e.held_package import agent, reward, tasks\n"
-    (standing_stack.user_code / "my_agent.py").write_text(f"{code}os.environ['GATES'] = {str(gates)!r}\n")
+    (standing_stack.user_code / "my_agent.py").write_text(
+        f"{code}os.environ['GATES'] = {str(gates)!r}\n", encoding="utf-8"
+    )
     prefect = PrefectApi(standing_stack.services.api)
     environment = {part: f"my_agent:{part}" for part in ("tasks", "agent", "reward")}
     open_gates(gates, 0, 1)
@@ -90,7 +92,9 @@ def test_a_run_that_the_stack_has_open_is_not_continued_beside_it(
     """`sf resume` with a data plane of its own, while agents outside go on at that of `sf up`."""
     gates = tmp_path / "gates"
     code = "import os\nfrom tests.e2e.held_package import agent, reward, tasks\n"
-    (standing_stack.user_code / "beside.py").write_text(f"{code}os.environ['GATES'] = {str(gates)!r}\n")
+    (standing_stack.user_code / "beside.py").write_text(
+        f"{code}os.environ['GATES'] = {str(gates)!r}\n", encoding="utf-8"
+    )
     prefect = PrefectApi(standing_stack.services.api)
     environment = {part: f"beside:{part}" for part in ("tasks", "agent", "reward")}
     config = small_run("beside", tmp_path, environment=environment, train={"iterations": 2})
@@ -106,6 +110,7 @@ def test_a_run_that_the_stack_has_open_is_not_continued_beside_it(
             capture_output=True,
             text=True,
             timeout=patience(280),
+            encoding="utf-8",
         )
         told = resumed.stdout + resumed.stderr
         assert resumed.returncode == 1, told
@@ -140,7 +145,7 @@ def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(standing_stack: S
     lost = "run reset: AwaitingRetry, its process is gone; the run is restarted from where it stopped"
     assert (started.returncode, lost in started.stdout) == (0, True), started.stdout + started.stderr
     assert prefect.await_state(run, "Completed", 180).run_count == 2
-    log = (standing_stack.folder / "logs" / "prefect-worker.log").read_text()
+    log = (standing_stack.folder / "logs" / "prefect-worker.log").read_text(encoding="utf-8")
     assert "Runner failed to retrieve flow" not in log
 
 

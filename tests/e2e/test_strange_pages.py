@@ -182,13 +182,15 @@ def status_at(port: int, host: str) -> int:
 
 
 def test_the_documented_calls_of_the_prefect_page_work(server: Server) -> None:
-    page = (ROOT / "docs" / "guides" / "clusters" / "prefect-ui.md").read_text()
+    page = (ROOT / "docs" / "guides" / "clusters" / "prefect-ui.md").read_text(encoding="utf-8")
     [block] = [text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "curl" in text]
     env = server.env | {"PREFECT_API_URL": server.api}
 
     def call(script: str) -> str:
         command = ["bash", "-euo", "pipefail", "-c", script]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience())
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -45,9 +45,13 @@ def make_llama(folder: Path) -> None:
 
 
 def test_the_documented_agent_trains_a_users_own_model_in_a_run_with_a_key(cluster: Cluster) -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/guides/agents/environments.md").read_text(), re.S)
+    code = re.search(
+        r"```python\n(.*?)```",
+        (ROOT / "docs/guides/agents/environments.md").read_text(encoding="utf-8"),
+        re.S,
+    )
     assert code is not None
-    (cluster.user_code / "my_agent.py").write_text(code[1])
+    (cluster.user_code / "my_agent.py").write_text(code[1], encoding="utf-8")
     make_llama(cluster.folder / "llama")
     config = cluster.config(
         "user-package",
@@ -65,11 +69,11 @@ def test_the_documented_agent_trains_a_users_own_model_in_a_run_with_a_key(clust
 
 
 def test_the_readmes_agent_trains_the_built_in_policy(cluster: Cluster) -> None:
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name, language in (("speller.py", "python"), ("my.yaml", "yaml")):
         code = re.search(rf"```{language}\n(.*?)```", readme, re.S)
         assert code is not None
-        (cluster.user_code / name).write_text(code[1])
+        (cluster.user_code / name).write_text(code[1], encoding="utf-8")
     short = {"policy__warmstart__steps": 30, "train__iterations": 2, "evaluate__num_tasks": 8}
     smaller = {"rollout__groups_per_batch": 4, "rollout__group_size": 4}
     settings = options(run_id="speller", **short, **smaller)
@@ -79,7 +83,7 @@ def test_the_readmes_agent_trains_the_built_in_policy(cluster: Cluster) -> None:
 
 
 def test_the_readmes_held_out_tasks_are_not_trained_on() -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert code is not None
     speller: dict[str, Any] = {}
     exec(compile(code[1], "README.md", "exec"), speller)
@@ -91,7 +95,7 @@ def test_the_readmes_held_out_tasks_are_not_trained_on() -> None:
 
 def test_an_agent_that_always_fails_ends_the_run_with_its_own_error(cluster: Cluster) -> None:
     (cluster.user_code / "broken_agent.py").write_text(
-        "def agent(task, endpoint):\n    raise RuntimeError('no such tool: hammer')\n"
+        "def agent(task, endpoint):\n    raise RuntimeError('no such tool: hammer')\n", encoding="utf-8"
     )
     config = cluster.config(
         "broken-agent",

@@ -104,7 +104,7 @@ def test_a_run_loses_nothing_to_what_befalls_a_server_that_rests_while_its_worke
     tmp_path: Path,
 ) -> None:
     alone = tmp_path / "alone.yaml"
-    alone.write_text(ALONE)
+    alone.write_text(ALONE, encoding="utf-8")
     faults: list[Fault] = [
         WhileTraining(KillVllm("t0", "api_server")),
         WhileTraining(KillVllm("t0", "VLLM::Worker")),

@@ -62,7 +62,7 @@ class Installed:
 
 
 def call(command: list[str], *, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout
 
@@ -127,7 +127,7 @@ def test_it_trains_the_quickstart_in_an_empty_folder(wheel: Path, tmp_path: Path
     # the dependencies, but not the clone: .pth files of a folder that is named in one are not read. Last,
     # because pip would take the clone for the same version, installed already
     [packages] = installed.environment.glob("lib/python*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     installed.check()
 
 

@@ -40,7 +40,7 @@ REAL = {"policy.warmstart.steps": None, "train.tokens_per_microbatch": 1024}
 
 
 def page_of(example: str) -> str:
-    return (ROOT / "examples" / example / "README.md").read_text()
+    return (ROOT / "examples" / example / "README.md").read_text(encoding="utf-8")
 
 
 def commands(example: str, language: str = "bash") -> str:
@@ -84,8 +84,8 @@ class Clone:
             env=self.env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             start_new_session=True,
+            encoding="utf-8",
         )
 
     def run(self, script: str, quiet_s: float = 600) -> str:
@@ -126,21 +126,21 @@ def make_venv(name: str, packages: list[str], with_ours: bool = False) -> Path:
     """An environment that outlasts the tests, perhaps with all that is installed here."""
     venv = VENVS / name
     stamp = venv / ".ready"
-    if not stamp.exists() or stamp.read_text().split() != packages:
+    if not stamp.exists() or stamp.read_text(encoding="utf-8").split() != packages:
         try:
             run = {"check": True, "capture_output": True, "text": True, "timeout": patience(300)}
             subprocess.run([sys.executable, "-m", "venv", str(venv)], **run)
             if with_ours:
                 [site] = venv.glob("lib/python3*/site-packages")
                 ours = sysconfig.get_path("purelib")
-                (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+                (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n", encoding="utf-8")
             pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--retries=1"]
             subprocess.run([*pip, *packages], **run)
         except (subprocess.SubprocessError, OSError) as error:
             if os.environ.get("CI") == "true":
                 raise
             pytest.skip(f"{packages[0]} cannot be installed into {venv}: {error}")
-        stamp.write_text(" ".join(packages))
+        stamp.write_text(" ".join(packages), encoding="utf-8")
     return venv
 
 
@@ -158,7 +158,7 @@ def rewards(run: Run) -> list[float]:
 
 
 def test_each_page_is_one_screen_and_the_table_lists_it() -> None:
-    table = (ROOT / "examples" / "README.md").read_text()
+    table = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir()} - {"__pycache__"}
     assert folders == {*EXAMPLES}
     for example in EXAMPLES:
@@ -172,8 +172,8 @@ def test_each_page_is_one_screen_and_the_table_lists_it() -> None:
 
 @pytest.mark.parametrize("name", ["service.py", "desk.py", "callers.py", "product.yaml"])
 def test_the_files_of_the_product_are_those_of_its_guide(name: str) -> None:
-    guide = (ROOT / "docs" / "guides" / "agents" / "product.md").read_text()
-    assert f"\n{(ROOT / 'examples' / 'product' / name).read_text()}```\n" in guide
+    guide = (ROOT / "docs" / "guides" / "agents" / "product.md").read_text(encoding="utf-8")
+    assert f"\n{(ROOT / 'examples' / 'product' / name).read_text(encoding='utf-8')}```\n" in guide
 
 
 def test_the_loss_of_ten_lines_begins_as_a_policy_gradient_and_fades() -> None:
@@ -227,8 +227,8 @@ def test_adapter(clone: Clone) -> None:
 @pytest.mark.nightly
 def test_teacher(clone: Clone) -> None:
     pupil = clone.folder / "pupil.yaml"
-    assert yaml.safe_load(pupil.read_text())["train"]["teacher"]["model"] == "runs/teacher@40"
-    pupil.write_text(pupil.read_text().replace("@40", "@2"))
+    assert yaml.safe_load(pupil.read_text(encoding="utf-8"))["train"]["teacher"]["model"] == "runs/teacher@40"
+    pupil.write_text(pupil.read_text(encoding="utf-8").replace("@40", "@2"), encoding="utf-8")
     clone.run(shortened(commands("teacher"), {"policy.warmstart.steps": None}))
     run = clone.read("pupil")
     distances = run.iterations()["teacher_kl"].to_pylist()
@@ -243,7 +243,7 @@ def test_langgraph_agent(clone: Clone) -> None:
     venv = make_venv("langgraph", packages, with_ours=True)
     words = f'#!/bin/sh\nexec {venv / "bin" / "python"} -m sf_core "$@"\n'
     (clone.top / "bin").mkdir()
-    (clone.top / "bin" / "sf").write_text(words)
+    (clone.top / "bin" / "sf").write_text(words, encoding="utf-8")
     (clone.top / "bin" / "sf").chmod(0o755)
     clone.use(clone.top / "bin")
     said = clone.run(shortened(script, {"policy.warmstart.steps": 250}))
@@ -264,7 +264,7 @@ def test_product(clone: Clone) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     callers = clone.folder / "callers.py"
-    callers.write_text(callers.read_text().replace("9000", port))
+    callers.write_text(callers.read_text(encoding="utf-8").replace("9000", port), encoding="utf-8")
     service, calls = commands("product", "").replace("9000", port).splitlines()
     # the small policy: that SmolLM2 learns of stars takes minutes
     small = {"policy.model": "null", "rollout.outside_groups": 4}
@@ -338,7 +338,10 @@ def test_repair(clone: Clone) -> None:
 @pytest.mark.nightly
 def test_repositories(clone: Clone) -> None:
     clone.run(commands("repositories"), 1200)
-    rows = [json.loads(line) for line in (clone.top / "faults" / "dataset.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (clone.top / "faults" / "dataset.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert len(rows) > 5
     for row in rows:
         owner, name = row["repo"].split("/")

@@ -17,7 +17,7 @@ NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_is_short_and_has_no_outputs(path: Path) -> None:
-    notebook = json.loads(path.read_text())
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     assert len(notebook["cells"]) <= 10
     for cell in notebook["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None and not cell["metadata"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from sf_core.config.yaml_file import load_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "agents" / "product.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "agents" / "product.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -17,7 +17,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_configuration_of_the_page_takes_all_groups_from_outside(tmp_path: Path) -> None:
     [text] = blocks("yaml")
-    (tmp_path / "product.yaml").write_text(text)
+    (tmp_path / "product.yaml").write_text(text, encoding="utf-8")
     assert load_config(tmp_path / "product.yaml").rollout.is_outside
 
 

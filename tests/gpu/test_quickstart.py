@@ -31,7 +31,7 @@ def test_the_quickstart_samples_and_trains_in_turn_on_one_gpu(gpu_policy: str, t
     # the default workers of a machine with one GPU
     one = (visible_cuda_devices() or ["0"])[0]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": one}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(str(tmp_path / "gpu"))
     for iteration in range(3):

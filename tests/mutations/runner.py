@@ -55,7 +55,7 @@ class Mutation:
 
     def applied(self, root: Path) -> str:
         """The file's text with the edit. Raises TableError if the edit does not apply."""
-        text = (root / self.file).read_text()
+        text = (root / self.file).read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
             raise TableError(f"{self.file}: {self.wrong}: expected its old text once, found it {count} times")
         changed = text.replace(self.old, self.new)
@@ -88,7 +88,7 @@ def read_table(path: Path) -> list[Mutation]:
         Mutation(
             module["file"], edit["wrong"], edit["old"], edit["new"], tuple(edit.get("tests", module["tests"]))
         )
-        for module in tomllib.loads(path.read_text())["module"]
+        for module in tomllib.loads(path.read_text(encoding="utf-8"))["module"]
         for edit in module["edit"]
     ]
 
@@ -155,8 +155,8 @@ class Runner:
     def _begin(self, mutation: Mutation | None, tests: tuple[str, ...]) -> _Fork:
         copy = self._idle.pop()
         if mutation is not None:
-            (copy / mutation.file).write_text(mutation.applied(self._sources))
-        (copy / "output").write_text("")
+            (copy / mutation.file).write_text(mutation.applied(self._sources), encoding="utf-8")
+        (copy / "output").write_text("", encoding="utf-8")
         sys.stdout.flush()
         process = os.fork()
         if process == 0:
@@ -173,7 +173,7 @@ class Runner:
             os.kill(fork.process, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(status) if ended else None
         verdicts: dict[int | None, Verdict] = {None: "hung", 0: "SURVIVED", 1: "caught"}
-        output = (fork.copy / "output").read_text(errors="replace")[-4000:]
+        output = (fork.copy / "output").read_text(errors="replace", encoding="utf-8")[-4000:]
         return Result(verdicts.get(code, "BROKEN"), seconds, output)
 
     def _end(self, fork: _Fork) -> None:
@@ -206,7 +206,7 @@ def _be_the_fork(copy: Path, tests: tuple[str, ...]) -> NoReturn:
         os.dup2(output, 1)
         os.dup2(output, 2)
         # whoever runs the runner may have put others in their place
-        sys.stdout = sys.stderr = os.fdopen(output, "w")
+        sys.stdout = sys.stderr = os.fdopen(output, "w", encoding="utf-8")
         os.chdir(copy)
         # processes that tests start find the copy too
         os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -52,7 +52,7 @@ def sources(tmp_path: Path) -> Path:
         "tests/test_numbers.py": TESTS,
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_text(text, encoding="utf-8")
     return root
 
 
@@ -77,7 +77,7 @@ def test_what_no_test_notices_survives(sources: Path) -> None:
     found = judge(sources, [caught, survives, cannot_begin, survives])
     assert dict(found) == {caught: "caught", survives: "SURVIVED", cannot_begin: "BROKEN"}
     assert len(found) == 4
-    assert (sources / "sf_core/numbers.py").read_text() == CODE
+    assert (sources / "sf_core/numbers.py").read_text(encoding="utf-8") == CODE
 
 
 def test_tests_that_hang_have_noticed(sources: Path) -> None:
@@ -104,6 +104,6 @@ def test_tests_that_are_not_there_judge_nothing(sources: Path) -> None:
 
 
 def test_tests_that_fail_without_any_mutation_judge_nothing(sources: Path) -> None:
-    (sources / "tests/test_numbers.py").write_text(TESTS.replace("== 4", "== 5"))
+    (sources / "tests/test_numbers.py").write_text(TESTS.replace("== 4", "== 5"), encoding="utf-8")
     with pytest.raises(TableError, match=r"tests/test_numbers\.py: caught as it is:\n[^$]*assert 4 == 5"):
         judge(sources, [mutation("number * 2", "number * 3")])

@@ -23,7 +23,7 @@ def kept(
     words: Sequence[str], folder: str = "", grace_s: float = 0.0
 ) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
     """A keeper with its command, and our end of its channel. What the command prints can be read."""
-    ours, keeper = start_kept(words, grace_s=grace_s, folder=folder, stdout=subprocess.PIPE, text=True)
+    ours, keeper = start_kept(words, grace_s=grace_s, folder=folder, stdout=subprocess.PIPE, encoding="utf-8")
     ours.settimeout(patience())
     with keeper, ours:
         yield keeper, ours
@@ -143,12 +143,12 @@ def test_a_chain_of_short_lived_forks_is_ended() -> None:
 def test_the_folder_stays_until_the_channel_ends(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "answer").write_text("42")
+    (folder / "answer").write_text("42", encoding="utf-8")
     with kept(["true"], str(folder)) as (_, channel):
         lines = b""
         while lines.count(b"\n") < 2:
             lines += channel.recv(4096)
-        assert (folder / "answer").read_text() == "42"
+        assert (folder / "answer").read_text(encoding="utf-8") == "42"
         channel.shutdown(socket.SHUT_WR)
         assert told(channel) == []
         assert not folder.exists()
@@ -157,7 +157,7 @@ def test_the_folder_stays_until_the_channel_ends(tmp_path: Path) -> None:
 def test_a_folder_is_removed_with_its_unreadable_parts_but_not_what_links_lead_to(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     (folder / "closed" / "inner").mkdir(parents=True)
-    (folder / "closed" / "inner" / "file").write_text("x")
+    (folder / "closed" / "inner" / "file").write_text("x", encoding="utf-8")
     elsewhere.mkdir(mode=0o500)
     (folder / "link").symlink_to(elsewhere)
     (folder / "closed").chmod(0)

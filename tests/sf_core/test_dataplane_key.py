@@ -56,7 +56,7 @@ def test_a_key_that_others_can_read_is_refused(mode: int) -> None:
 
 def test_an_empty_key_is_refused() -> None:
     account_key()
-    key_file().write_text("\n")
+    key_file().write_text("\n", encoding="utf-8")
     assert operator_key(LOOPBACK) is None
     with pytest.raises(ValueError, match=r"is empty: remove the file"):
         account_key()
@@ -71,13 +71,13 @@ def test_a_folder_that_cannot_be_written_is_named(account: Path) -> None:
 
 def test_processes_that_start_together_have_the_same_key() -> None:
     command = [sys.executable, "-c", "from sf_core.dataplane_key import account_key; print(account_key())"]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") for _ in range(4)]
     assert len({process.communicate()[0] for process in started}) == 1
 
 
 def test_the_command_prints_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-m", "sf_core", "key"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout
     assert printed == f"{account_key()}\n"
     monkeypatch.setenv("SF_DATAPLANE_KEY", "chosen")
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "chosen\n"
+    assert subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout == "chosen\n"

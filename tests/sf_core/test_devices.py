@@ -21,7 +21,7 @@ from tests.bench.refusals import check_sentence
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine on which nvidia-smi names cards of 80 GiB, and torch finds one."""
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 81920\n")
+    program.write_text("#!/bin/sh\necho 81920\n", encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

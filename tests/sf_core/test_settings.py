@@ -25,7 +25,7 @@ def test_what_a_users_module_raises_is_told_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, sentence: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "broken.py").write_text(text)
+    (tmp_path / "broken.py").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as refused:
         load_object("broken:tasks")
     expected = sentence.replace("FILE", str(tmp_path / "broken.py"))

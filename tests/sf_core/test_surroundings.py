@@ -36,6 +36,7 @@ def call(
         capture_output=True,
         text=True,
         timeout=patience(),
+        encoding="utf-8",
     )
 
 
@@ -49,7 +50,7 @@ def check_refused(done: subprocess.CompletedProcess[str], *names: str) -> None:
 def test_a_file_that_would_be_imported_instead_of_ours_is_named(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
-    file.write_text("")
+    file.write_text("", encoding="utf-8")
     package = file.relative_to(tmp_path).parts[0].removesuffix(".py")
     found = file.parent if file.name == "__init__.py" else file
     refused = call(tmp_path, SF, "settings")
@@ -59,7 +60,7 @@ def test_a_file_that_would_be_imported_instead_of_ours_is_named(tmp_path: Path, 
 def test_a_file_first_on_the_path_is_named_wherever_the_command_is_called(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     file = tmp_path / "code" / "storage.py"
-    file.write_text("")
+    file.write_text("", encoding="utf-8")
     refused = call(tmp_path, SF, "settings", PYTHONPATH=str(file.parent))
     check_refused(refused, str(file), f"remove {file.parent} from PYTHONPATH")
 
@@ -70,7 +71,7 @@ def test_a_folder_that_is_gone_is_no_place_for_a_command(tmp_path: Path) -> None
 
 
 def test_a_process_that_somebody_else_started_refuses_too(tmp_path: Path) -> None:
-    (tmp_path / "storage.py").write_text("")
+    (tmp_path / "storage.py").write_text("", encoding="utf-8")
     for module in ("flows.train", "flows.evaluate"):
         refused = call(tmp_path, sys.executable, "-m", module, "run.json")
         [last] = refused.stderr.strip().splitlines()[-1:]
@@ -78,7 +79,7 @@ def test_a_process_that_somebody_else_started_refuses_too(tmp_path: Path) -> Non
 
 
 def test_where_ours_are_first_a_file_of_the_same_name_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "tasks.py").write_text("")
+    (tmp_path / "tasks.py").write_text("", encoding="utf-8")
     check_names([str(ROOT), str(tmp_path)])
     # a folder that is no package is passed over for one that is
     (tmp_path / "data" / "storage").mkdir(parents=True)

@@ -41,7 +41,7 @@ def chained(task):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "mine_to_blame.py").write_text(AGENT)
+    (tmp_path / "mine_to_blame.py").write_text(AGENT, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     yield importlib.import_module("mine_to_blame")
@@ -75,13 +75,13 @@ def test_of_errors_raised_from_one_another_it_is_that_of_the_first(mine: Any) ->
 
 
 def test_an_error_of_ours_leads_to_the_users_error_that_caused_it(mine: Any) -> None:
-    Path("broken_to_blame.py").write_text("LIMIT = 1\nlimit = LIMITS\n")
+    Path("broken_to_blame.py").write_text("LIMIT = 1\nlimit = LIMITS\n", encoding="utf-8")
 
     assert own_place(raised(load_object, "broken_to_blame:tasks")) == "broken_to_blame.py:2"
 
 
 def test_of_code_that_python_cannot_read_it_is_the_line_of_that_code(mine: Any) -> None:
-    Path("unreadable_to_blame.py").write_text("LIMIT = 1\ndef tasks(:\n")
+    Path("unreadable_to_blame.py").write_text("LIMIT = 1\ndef tasks(:\n", encoding="utf-8")
 
     error = raised(importlib.import_module, "unreadable_to_blame")
 
@@ -89,7 +89,7 @@ def test_of_code_that_python_cannot_read_it_is_the_line_of_that_code(mine: Any) 
 
 
 def test_code_that_was_never_in_a_file_leads_to_who_ran_it(mine: Any) -> None:
-    Path("evaluating.py").write_text("def agent(task):\n    return eval(task)\n")
+    Path("evaluating.py").write_text("def agent(task):\n    return eval(task)\n", encoding="utf-8")
     evaluating = importlib.import_module("evaluating")
 
     assert own_place(raised(evaluating.agent, "1 +")) == "evaluating.py:2"
@@ -105,7 +105,7 @@ try:
 except ValueError as error:
     print(repr(own_place(error)))
 """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8")
 
     assert told.stdout == "''\n"
 

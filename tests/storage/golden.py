@@ -42,7 +42,7 @@ def write(folder: Path) -> None:
         "batches": plain(read_batch(run.path(batch.uri))),
         "metrics": read_metrics(run.path(metrics.uri)),
     }
-    (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
 
 
 def plain(table: pa.Table) -> Any:

@@ -23,7 +23,7 @@ from tests.bench.runs import configure, conversation, group_row, sample
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
-READING = (PAGES / "reading.md").read_text()
+READING = (PAGES / "reading.md").read_text(encoding="utf-8")
 QUERIES = dict(
     (part.split("\n", 1)[0].strip("# "), part.split("```python\n", 1)[1].split("```", 1)[0])
     for part in re.split(r"^(?=##+ )", READING, flags=re.MULTILINE)
@@ -34,7 +34,7 @@ QUERIES = dict(
 
 def documented(page: str, section: str, header: str) -> dict[str, str]:
     """Types by name in one table of a page."""
-    _, text = (PAGES / f"{page}.md").read_text().split(f"\n## {section}\n")
+    _, text = (PAGES / f"{page}.md").read_text(encoding="utf-8").split(f"\n## {section}\n")
     _, table = text.split(f"| {header} | type | meaning |\n|---|---|---|\n", 1)
     rows = re.findall(r"^\| (.+?) \| (.+?) \| .+ \|$", table.split("\n\n")[0], re.MULTILINE)
     return {
@@ -82,12 +82,14 @@ def test_every_field_of_a_turn_is_documented() -> None:
 
 
 def test_the_schema_version_is_documented() -> None:
-    assert f"The current schema version is {SCHEMA_VERSION}." in (PAGES / "trajectories.md").read_text()
+    assert f"The current schema version is {SCHEMA_VERSION}." in (PAGES / "trajectories.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_make_run_trains_the_run_that_the_pages_open() -> None:
     shown = subprocess.run(
-        ["make", "--dry-run", "run"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--dry-run", "run"], cwd=ROOT, capture_output=True, check=True, encoding="utf-8"
     ).stdout
     assert "sf train configs/quickstart.yaml --set run_id=quickstart\n" in shown
     opened = set(re.findall(r"runs/[^/\"']+(?=[/\"'])", "".join(QUERIES.values())))

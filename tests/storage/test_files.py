@@ -149,7 +149,7 @@ def test_removing_twice_is_no_error(run_anywhere: RunDirectory) -> None:
 
 def test_a_folder_is_copied_without_what_is_excluded(run_anywhere: RunDirectory, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, encoding="utf-8")
     files.copy_folder(str(tmp_path), run_anywhere.path("policy"), exclude=("*.safetensors",))
     assert files.list_files(run_anywhere.path("policy")) == [run_anywhere.path("policy", "config.json")]
 

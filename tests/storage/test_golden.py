@@ -19,7 +19,7 @@ from tests.storage.golden import DATA, ITERATION, plain, write
 @pytest.mark.parametrize("version", READ_VERSIONS)
 def test_files_that_were_written_once_are_read_as_they_were_meant(version: int) -> None:
     kept = DATA / f"v{version}"
-    expected = json.loads((kept / "expected.json").read_text())
+    expected = json.loads((kept / "expected.json").read_text(encoding="utf-8"))
 
     def part(kind: str) -> str:
         return RunDirectory(str(kept)).partition(kind, ITERATION) + "/part.parquet"

@@ -37,7 +37,11 @@ Read = Callable[[str], list[dict[str, Any]]]
 NO_SPARK = "pyspark is not installed (400 MB): pip install pyspark; it also needs Java 17"
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "readers.md"
-CODE = dict(re.findall(r"^### (.+?)\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+CODE = dict(
+    re.findall(
+        r"^### (.+?)\n.*?```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+)
 """Code of the page by its heading."""
 
 

@@ -36,7 +36,7 @@ def test_a_folder_goes_with_its_last_user() -> None:
 
 def test_what_a_killed_process_left_goes_when_the_next_folder_is_made_and_what_others_hold_stays() -> None:
     command = [sys.executable, "-c", HOLD]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as other:
         assert other.stdout is not None
         name = other.stdout.readline().strip()
         age(name)

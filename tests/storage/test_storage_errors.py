@@ -79,7 +79,7 @@ def test_a_server_that_does_not_answer_is_given_up(
 
 
 def test_a_folder_one_may_not_write_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(StorageError, match=r"file/x: the storage failed .*is a file, not a folder"):
         files.write_atomic(str(tmp_path / "file" / "x"), b"")
 
@@ -93,7 +93,7 @@ def test_a_storage_that_cannot_be_opened_says_why() -> None:
 
 @pytest.mark.parametrize("name", ["s3://nothing-here/runs", "file"])
 def test_a_folder_is_checked_before_it_is_used(s3_bucket: str, tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(StorageError, match=rf"{name}: "):
         files.check_writable(name if "://" in name else str(tmp_path / name))
     for folder in (f"{s3_bucket}/new/folder", str(tmp_path / "new" / "folder")):

@@ -31,7 +31,7 @@ _numbers = count()
 def parent_group() -> Path | None:
     """The group in which groups with limits can be made."""
     with suppress(OSError):
-        for line in OWN.read_text().splitlines():
+        for line in OWN.read_text(encoding="utf-8").splitlines():
             if line.startswith("0::/"):
                 own = MOUNT / line.removeprefix("0::/")
                 return next((group for group in (own, own.parent) if _can_limit(group)), None)
@@ -52,7 +52,7 @@ class ControlGroup:
         ):
             # there is no limit on swap where there is no swap
             with suppress(FileNotFoundError):
-                (self._folder / name).write_text(f"{most}")
+                (self._folder / name).write_text(f"{most}", encoding="utf-8")
 
     def join(self, words: list[str]) -> list[str]:
         """A command line that runs these words in the group."""
@@ -61,7 +61,7 @@ class ControlGroup:
     def num_killed(self) -> int:
         """Number of processes that were killed because there was no memory left."""
         with suppress(OSError, ValueError):
-            for line in (self._folder / "memory.events").read_text().splitlines():
+            for line in (self._folder / "memory.events").read_text(encoding="utf-8").splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
         return 0
@@ -74,7 +74,7 @@ class ControlGroup:
 
 def _can_limit(group: Path) -> bool:
     with suppress(OSError):
-        has = {"memory", "pids"} <= {*(group / "cgroup.subtree_control").read_text().split()}
+        has = {"memory", "pids"} <= {*(group / "cgroup.subtree_control").read_text(encoding="utf-8").split()}
         return has and os.access(group, os.W_OK) and os.access(group / "cgroup.procs", os.W_OK)
     return False
 

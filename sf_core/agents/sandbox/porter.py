@@ -174,7 +174,7 @@ def become_nobody() -> None:
 
 
 def put(path: str, content: str) -> None:
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(content)
 
 
@@ -287,7 +287,7 @@ def kill_all() -> None:
 
 def num_killed() -> int:
     for path in KILLS:
-        with suppress(OSError), open(path) as file:
+        with suppress(OSError), open(path, encoding="utf-8") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
     return 0
 

@@ -44,7 +44,7 @@ def create_project(name: str) -> list[Path]:
         whole = Path(begun, folder.name)
         whole.mkdir()
         for source, name_there in names.items():
-            text = (_TEMPLATE / f"{source}.template").read_text()
-            (whole / name_there).write_text(Template(text).substitute(module=module))
+            text = (_TEMPLATE / f"{source}.template").read_text(encoding="utf-8")
+            (whole / name_there).write_text(Template(text).substitute(module=module), encoding="utf-8")
         whole.rename(folder)
     return [folder / name_there for name_there in names.values()]

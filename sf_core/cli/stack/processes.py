@@ -95,7 +95,7 @@ def client_settings(authority: Path) -> dict[str, str]:
     """Settings of clients of our Prefect server, which requires CSRF tokens. It speaks plain HTTP, and to
     read all authorities in each task takes 20 ms: writes `authority` with only one of them."""
     end = "-----END CERTIFICATE-----\n"
-    authority.write_text(certifi.contents().partition(end)[0] + end)
+    authority.write_text(certifi.contents().partition(end)[0] + end, encoding="utf-8")
     return {"PREFECT_API_SSL_CERT_FILE": str(authority), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true"}
 
 

@@ -131,7 +131,12 @@ def _call(environment: dict[str, str], *module: str) -> list[str]:
     command = [sys.executable, "-m", *module]
     try:
         done = subprocess.run(
-            command, env=environment | PATIENT, capture_output=True, text=True, timeout=DEPLOY_S
+            command,
+            env=environment | PATIENT,
+            capture_output=True,
+            timeout=DEPLOY_S,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         raise StackError(f"{' '.join(module)} did not end within {DEPLOY_S:.0f} s") from None

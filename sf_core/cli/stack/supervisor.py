@@ -100,7 +100,9 @@ class Supervisor:
         self.processes |= {part.name: process for part, process in zip(parts, started, strict=True)}
         self.logs.mkdir(parents=True, exist_ok=True)
         programs = [process.part for process in self.processes.values()]
-        self._configuration.write_text(make_configuration(self.folder, self.logs, programs, self.stop_s))
+        text = make_configuration(self.folder, self.logs, programs, self.stop_s)
+        # supervisord reads its file in the locale's encoding
+        self._configuration.write_text(text, encoding="locale", errors="surrogateescape")
         if read_pid(self.folder) is None:
             self._launch()
         else:
@@ -215,7 +217,7 @@ class Process:
         return code
 
     def tail(self, lines: int = 5) -> str:
-        text = self.log.read_text(errors="replace").strip().splitlines()
+        text = self.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
         return " | ".join(text[-lines:]) or "(empty log)"
 
     def _info(self) -> dict[str, Any]:

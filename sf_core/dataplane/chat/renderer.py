@@ -237,21 +237,23 @@ class Renderer:
         at = max(text.rfind(stop) for stop in self.stop_texts.values())
         return (at, int(places[-1])) if at >= 0 and len(places) else None
 
-    def encode(self, text: str, after: str = "", most: float = inf) -> Ids:
+    def encode(self, text: str, after: str = "", most: float = inf, *, adds_special: bool = False) -> Ids:
         """Ids of a text that follows the special token `after`: some tokenizers put a space before text, but
-        only at the very beginning. Raises TooManyTokensError if a long text has `most` tokens or more."""
-        ids = self._encode(after + text, most + bool(after))
+        only at the very beginning. `adds_special`: the tokenizer adds its special tokens. Raises
+        TooManyTokensError if a long text has `most` tokens or more."""
+        ids = self._encode(after + text, most + bool(after), adds_special)
         if after:
             # an end of turn that is no added token is encoded together with the text
             is_apart = ids[0] == self._tokenizer.token_to_id(after)
             ids = ids[1:] if is_apart else self._encode(text, most)
         return ids
 
-    def _encode(self, text: str, most: float) -> Ids:
+    def _encode(self, text: str, most: float, adds_special: bool = False) -> Ids:
         if len(text) < LONG:
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+            encoding = self._tokenizer.encode(text, add_special_tokens=adds_special)
+            return np.array(encoding.ids, dtype=np.int32)
         # unlike `encode`, it lets other threads run, and notes no places: half the time and the memory
-        [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        [encoded] = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
         if len(encoded) >= most:
             # the list of them alone would hold up other threads
             raise TooManyTokensError(len(encoded))
@@ -355,7 +357,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _text(token: str | dict[str, Any]) -> str:

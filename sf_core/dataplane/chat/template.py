@@ -106,9 +106,12 @@ class ChatTemplates:
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Sources by name: of chat_template.jinja and additional_chat_templates/, else of tokenizer_config.json,
     which is `config`. Empty without any."""
-    found = {path.stem: path.read_text() for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    found = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in (folder / "additional_chat_templates").glob("*.jinja")
+    }
     if (folder / "chat_template.jinja").exists():
-        found[DEFAULT] = (folder / "chat_template.jinja").read_text()
+        found[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     given = config.get("chat_template")
     if found or not given:
         return found

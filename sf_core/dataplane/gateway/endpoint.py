@@ -170,7 +170,7 @@ def _ask(
     is_large: bool,
 ) -> Asked:
     rules, sees = turns.spec.rollout, turns.renderer.sight is not None
-    done = dialect.schema_fields if turns.spec.follows_grammars else ()
+    done = dialect.done_fields | (dialect.schema_fields if turns.spec.follows_grammars else frozenset())
     body = normalise(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
     requests = dialect.parse(body, session, sees)
     left_out = requests[0].left_out

@@ -23,7 +23,9 @@ class OpenRuns:
                 f"another data plane uses {folder}: give this data plane its own folder"
             ) from None
         self._file = folder / "open-runs.json"
-        self._journals: dict[str, str] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self._journals: dict[str, str] = (
+            json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
+        )
 
     @property
     def journals(self) -> list[Path]:
@@ -43,7 +45,7 @@ class OpenRuns:
         if journals == self._journals:
             return
         temporary = self._file.with_suffix(".tmp")
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             json.dump(journals, file)
             file.flush()
             os.fsync(file.fileno())

@@ -55,6 +55,8 @@ class Prepared(NamedTuple):
     """With the template options of the request."""
     grammar: str
     """What its answers follow; empty: nothing."""
+    adds_special: bool = False
+    """Whether the tokenizer adds its special tokens to the text."""
 
 
 async def open_turns(
@@ -133,7 +135,7 @@ def _prepare(renderer: Renderer, session: Session, request: TurnRequest, most: i
 
 def _draft(renderer: Renderer, session: Session, request: TurnRequest) -> Prepared:
     if isinstance(request.text_or_ids, str):
-        return Prepared(renderer.mend(request.text_or_ids), renderer, "")
+        return Prepared(renderer.mend(request.text_or_ids), renderer, "", request.adds_special)
     if request.text_or_ids is not None:
         return Prepared(_check_ids(renderer, request.text_or_ids), renderer, "")
     try:
@@ -160,7 +162,7 @@ def _encode(session: Session, draft: Prepared, most: float) -> Encoding:
         if isinstance(prompt, Draft):
             return prompt.encode(most)
         if isinstance(prompt, str):
-            prompt = _check_ids(renderer, renderer.encode(prompt, most=most))
+            prompt = _check_ids(renderer, renderer.encode(prompt, most=most, adds_special=draft.adds_special))
         _check_length(prompt.end if isinstance(prompt, Prompt) else len(prompt), most)
         return prompt
     except TooManyTokensError as error:

@@ -31,6 +31,8 @@ class TurnRequest:
     """System messages after the first are merged into it if the template refuses them elsewhere."""
     text_or_ids: str | list[int] | None = None
     """Text that is encoded as it is, or token ids; given instead of messages."""
+    adds_special: bool = False
+    """Whether the tokenizer adds its special tokens to that text, for example one that begins every text."""
     tools: list[Tool] = field(default_factory=list)
     """Tools as the chat template gets them."""
     template_options: dict[str, Any] = field(default_factory=dict)

@@ -19,7 +19,7 @@ _ROW = np.dtype(
         ("length", "i4"),  # tokens known: prompt and sampled
         ("cached", "i4"),  # leading tokens whose KV the slot holds
         ("mixed", "?"),  # earlier weights computed part of that KV
-        ("prompt", "i4"),  # tokens it started with
+        ("prompt", "i4"),  # tokens before the first one that was sampled in its turn
         ("limit", "i4"),  # length at which the budget or the context is used up
         ("reported", "i4"),  # length up to which tokens were reported
         ("report_every", "i4"),
@@ -98,7 +98,9 @@ class SlotTable:
         self.tokens[slot, :prompt] = request.prompt_ids
         row = self.rows[slot]
         row["running"], row["since"] = True, self._tick()
-        row["length"] = row["prompt"] = row["reported"] = prompt
+        row["length"] = row["reported"] = prompt
+        # what was sampled before an interruption differs between the requests of a group
+        row["prompt"] = prompt - request.position
         row["cached"], row["mixed"] = cached, False
         row["limit"] = min(prompt + request.max_tokens, self._context_length)
         row["report_every"] = 1 if request.stream else _REPORT_EVERY

@@ -142,7 +142,7 @@ class JudgeServer:
 
 def _count_kv_bytes(folder: str, num_calls: int) -> int:
     """Memory for the KV of so many calls, each as long as the model's context, as far as it is given."""
-    shape = json.loads(Path(folder, "config.json").read_text())
+    shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     length = longest_context(shape) or 2**15
     # one more: vLLM keeps a block for itself
     needed = cache_bytes(shape, num_calls + 1, length)

@@ -113,11 +113,13 @@ class PolicyFolder:
                 if "text_config" in config:
                     config["text_config"] = config["text_config"] | {"tie_word_embeddings": False}
         if {*files.values()} != {FILE_NAME}:
-            Path(self.path, INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+            Path(self.path, INDEX_NAME).write_text(
+                json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8"
+            )
         link = Path(self.path, FILE_NAME)
         link.unlink(missing_ok=True)
         link.symlink_to(path)
-        Path(self.path, "config.json").write_text(json.dumps(config))
+        Path(self.path, "config.json").write_text(json.dumps(config), encoding="utf-8")
         self._shapes = shapes
 
     def _write_head(self, path: str, file: BinaryIO, entries: dict[str, Entry]) -> None:
@@ -159,4 +161,4 @@ class PolicyFolder:
         processor = json.loads(read_bytes(join(self._start_dir, PROCESSOR)))
         size = {"shortest_edge": sight.min_pixels, "longest_edge": sight.max_pixels}
         kept = {key: value for key, value in processor.items() if key not in ("min_pixels", "max_pixels")}
-        Path(self.path, PROCESSOR).write_text(json.dumps(kept | {"size": size}))
+        Path(self.path, PROCESSOR).write_text(json.dumps(kept | {"size": size}), encoding="utf-8")

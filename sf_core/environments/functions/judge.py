@@ -17,7 +17,7 @@ import msgspec
 from sf_core.agents.sandbox import Sandbox, open_sandbox
 from sf_core.config.programs import SandboxLimits
 
-DRIVER = Path(__file__).with_name("driver.py").read_text()
+DRIVER = Path(__file__).with_name("driver.py").read_text(encoding="utf-8")
 
 CPU_S, WAIT_S = 1.0, 5.0
 """Time limits of one call, in seconds: CPU time and wall-clock time. The second limit is larger, because a

@@ -52,7 +52,7 @@ class Reporter:
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    out = open(os.dup(1), "w")  # noqa: SIM115, to the end
+    out = open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115, to the end
     os.dup2(2, 1)
     here = os.getcwd()
     # only now, so that no file of the repository stands in for one of pytest

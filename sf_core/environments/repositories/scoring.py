@@ -18,7 +18,7 @@ from sf_core.agents.sandbox import Ended, Sandbox, SandboxError
 from sf_core.environments.repositories.dataset import Instance, paths_in
 from sf_core.environments.repositories.patches import APPLY_S, STRICT, apply_patch, cut, fits
 
-INSIDE = Path(__file__).with_name("inside.py").read_text()
+INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 
 STEERING = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),

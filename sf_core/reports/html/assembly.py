@@ -38,7 +38,7 @@ def assemble(template: str, scripts: Sequence[str], data: Mapping[str, object], 
 
 
 def _asset(name: str) -> str:
-    return (package_files("sf_core.reports.html") / "assets" / name).read_text()
+    return (package_files("sf_core.reports.html") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

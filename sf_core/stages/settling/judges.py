@@ -84,6 +84,8 @@ def _find_fault(folder: str) -> str | None:
         return "is not a Hugging Face folder: config.json is missing"
     settings = Path(folder, "tokenizer_config.json")
     files = (Path(folder, name) for name in ("chat_template.jinja", "chat_template.json"))
-    if any(map(Path.is_file, files)) or (settings.is_file() and '"chat_template"' in settings.read_text()):
+    if any(map(Path.is_file, files)) or (
+        settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
+    ):
         return None
     return "has no chat template, which judges need: add chat_template.jinja to the folder"

@@ -9,7 +9,7 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES
 from sf_core.engines.registry import engine_kind
-from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, cache_bytes
+from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_parameters, cache_bytes
 from sf_core.pictures.sight import KEPT_BYTES, SEEING
 from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
@@ -26,6 +26,18 @@ from sf_core.training.policy_folder import count_parameters, count_tower, read_m
 
 _TRAINED_BYTES = 16
 """For each parameter that is trained, in float32: weight, gradient and Adam's two moments."""
+
+_HELD_BYTES = {"float32": 2.5, "bfloat16": 2.0}
+"""For each parameter, on one rank: the weights that passes read. In float32 some of them are not copied."""
+
+_LAYER_BYTES = 8
+"""For each parameter of a layer while its gradient is made: its fused weights and their gradients."""
+
+_HEAD_BYTES = {"float32": 4, "bfloat16": 6}
+"""For each parameter of the head while its gradient is made."""
+
+_TIED_BYTES = 12
+"""For each parameter of a head that is the embedding too, while its two gradients are added."""
 
 _SURE_PART = 0.7
 """Part of the estimate of activations that is certain: of Qwen3-8B it is a third above what was counted."""
@@ -46,7 +58,8 @@ class PolicySizes:
     cache: int
     """What an engine reserves for KV; 0 if it reserves nothing, or the model's shape is unknown."""
     rank: int
-    """What each rank trains, with its gradient and moments, and the weights that stay: its part of these."""
+    """What each rank trains, with its gradient and moments, and the weights that stay: its part of these. One
+    rank holds the weights of a step too, in the dtype of computing."""
     tower: int
     """What each rank holds of the tower of a policy that sees; `rank` includes it."""
     features: int
@@ -58,6 +71,10 @@ class PolicySizes:
     """Number of parameters of the policy."""
     activations: int
     """What a rank keeps of a micro-batch for the backward pass, about; 0 if the model's shape is unknown."""
+    head: int
+    """What the gradient of the head takes while a rank makes it, beside the activations."""
+    largest: int
+    """What the gradients of the largest module take while a rank makes them, without activations."""
     adapter: TrainedAdapter | None
     """What is trained, if it is not all weights."""
     derived: dict[str, Derived]
@@ -93,13 +110,16 @@ class PolicySizes:
         if engine_kind(config).reserves_cache:
             cache = cache_bytes(shape, engine.max_running, engine.context, policy.dtype_name)
         itemsize, trained = DTYPE_BYTES[policy.dtype_name], adapter.parameters if adapter else parameters
-        rank, kept = _rank_bytes(trained, config) * networks, 0
+        rank, kept, holds = _rank_bytes(trained, config) * networks, 0, _holds_weights(shape, config)
+        if holds:
+            rank += int(parameters * _HELD_BYTES[policy.dtype_name])
         if adapter is not None:
             kept = parameters * itemsize
             rank += -(-kept // config.train.workers)
         train = config.train
         shared_by = train.ranks_per_policy if train.backend == "megatron" else train.workers
         frozen = -(-frozen_bytes(config, parameters * itemsize) // shared_by)
+        head, largest = _gradient_bytes(shape, parameters, policy.dtype_name) if holds else (0, 0)
         return cls(
             weights=kept + (trained + tower) * itemsize,
             version=trained * itemsize,
@@ -110,11 +130,17 @@ class PolicySizes:
             frozen=frozen,
             checkpoint=trained * CHECKPOINT_BYTES * networks,
             parameters=parameters,
-            activations=_activation_bytes(shape, parameters, config),
+            activations=_activation_bytes(shape, parameters, trained, holds, config),
+            head=head,
+            largest=largest,
             adapter=adapter,
             derived=derived,
             config=config,
         )
+
+    def peak(self, sure_part: float = 1.0) -> int:
+        """The most that a rank takes in a step, if this part of the activations is kept."""
+        return self.rank + max(int(sure_part * self.activations) + self.head, self.largest)
 
     @property
     def held(self) -> str:
@@ -129,6 +155,12 @@ class PolicySizes:
         return f"{held}, with {' and '.join(beside)}" if beside else held
 
 
+def _holds_weights(shape: Mapping[str, Any], config: RunConfig) -> bool:
+    """Whether one rank holds all weights of the policy ready for the passes of a step."""
+    train, is_lean = config.train, shape.get("model_type") in (*LEAN_TYPES, *SEEING)
+    return train.backend != "megatron" and train.workers == 1 and train.lora is None and is_lean
+
+
 def _rank_bytes(parameters: int, config: RunConfig) -> int:
     train = config.train
     if train.backend != "megatron":
@@ -139,7 +171,18 @@ def _rank_bytes(parameters: int, config: RunConfig) -> int:
     return parameters * (weights + gradient) // train.ranks_per_policy + parameters * shared // train.workers
 
 
-def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConfig) -> int:
+def _gradient_bytes(shape: Mapping[str, Any], parameters: int, dtype: str) -> tuple[int, int]:
+    """What the gradients of the head take while a rank makes them, and those of the largest module."""
+    shape = shape.get("text_config") or shape
+    head = int(shape.get("vocab_size", 0)) * int(shape.get("hidden_size", 0))
+    is_tied = bool(shape.get("tie_word_embeddings"))
+    layer = max(0, parameters - head * (1 if is_tied else 2)) // int(shape.get("num_hidden_layers") or 1)
+    return head * _HEAD_BYTES[dtype], max(_LAYER_BYTES * layer, _TIED_BYTES * head * is_tied)
+
+
+def _activation_bytes(
+    shape: Mapping[str, Any], parameters: int, trained: int, is_held: bool, config: RunConfig
+) -> int:
     shape = shape.get("text_config") or shape
     try:
         hidden, inner, layers = (
@@ -152,8 +195,13 @@ def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConf
     of_layer = of_hidden * hidden + of_inner * inner
     # recomputed, a layer keeps its input alone, and one layer at a time the rest
     kept = layers * hidden + of_layer if train.recompute else layers * of_layer
-    # the projections with the weights of the norms multiplied into them; one rank holds all of them
-    fused = parameters // (layers if train.recompute and train.workers > 1 else 1)
+    # the projections with the weights of the norms multiplied into them, or factors, rounded and fused
+    fused = parameters // (layers if train.recompute else 1)
+    if train.workers == 1 and train.lora is not None:
+        fused = 2 * trained
+    elif is_held:
+        # they are counted with what stays for a step
+        fused = 0
     batch = _batch_tokens(config)
     tokens = min(train.tokens_per_microbatch, batch)
     return int((tokens * kept + fused) * itemsize) // train.ranks_per_policy
@@ -193,11 +241,12 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
                 f"{has}, but each of {train.workers} ranks needs {_gb(sizes.rank)} for {sizes.held}: raise "
                 "train.workers, or give the tag train to larger workers"
             )
-        if "train" in worker.tags and sizes.rank + _SURE_PART * sizes.activations > worker.memory:
+        if "train" in worker.tags and sizes.peak(_SURE_PART) > worker.memory:
             recompute = "" if train.recompute else "set train.recompute to true, or "
             raise ValueError(
                 f"{has}, but each of {train.workers} ranks needs {_gb(sizes.rank)} for {sizes.held}, and "
-                f"about {_gb(sizes.activations)} for activations with train.recompute "
+                f"about {_gb(sizes.peak() - sizes.rank)} for activations and intermediate gradients with "
+                "train.recompute "
                 f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
                 f"({train.tokens_per_microbatch})"
             )
@@ -214,7 +263,8 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
     often = "each iteration" if train.interval == 1 else f"every {train.interval} iterations"
     for_good = f", and those of every {train.keep_every} iterations" if train.keep_every else ""
     peak = (
-        f", and about {_gb(sizes.activations)} of activations: {_gb(sizes.rank + sizes.activations)} at most"
+        f", and about {_gb(sizes.peak() - sizes.rank)} of activations and intermediate gradients: "
+        f"{_gb(sizes.peak())} at most"
     )
     activations = peak if sizes.activations else ""
     features = f", and at most {_gb(sizes.features)} for features of pictures" if sizes.features else ""

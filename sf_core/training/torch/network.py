@@ -143,6 +143,8 @@ class Network:
             yield
             for module in modules:
                 module.held.give_gradients()
+                # the next module's gradients take the memory of this one's
+                module.held = None
         finally:
             for module in modules:
                 module.held = None

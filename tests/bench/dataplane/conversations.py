@@ -90,16 +90,16 @@ def family(name: str) -> Renderer:
     folder = Path(mkdtemp(prefix=f"{name}-"))
     backend.save(str(folder / "tokenizer.json"))
     template = TEMPLATES / f"{name}.jinja"
-    (folder / "chat_template.jinja").write_text(template.read_text())
+    (folder / "chat_template.jinja").write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
     config = {"bos_token": _SPECIAL[name][0], "eos_token": _SPECIAL[name][-1]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     eos = [backend.token_to_id(text) for text in _SPECIAL[name][-2 if name == "llama3" else -1 :]]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
     if name == "qwen2_5_vl":
         seeing = {"model_type": name, "image_token_id": backend.token_to_id(VISION[2])}
-        (folder / "config.json").write_text(json.dumps(seeing))
+        (folder / "config.json").write_text(json.dumps(seeing), encoding="utf-8")
         limits = {"min_pixels": 28 * 28, "max_pixels": 16 * 28 * 28}
-        (folder / "preprocessor_config.json").write_text(json.dumps(limits))
+        (folder / "preprocessor_config.json").write_text(json.dumps(limits), encoding="utf-8")
     return Renderer(str(folder))
 
 

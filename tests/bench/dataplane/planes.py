@@ -285,7 +285,7 @@ def running_process(port_file: Path, port: int, *options: str, module: str = "sf
     with subprocess.Popen([*command, *options]) as process:
         try:
             wait_until(port_file.exists)
-            yield f"http://127.0.0.1:{port_file.read_text()}"
+            yield f"http://127.0.0.1:{port_file.read_text(encoding='utf-8')}"
         finally:
             process.kill()
 

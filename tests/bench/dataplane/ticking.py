@@ -21,7 +21,7 @@ TICK_S = 0.001
 
 
 def read_rss() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
 
 class Ticking:

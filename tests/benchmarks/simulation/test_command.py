@@ -46,5 +46,5 @@ def test_a_wrong_argument_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("")
+    (tmp_path / "run.yaml").write_text("", encoding="utf-8")
     check_refused(tmp_path, arguments.split(), name, command=app)

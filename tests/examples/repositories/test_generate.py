@@ -23,7 +23,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "guides" / "agents" / "repositories.
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
 
 
 def test_the_example_of_the_documentation_makes_a_data_set_for_its_settings(
@@ -38,7 +40,7 @@ def test_the_example_of_the_documentation_makes_a_data_set_for_its_settings(
     }
     for name, text in files.items():
         (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "checkout" / name).write_text(text)
+        (tmp_path / "checkout" / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     [example] = blocks("python")
     assert "per_library=5" in example
@@ -56,8 +58,8 @@ def test_installed_libraries_give_two_hundred_instances_of_which_each_is_right(t
     command = [sys.executable, "-m", "examples.repositories.generate"]
     for name in ("one", "two"):
         subprocess.run([*command, str(tmp_path / name)], check=True)
-    made = (tmp_path / "one" / "dataset.jsonl").read_text()
-    assert made == (tmp_path / "two" / "dataset.jsonl").read_text()
+    made = (tmp_path / "one" / "dataset.jsonl").read_text(encoding="utf-8")
+    assert made == (tmp_path / "two" / "dataset.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in made.splitlines()]
     assert len(rows) >= 200 and len({row["repo"] for row in rows}) >= 10
     environment = Repositories.model_validate(
@@ -78,4 +80,4 @@ def test_installed_libraries_give_two_hundred_instances_of_which_each_is_right(t
 
 def test_equal_seeds_make_equal_data_sets(generated: Path, libraries: list[Library], tmp_path: Path) -> None:
     again = asyncio.run(generate(tmp_path / "again", libraries, per_library=2))
-    assert again.read_text() == (generated / "dataset.jsonl").read_text()
+    assert again.read_text(encoding="utf-8") == (generated / "dataset.jsonl").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ def die() -> str:
 
 @server.tool()
 def hang(mark: str) -> str:
-    Path(mark).write_text(str(os.getpid()))
+    Path(mark).write_text(str(os.getpid()), encoding="utf-8")
     time.sleep(600)
     return ""
 

@@ -37,15 +37,15 @@ class Host:
             None, None, "SSL_CERT_FILE", str(root / "cert.pem"), "SSL_CERT_DIR", str(root / "certs")
         )
         if bundle is not None:
-            (root / "cert.pem").write_text(pem(bundle))
+            (root / "cert.pem").write_text(pem(bundle), encoding="utf-8")
         for name, content in (("certs", folder), ("own-certs", own)):
             if content is not None:
                 (root / name).mkdir()
-                (root / name / "README").write_text(pem("Z"))
+                (root / name / "README").write_text(pem("Z"), encoding="utf-8")
                 for number, letter in enumerate(content):
-                    (root / name / f"{number:08x}.0").write_text(pem(letter))
-        (root / "certifi.pem").write_text(pem(library))
-        (root / "own.pem").write_text(pem(own))
+                    (root / name / f"{number:08x}.0").write_text(pem(letter), encoding="utf-8")
+        (root / "certifi.pem").write_text(pem(library), encoding="utf-8")
+        (root / "own.pem").write_text(pem(own), encoding="utf-8")
 
     def environ(self, file: str | None, folder: str | None) -> dict[str, str]:
         names = {"SSL_CERT_FILE": file, "SSL_CERT_DIR": folder}
@@ -74,7 +74,7 @@ class Host:
 def read(path: Path) -> set[str]:
     if path.is_dir():
         return {name for file in path.glob("*.0") for name in read(file)}
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return {line.removeprefix("# ") for line in lines if line.startswith("# ")}
 
 
@@ -145,7 +145,7 @@ def test_a_folder_takes_the_place_of_the_systems_file_only(
 
 def test_certificates_with_trust_of_their_own_are_others(tmp_path: Path) -> None:
     host = Host(tmp_path, "AB", "AB", "AB", "")
-    (tmp_path / "cert.pem").write_text(pem("AB") + pem("C", "TRUSTED CERTIFICATE"))
+    (tmp_path / "cert.pem").write_text(pem("AB") + pem("C", "TRUSTED CERTIFICATE"), encoding="utf-8")
     environ = host.environ("cert.pem", None)
     assert host.change(environ) == environ
 
@@ -163,7 +163,9 @@ def system_bundle() -> str:
 def variables(**environ: str) -> str:
     """The variables of a process that has started with these."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SSL_CERT_")}
-    return subprocess.check_output([sys.executable, "-c", CODE], env=clean | environ, text=True).strip()
+    return subprocess.check_output(
+        [sys.executable, "-c", CODE], env=clean | environ, text=True, encoding="utf-8"
+    ).strip()
 
 
 def test_a_process_of_this_host_reads_its_folder_instead_of_its_file(system_bundle: str) -> None:
@@ -175,7 +177,10 @@ def test_a_process_of_this_host_reads_its_folder_instead_of_its_file(system_bund
 
 def test_the_users_own_file_stays(tmp_path: Path) -> None:
     own = tmp_path / "own.pem"
-    own.write_text(Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")[0])
+    own.write_text(
+        Path(certifi.where()).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----\n")[0],
+        encoding="utf-8",
+    )
     assert variables(SSL_CERT_FILE=str(own)) == f"{own} None"
 
 

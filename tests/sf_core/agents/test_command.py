@@ -126,7 +126,7 @@ def test_a_program_is_found_on_the_path_or_from_the_folder_of_the_worker(
 ) -> None:
     program = tmp_path / "bin" / "my-agent"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho found $1\n")
+    program.write_text("#!/bin/sh\necho found $1\n", encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     assert run("bin/my-agent", "a b").answer == "found a b\n"
@@ -139,7 +139,7 @@ def test_a_program_is_found_on_the_path_or_from_the_folder_of_the_worker(
 
 def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program = tmp_path / "agent"
-    program.write_text("#!/bin/sh\n")
+    program.write_text("#!/bin/sh\n", encoding="utf-8")
     program.chmod(0o755)
     agent = CommandAgent(Command(command=(str(program),))).run
     program.unlink()
@@ -244,7 +244,7 @@ def test_the_time_begins_when_it_runs_and_ends_it(tmp_path: Path) -> None:
     failed = failure(f"echo started; echo $$ > {tmp_path}/pid; sleep 1000", timeout_s=timeout_s)
     assert str(failed) == f"the command ran longer than its timeout_s of {timeout_s:g} s"
     assert (failed.cause, failed.output) == ("time", "started\n")
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text(encoding="utf-8")))
 
 
 # tells its number when neither SIGTERM, nor its group, nor its variables lead to it any more
@@ -261,8 +261,12 @@ def test_what_it_leaves_running_ends_with_it() -> None:
 
 def family_of(pid_file: Path) -> list[psutil.Process]:
     """The command that wrote its number into this file, its keeper, and their children."""
-    wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"), "the command", every_s=0.01)
-    command = psutil.Process(int(pid_file.read_text()))
+    wait_until(
+        lambda: pid_file.exists() and pid_file.read_text(encoding="utf-8").endswith("\n"),
+        "the command",
+        every_s=0.01,
+    )
+    command = psutil.Process(int(pid_file.read_text(encoding="utf-8")))
     keeper = command.parent()
     return [keeper, *keeper.children(recursive=True)]
 
@@ -381,5 +385,7 @@ def test_it_works_outside_the_main_thread() -> None:
         "thread = threading.Thread(target=lambda: print(shell('echo 42').answer, end=''))\n"
         "thread.start()\nthread.join()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+    )
     assert (done.stdout, done.stderr) == ("42\n", "")

@@ -75,12 +75,12 @@ def test_the_documented_script_is_an_agent(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    page = (ROOT / "docs" / "guides" / "agents" / "command.md").read_text()
+    page = (ROOT / "docs" / "guides" / "agents" / "command.md").read_text(encoding="utf-8")
     setting = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0]
     script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     command = Command.model_validate(yaml.safe_load(setting)["environment"]["agent"])
     program = tmp_path / command.command[0]
-    program.write_text(script)
+    program.write_text(script, encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

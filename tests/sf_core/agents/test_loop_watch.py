@@ -62,7 +62,7 @@ async def test_a_machine_that_is_busy_blocks_no_loop(
     monkeypatch.setattr(loop_watch, "LOOK_S", 0.01)
 
     def queued_s() -> float:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
 
     async def agent() -> None:
         cores, began = os.sched_getaffinity(0), queued_s()

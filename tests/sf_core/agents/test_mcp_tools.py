@@ -111,7 +111,7 @@ def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
 
     with pytest.raises(LostToolError, match=r"^MCP server .*mcp_pad\.py stdio did not answer within 20 s$"):
         using(STDIO, use, timeout_s=20)
-    assert not psutil.pid_exists(int(mark.read_text()))
+    assert not psutil.pid_exists(int(mark.read_text(encoding="utf-8")))
 
 
 def test_a_session_that_is_cancelled_ends_its_server(tmp_path: Path) -> None:
@@ -123,14 +123,14 @@ def test_a_session_that_is_cancelled_ends_its_server(tmp_path: Path) -> None:
 
     async def cancelled() -> None:
         working = asyncio.create_task(work())
-        await until(lambda: working.done() or (mark.exists() and mark.read_text()))
+        await until(lambda: working.done() or (mark.exists() and mark.read_text(encoding="utf-8")))
         assert not working.done()
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working
 
     asyncio.run(cancelled())
-    assert not psutil.pid_exists(int(mark.read_text()))
+    assert not psutil.pid_exists(int(mark.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_version_computes_in_the_dtype_that_the_run_began_with(run_with_weight
 def test_prompts_are_asked_as_the_file_has_them_now(run_with_weights: RunDirectory, tmp_path: Path) -> None:
     file, measures = tmp_path / "ask, me: {now}.jsonl", Measures()
     for text in ("a", "b"):
-        file.write_text(json.dumps({"prompt": text}) + "\n")
+        file.write_text(json.dumps({"prompt": text}) + "\n", encoding="utf-8")
         evaluate_apart(run_with_weights.uri, None, None, file, [], measures)
     assert [config.environment.name for config in measures.asked] == ["prompts"] * 2
     assert [config.evaluate.num_tasks for config in measures.asked] == [1, 1]

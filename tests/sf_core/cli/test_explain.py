@@ -28,7 +28,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         file.write_text(
             yaml.safe_dump(
                 {**settings, "cluster": cluster, "storage": {"root": str(tmp_path / "runs")}}, sort_keys=False
-            )
+            ),
+            encoding="utf-8",
         )
         return str(file)
 

@@ -142,7 +142,10 @@ def test_an_emulated_run_is_said_to_have_no_policy(finished_run: RunDirectory, t
 
 def test_a_finished_run_goes_on_with_more_iterations(finished_run: RunDirectory, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": finished_run.uri.rsplit("/", 1)[0]}}))
+    file.write_text(
+        yaml.safe_dump({"run_id": "r", "storage": {"root": finished_run.uri.rsplit("/", 1)[0]}}),
+        encoding="utf-8",
+    )
     code, output = sf("train", str(file), "--set", "train.iterations=3")
     assert "run r: uses its stored configuration, except for train.iterations 3 (was 2)" in output
     assert (code, "no worker has the tag" in output) == (1, True), output
@@ -189,7 +192,7 @@ def test_the_log_that_is_named_has_the_traceback_of_the_users_error(
         reason = f"RuntimeError: the rollout: every session fails; the last failed session: {failed}'b'"
         flow = f"log: {stack.logs}/flow-train.log"
         assert failure(reason) == f"{reason}; {flow}"
-        (tmp_path / place / "worker-a0.log").write_text(logged.replace(":12:", ":7:"))
-        (tmp_path / place / "worker-a1.log").write_text(logged)
+        (tmp_path / place / "worker-a0.log").write_text(logged.replace(":12:", ":7:"), encoding="utf-8")
+        (tmp_path / place / "worker-a1.log").write_text(logged, encoding="utf-8")
         assert failure(reason) == f"{reason}; log: {tmp_path}/{place}/worker-a1.log"
         assert failure("ValueError: seed") == f"ValueError: seed; {flow}"

@@ -81,7 +81,7 @@ def test_held_out_rewards_appear_as_they_are_committed_whatever_the_storage_does
     in_the_way.mkdir(parents=True)
     assert held_out.look() == {}
     in_the_way.rmdir()
-    in_the_way.write_text("{")
+    in_the_way.write_text("{", encoding="utf-8")
     assert held_out.look() == {}
     in_the_way.unlink()
     for version in (0, 2):
@@ -140,12 +140,12 @@ def test_without_a_terminal_a_wait_is_told_once_as_the_data_plane_knows_it() -> 
 def test_the_new_lines_of_a_log_are_read_once_and_when_they_are_complete(tmp_path: Path) -> None:
     file = tmp_path / "flow.log"
     assert list(NewLines(file).read()) == []
-    file.write_text("old\n")
+    file.write_text("old\n", encoding="utf-8")
     new = NewLines(file)
-    with open(file, "a") as log:
+    with open(file, "a", encoding="utf-8") as log:
         for text, expected in (("", []), ("one\ntw", ["one"]), ("o\n\xfc\n", ["two", "\xfc"])):
             log.write(text)
             log.flush()
             assert list(new.read()) == expected
-    file.write_text("rotated\n")
+    file.write_text("rotated\n", encoding="utf-8")
     assert list(new.read()) == ["rotated"]

@@ -37,7 +37,7 @@ def test_a_run_that_cannot_work_is_refused_before_anything_starts(
     tmp_path: Path, setting: str, sentence: str
 ) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(f"storage:\n  root: {tmp_path / 'runs'}\n")
+    config.write_text(f"storage:\n  root: {tmp_path / 'runs'}\n", encoding="utf-8")
     code, output = sf("train", str(config), "--set", setting)
     assert (code, sentence in output) == (2, True), output
     assert not (tmp_path / "runs").exists()
@@ -155,7 +155,9 @@ def test_a_table_in_a_pipe_is_not_cut(tmp_path: Path) -> None:
         write_metrics(run, "devices", number, [figures])
     environment = {name: value for name, value in os.environ.items() if name != "DEVICE_COLUMNS"}
     command = [sys.executable, "-m", "sf_core", "inspect", run.uri]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        command, env=environment, capture_output=True, check=True, encoding="utf-8"
+    ).stdout
     assert "\N{HORIZONTAL ELLIPSIS}" not in output
     [row] = [line for line in output.splitlines() if line.startswith("10") and "100%" in line]
     assert row.split()[1:9] == ["100%"] * 8

@@ -34,7 +34,11 @@ def test_a_project_passes_its_own_tests_and_names_its_functions(tmp_path: Path) 
     assert (environment.agent, environment.reward) == ("till_agent:agent", "till_agent:reward")
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
     tested = subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": f"{ROOT}:{folder}"}, capture_output=True, text=True
+        command,
+        cwd=folder,
+        env={"PYTHONPATH": f"{ROOT}:{folder}"},
+        capture_output=True,
+        encoding="utf-8",
     )
     assert tested.returncode == 0, tested.stdout
     assert "6 passed" in tested.stdout
@@ -64,7 +68,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -
     script = 'ulimit -f 0; exec "$@"'
     command = ["bash", "-c", script, "bash", sys.executable, "-m", "sf_core", "init", "shop"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 2
     assert done.stderr.strip() == "error: shop cannot be written: File too large"

@@ -40,7 +40,7 @@ def test_a_kind_is_chosen_by_its_name_alone_or_with_its_settings() -> None:
 
 def test_a_formula_is_changed_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("train:\n  loss:\n    policy: {kind: clip, low: 0.1}\n")
+    path.write_text("train:\n  loss:\n    policy: {kind: clip, low: 0.1}\n", encoding="utf-8")
     changed = load_config(path, ["train.loss.policy={kind: cispo, high: 0.5}"])
     assert changed.train.loss.policy == Cispo(high=0.5)
     assert load_config(path, ["train.loss.policy.high=0.5"]).train.loss.policy == Clip(low=0.1, high=0.5)
@@ -87,8 +87,8 @@ def test_every_recipe_is_valid_and_has_a_page(path: Path) -> None:
     both = load_config(["quickstart", path])
     make_plan([Worker(name, frozenset(w.tags)) for name, w in local_workers(both, 0).items()], both)
     assert both != load_config("quickstart")
-    assert 10 <= len(path.read_text().splitlines()) <= 25
-    page = (ROOT / "docs" / "recipes" / f"{path.stem}.md").read_text()
+    assert 10 <= len(path.read_text(encoding="utf-8").splitlines()) <= 25
+    page = (ROOT / "docs" / "recipes" / f"{path.stem}.md").read_text(encoding="utf-8")
     assert re.search(rf"^sf train .*\b{path.stem}\b", page.split("```bash")[1], re.M)
     for part in ("When to use it", "Differences from the quickstart", "Metrics", "Known problems"):
         assert f"**{part}.**" in page
@@ -103,7 +103,7 @@ def test_a_recipe_that_only_chooses_tasks_or_devices_goes_with_a_formula(name: s
 
 
 def test_the_page_of_recipes_names_every_recipe_and_every_kind() -> None:
-    page = (ROOT / "docs" / "recipes" / "README.md").read_text()
+    page = (ROOT / "docs" / "recipes" / "README.md").read_text(encoding="utf-8")
     assert {f"{path.stem}.md" for path in RECIPES} == set(re.findall(r"^\| \[.*\]\((.*)\)", page, re.M))
     gates = page.split("| `rollout.gate`")[1].split("| `train.")[0]
     assert set(re.findall(r"^\| `(\w+)`", gates, re.M)) == set(kinds_of(AnyGate))

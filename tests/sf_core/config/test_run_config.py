@@ -16,7 +16,7 @@ from sf_core.settings import Settings
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text("seed: 3\nrollout:\n  group_size: 4\n")
+    path.write_text("seed: 3\nrollout:\n  group_size: 4\n", encoding="utf-8")
     return path
 
 
@@ -242,7 +242,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "broken.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=sentence):
         load_config(path)
 

@@ -25,7 +25,7 @@ def test_a_file_counts_over_a_name_and_a_folder_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("quickstart").write_text("seed: 7\n")
+    Path("quickstart").write_text("seed: 7\n", encoding="utf-8")
     Path("grpo").mkdir()
     assert load_config("quickstart") == RunConfig(seed=7)
     assert load_config("grpo") == load_config(CONFIGS / "recipes" / "grpo.yaml")
@@ -45,7 +45,7 @@ def test_every_setting_is_there_with_what_it_means() -> None:
 
 
 def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
-    (folder / "mine.yaml").write_text(text)
+    (folder / "mine.yaml").write_text(text, encoding="utf-8")
     return load_config(folder / "mine.yaml", list(overrides))
 
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_told_with_its_line(tmp_path: Path) -> None:
 def write(folder: Path, **texts: str) -> list[Path]:
     files = [folder / f"{name}.yaml" for name in texts]
     for file, text in zip(files, texts.values(), strict=True):
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     return files
 
 

@@ -43,7 +43,7 @@ def test_the_process_says_where_it_listens_and_ends_when_told(
     process: subprocess.Popen[bytes], port_file: Path, short_folder: Path
 ) -> None:
     wait_until(port_file.exists)
-    url = f"http://127.0.0.1:{port_file.read_text()}/healthz"
+    url = f"http://127.0.0.1:{port_file.read_text(encoding='utf-8')}/healthz"
     assert httpx.get(url, headers={"Authorization": "Bearer secret"}, timeout=patience()).json() == {
         "runs": 0
     }

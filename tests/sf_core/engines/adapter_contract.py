@@ -85,7 +85,9 @@ class AdapterEngineTests(FolderEngineTests):
 def _set(**values: object) -> Callable[[Path], None]:
     def spoil(file: Path) -> None:
         config = file.with_name(ADAPTER_CONFIG)
-        config.write_text(json.dumps(json.loads(config.read_text()) | values))
+        config.write_text(
+            json.dumps(json.loads(config.read_text(encoding="utf-8")) | values), encoding="utf-8"
+        )
 
     return spoil
 

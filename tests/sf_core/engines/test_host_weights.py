@@ -354,10 +354,10 @@ def test_tied_tensors_stay_tied(host: HostWeights, run_with_deltas: RunDirectory
 
 def test_other_files_of_the_folder_stay(host: HostWeights, run_with_deltas: RunDirectory) -> None:
     config = Path(host.folder) / "config.json"
-    config.write_text("{}")
+    config.write_text("{}", encoding="utf-8")
     for version in (1, 2, 4):
         host.fetch(ref(run_with_deltas, version))
-    assert config.read_text() == "{}"
+    assert config.read_text(encoding="utf-8") == "{}"
 
 
 def test_the_weights_are_in_shared_memory_if_it_has_room(

@@ -180,7 +180,7 @@ def test_another_process_scores_the_answer_of_a_task() -> None:
         "print(json.dumps([[tasks(*claim).task_id, reward(tasks(*claim))['doors']] for claim in claims]))"
     )
     words = [sys.executable, "-c", code, config.model_dump_json()]
-    printed = subprocess.run(words, capture_output=True, check=True, text=True).stdout
+    printed = subprocess.run(words, capture_output=True, check=True, encoding="utf-8").stdout
     assert json.loads(printed) == [["three/train-7", 3.0], ["one/train-7", 1.0], ["three/holdout-1", 3.0]]
 
 

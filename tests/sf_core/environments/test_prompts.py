@@ -13,7 +13,8 @@ def test_each_line_is_a_task_with_its_messages(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(
         '{"prompt": "Hello"}\n\n'
-        '{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "x"}]}\n'
+        '{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "x"}]}\n',
+        encoding="utf-8",
     )
     prompts = Prompts(file=str(file))
     assert len(prompts) == 2
@@ -38,7 +39,7 @@ def test_each_line_is_a_task_with_its_messages(tmp_path: Path) -> None:
 )
 def test_a_wrong_line_is_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as refused:
         len(Prompts(file=str(file)))
     assert f"{file}, {message}" in str(refused.value)
@@ -51,12 +52,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_changed_and_one_without_prompts_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n')
+    file.write_text('{"prompt": "a"}\n', encoding="utf-8")
     named = Prompts(file=str(file), sha256=Prompts(file=str(file)).digest)
     assert len(named) == 1
-    file.write_text('{"prompt": "b"}\n')
+    file.write_text('{"prompt": "b"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="the SHA-256 of the file differs from the setting sha256"):
         len(Prompts(file=str(file), sha256=named.sha256))
-    file.write_text("\n")
+    file.write_text("\n", encoding="utf-8")
     with pytest.raises(ValueError, match="has no prompts"):
         len(Prompts(file=str(file)))

@@ -59,7 +59,9 @@ def test_another_process_gets_the_same_tasks() -> None:
         "import json; from dataclasses import asdict; from sf_core.environments.quickstart import tasks;"
         "print(json.dumps([asdict(tasks(s, i)) for s in ('train', 'holdout') for i in (0, 1, 998, 999)]))"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8"
+    ).stdout
     here = [asdict(ENVIRONMENT.tasks(split, i)) for split in ("train", "holdout") for i in (0, 1, 998, 999)]
     assert json.loads(printed) == json.loads(json.dumps(here))
 

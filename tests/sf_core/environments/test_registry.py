@@ -77,7 +77,7 @@ class TestContractOfTheUsers(EnvironmentTests):
 
 def shop_of_the_docs() -> Environment:
     page = Path(__file__).parents[3] / "docs" / "guides" / "agents" / "environments.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     [code] = [block for block in blocks if "class Shop" in block]
     exec(code, found := {"__name__": "my_shop"})
     return found["Shop"](goods=300)
@@ -209,7 +209,9 @@ def test_what_has_no_demonstrations_cannot_warm_start_a_policy() -> None:
 def run_python(path: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder, with the packages at this path."""
     env = {**os.environ, "PYTHONPATH": str(path)}
-    return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=env, capture_output=True, encoding="utf-8"
+    )
 
 
 def test_an_example_is_found_from_any_folder(tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_an_example_is_refused_where_only_the_package_is_installed(tmp_path: Pat
     for package in NAMES:
         without = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, tmp_path / "installed" / package, ignore=without)
-    (tmp_path / "run.yaml").write_text("environment: {name: repair}")
+    (tmp_path / "run.yaml").write_text("environment: {name: repair}", encoding="utf-8")
     done = run_python(tmp_path / "installed", tmp_path, "-m", "sf_core", "plan", "run.yaml")
     assert done.returncode == 2, done.stdout
     sentence = done.stderr.removeprefix("error: ")

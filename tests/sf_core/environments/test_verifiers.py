@@ -131,5 +131,7 @@ def test_where_the_library_is_missing_it_is_said_how_to_install_it() -> None:
         "try: Verifiers(name='x')\n"
         "except ValueError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8"
+    ).stdout
     assert "the package verifiers is not installed here: install the extra seamlessflow[verifiers]" in said

@@ -213,7 +213,7 @@ def test_adapters_of_other_kinds_are_refused(
     tmp_path: Path, change: dict[str, object], sentence: str
 ) -> None:
     said = json.loads(Adapter(4, 8.0, ("q_proj",)).encode("a model")) | change
-    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said), encoding="utf-8")
     with pytest.raises(ValueError) as refused:
         read_adapter(str(tmp_path))
     assert sentence in str(refused.value)
@@ -223,7 +223,7 @@ def test_adapters_of_other_kinds_are_refused(
 @pytest.mark.parametrize("content", ["{", "[1]", None])
 def test_an_unreadable_description_is_named(tmp_path: Path, content: str | None) -> None:
     if content is not None:
-        (tmp_path / "adapter_config.json").write_text(content)
+        (tmp_path / "adapter_config.json").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=r"adapter_config.json cannot be read"):
         read_adapter(str(tmp_path))
 

@@ -40,9 +40,9 @@ def test_limit_below_the_processors_least_is_refused() -> None:
 
 
 def write_folder(folder: Path, config: dict[str, object], processor: str | None) -> str:
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if processor is not None:
-        (folder / PROCESSOR).write_text(processor)
+        (folder / PROCESSOR).write_text(processor, encoding="utf-8")
     return str(folder)
 
 

@@ -17,7 +17,9 @@ from sf_core.training.torch.trainer import ModelTrainer
 from tests.bench.training.batches import grouped_rows, make_batch
 from tests.sf_core.recipes.batches import of_sessions, samples
 
-PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "training" / "your-loss.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "training" / "your-loss.md").read_text(
+    encoding="utf-8"
+)
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     for language, name in {"yaml": "my-loss.yaml", "python": "my_loss.py"}.items():
         [block] = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.M | re.S)
         assert block.startswith(f"# {name}")
-        (tmp_path / name).write_text(block)
+        (tmp_path / name).write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     return load_config(["quickstart", tmp_path / "my-loss.yaml"])
 

@@ -393,7 +393,7 @@ def test_on_loopback_of_another_machine_a_data_plane_cannot_be_asked(root: Path)
     code, output = sf("gc", str(root))
     assert (code, "skipped: a: it is unknown" in output) == (0, True)
     assert "b checkpoints/00001" in output and "c checkpoints/00001" in output
-    Path(attempt).write_text('{"dataplane": ""}')
+    Path(attempt).write_text('{"dataplane": ""}', encoding="utf-8")
     assert "a stopped 3/4" in sf("ls", run.uri)[1]
     assert len(names(run)) == 4
 

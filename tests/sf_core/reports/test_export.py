@@ -60,7 +60,7 @@ def written(uri: str, to: str, out: str) -> tuple[int, dict[str, int]]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def without_nulls(value: Any) -> Any:
@@ -121,7 +121,7 @@ def test_sharegpt_speakers_take_turns(sampled_run: RunDirectory, tmp_path: Path)
 
 
 def documents(folder: Path) -> dict[str, Any]:
-    return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in folder.iterdir()}
 
 
 def test_atif_has_a_document_per_session_with_calls_and_results_in_one_step(
@@ -291,12 +291,12 @@ def test_the_command_says_what_it_wrote(sampled_run: RunDirectory, tmp_path: Pat
 def test_what_cannot_be_written_is_one_sentence(
     sampled_run: RunDirectory, tmp_path: Path, to: str, out: str, sentence: str
 ) -> None:
-    (tmp_path / "taken.jsonl").write_text("mine")
-    (tmp_path / "file").write_text("")
+    (tmp_path / "taken.jsonl").write_text("mine", encoding="utf-8")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     code, output = sf("export", sampled_run.uri, "--to", to, str(tmp_path / out))
     assert code == 2
     assert sentence in output
-    assert (tmp_path / "taken.jsonl").read_text() == "mine"
+    assert (tmp_path / "taken.jsonl").read_text(encoding="utf-8") == "mine"
 
 
 def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
@@ -344,7 +344,9 @@ def test_texts_of_one_message_are_joined_and_large_integers_stay(tmp_path: Path)
         out = tmp_path / name
         assert written(run.uri, to, str(out))[0] == 1
         [path] = [out] if out.is_file() else out.rglob("*.json")
-        assert "one\\ntwo" in path.read_text() and str(10**30) in path.read_text()
+        assert "one\\ntwo" in path.read_text(encoding="utf-8") and str(10**30) in path.read_text(
+            encoding="utf-8"
+        )
 
 
 def seen_run(tmp_path: Path, said: str = "press") -> tuple[RunDirectory, list[str]]:
@@ -399,7 +401,7 @@ def test_pictures_are_parts_with_files_in_atif(tmp_path: Path) -> None:
     run, pictures = seen_run(tmp_path)
     export(run.uri, "atif", str(tmp_path / "out"))
     (file,) = (tmp_path / "out").iterdir()
-    first, second, third = json.loads(file.read_text())["steps"]
+    first, second, third = json.loads(file.read_text(encoding="utf-8"))["steps"]
     assert first["message"] == [{"type": "text", "text": "press"}, image_of(pictures[0])]
     assert second["message"] == "" and third["message"] == "4 and 6"
     assert second["observation"]["results"][0]["content"] == [image_of(pictures[1])]

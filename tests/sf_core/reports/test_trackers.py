@@ -123,7 +123,7 @@ def test_a_tracker_that_is_away_costs_a_line_of_the_log_and_gets_it_later(
 ) -> None:
     measure(empty_run, 0)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/missing/folder/mlflow.db")
-    (tmp_path / "missing").write_text("a file where the folder should be")
+    (tmp_path / "missing").write_text("a file where the folder should be", encoding="utf-8")
     with caplog.at_level(logging.WARNING), Trackers(empty_run, config_of(mlflow="agents")):
         pass
     assert [r.message.partition(" its metrics")[0] for r in caplog.records if "run-1" in r.message] == [

@@ -58,7 +58,7 @@ def test_only_what_ended_lately_is_read(tmp_path: Path) -> None:
 
 def test_spans_that_cannot_be_written_are_an_error_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "timeline").write_text("in the way")
+    (tmp_path / "run" / "timeline").write_text("in the way", encoding="utf-8")
     timeline = Timeline(RunDirectory(str(tmp_path / "run")), "r0", "rollout", "r0.1")
     with pytest.raises(OSError), timeline:
         timeline.flush()

@@ -169,7 +169,9 @@ def has_torch(process: psutil.Process) -> bool:
 
 
 def thread_names(process: psutil.Process) -> list[str]:
-    return [name.read_text().strip() for name in Path(f"/proc/{process.pid}/task").glob("*/comm")]
+    return [
+        name.read_text(encoding="utf-8").strip() for name in Path(f"/proc/{process.pid}/task").glob("*/comm")
+    ]
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -189,7 +191,7 @@ for name in {template_modules(("rollout", "train", "agent", "cpu"))}:
     importlib.import_module(name)
 assert not torch.cuda.is_initialized()
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, encoding="utf-8")
     assert done.returncode == 0, done.stderr
 
 

@@ -174,7 +174,10 @@ def test_a_changed_adapter_is_no_version_0(tmp_path: Path) -> None:
     run = begin(tmp_path, train={"lora": {"rank": 1}})
     started(run)
     about = Path(run.start_adapter_dir, "adapter_config.json")
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"lora_alpha": 3}, indent=2))
+    about.write_text(
+        json.dumps(json.loads(about.read_text(encoding="utf-8")) | {"lora_alpha": 3}, indent=2),
+        encoding="utf-8",
+    )
     with pytest.raises(
         ValueError, match=r"start/adapter/adapter_config\.json: the content differs from what sta"
     ):
@@ -186,7 +189,7 @@ def test_a_start_folder_that_is_made_again_has_a_new_adapter(tmp_path: Path) -> 
     started(run)
     run.discard_start()
     assert run.version_dir(0) == run.start_dir
-    run.write_config(RunConfig.model_validate_json(Path(run.path("config.json")).read_text()))
+    run.write_config(RunConfig.model_validate_json(Path(run.path("config.json")).read_text(encoding="utf-8")))
     started(run)
     assert run.version_dir(0) == run.start_adapter_dir
 

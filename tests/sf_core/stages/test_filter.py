@@ -402,7 +402,7 @@ def test_an_id_that_would_end_the_teachers_server_is_not_sent(
     tmp_path: Path, small_policy: str, teacher: tuple[dict[str, Any], list[list[int]]]
 ) -> None:
     named, asked = teacher
-    known = json.loads(Path(small_policy, "config.json").read_text())["vocab_size"]
+    known = json.loads(Path(small_policy, "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rows = [with_ids(answered(0, 0, 1.0), 1, 2, known - 1), with_ids(answered(0, 1, 0.0), 1, known, 2)]
     with pytest.raises(ValueError) as refused:
         filtered(RunDirectory(str(tmp_path / "run")), rows, teacher=named | {"tokenizer": small_policy})

@@ -74,14 +74,14 @@ def test_a_run_names_and_exports_the_dtype_that_is_served(tmp_path: Path, stored
 def test_the_dtype_is_named_by_the_word_that_the_configuration_has_for_it(
     tmp_path: Path, policy_copy: Path
 ) -> None:
-    shape = json.loads((policy_copy / "config.json").read_text())
+    shape = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
     del shape["dtype"]
     for known, named in (({}, "dtype"), ({"torch_dtype": "float32"}, "torch_dtype")):
-        (policy_copy / "config.json").write_text(json.dumps(shape | known))
+        (policy_copy / "config.json").write_text(json.dumps(shape | known), encoding="utf-8")
         directory = RunDirectory(str(tmp_path / f"run-{named}"))
         configure(directory, policy={"model": str(policy_copy), "dtype": "bfloat16"})
         started(directory)
-        copied = json.loads((Path(directory.start_dir) / "config.json").read_text())
+        copied = json.loads((Path(directory.start_dir) / "config.json").read_text(encoding="utf-8"))
         assert copied == shape | {named: "bfloat16"}
 
 
@@ -97,7 +97,10 @@ def test_a_run_keeps_the_dtype_that_was_fast_where_it_started(
     monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: not is_fast)
     run = OpenRun(RunRef("run", directory.uri, dataplane_url="", attempt=2))
     assert run.config.policy.dtype == DTYPES[is_fast]
-    assert json.loads(Path(directory.start_dir, "config.json").read_text())["dtype"] == DTYPES[is_fast]
+    assert (
+        json.loads(Path(directory.start_dir, "config.json").read_text(encoding="utf-8"))["dtype"]
+        == DTYPES[is_fast]
+    )
 
 
 DTYPES = {False: "float32", True: "bfloat16"}
@@ -179,7 +182,7 @@ def test_a_model_that_cannot_be_talked_to_is_refused_before_anything_starts(
 
 
 def test_a_broken_tokenizer_is_refused_in_one_sentence(tmp_path: Path, policy_copy: Path) -> None:
-    (policy_copy / "tokenizer.json").write_text("{}")
+    (policy_copy / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError) as refused:
         check_start(from_model(RunDirectory(str(tmp_path / "r")), policy_copy))
     check_sentence(str(refused.value), f"policy.model: {policy_copy}: tokenizer or template is broken: ")
@@ -247,8 +250,8 @@ def test_policies_that_the_trainers_could_not_hold_are_refused_before_the_start(
         check_start(RunConfig.model_validate({"train": train}))
     config = from_model(RunDirectory(str(tmp_path / "r")), policy_copy, train={"backend": "megatron"})
     check_start(config)
-    shape = json.loads((policy_copy / "config.json").read_text())
-    (policy_copy / "config.json").write_text(json.dumps(shape | {"model_type": "mistral"}))
+    shape = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
+    (policy_copy / "config.json").write_text(json.dumps(shape | {"model_type": "mistral"}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"model_type is mistral: use train\.backend torch"):
         check_start(config)
 
@@ -257,7 +260,7 @@ def test_heads_of_which_vllm_on_the_cpu_knows_none_are_refused_before_the_start(
     tmp_path: Path, policy_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    shape = json.loads((policy_copy / "config.json").read_text())
+    shape = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
     narrow = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape | {"head_dim": 16}))
     narrow.save_pretrained(policy_copy)
 
@@ -278,13 +281,17 @@ def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
 ) -> None:
     run = RunDirectory(str(tmp_path / "r"))
     config = from_model(run, policy_copy, engine={"context_length": 2048})
-    shape = json.loads((policy_copy / "config.json").read_text())
-    (policy_copy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1024}))
+    shape = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
+    (policy_copy / "config.json").write_text(
+        json.dumps(shape | {"max_position_embeddings": 1024}), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match=r"is 2048, but the model \(qwen3\) supports at most 1024 tokens"):
         check_start(config)
-    (policy_copy / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
+    (policy_copy / "config.json").write_text(
+        json.dumps(shape | {"max_position_embeddings": 2048}), encoding="utf-8"
+    )
     check_start(config)
-    (policy_copy / "config.json").write_text("{")
+    (policy_copy / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json cannot be read: "):
         check_start(config)
 
@@ -294,7 +301,7 @@ def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
     tmp_path: Path, command: str
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(f"storage: {{root: {tmp_path}}}\nengine: {{max_running: 2000000000}}\n")
+    file.write_text(f"storage: {{root: {tmp_path}}}\nengine: {{max_running: 2000000000}}\n", encoding="utf-8")
     code, output = sf(command, str(file))
     assert code != 0 and "worker r0 has " in output, output
     assert "for the KV cache of 2000000000 requests (engine.max_running)" in output
@@ -302,7 +309,7 @@ def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
 
 
 def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(policy_copy: Path) -> None:
-    config = json.loads((policy_copy / "config.json").read_text())
+    config = json.loads((policy_copy / "config.json").read_text(encoding="utf-8"))
     foretold = cache_bytes(config, 10**11, 40)
     assert foretold is not None
     device = torch.device("cpu")

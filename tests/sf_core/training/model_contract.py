@@ -352,7 +352,10 @@ class FullModelTests(ModelTests):
 
     def test_a_critic_has_the_gradient_of_its_values(self, policy: str) -> None:
         batch, setup = varied_rows(), self.setup(policy)
-        if json.loads(Path(policy, "config.json").read_text())["model_type"] in HEADS_OF_THEIR_OWN:
+        if (
+            json.loads(Path(policy, "config.json").read_text(encoding="utf-8"))["model_type"]
+            in HEADS_OF_THEIR_OWN
+        ):
             with pytest.raises(ValueError, match=r"train\.critic does not support model_type"):
                 setup.model(SingleRank(), values=True)
             return

@@ -29,7 +29,7 @@ def warmed(steps: int, size: int, **more: Any) -> RunConfig:
 
 def written(folder: Path, *lines: str) -> str:
     path = folder / "shown.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines))
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return str(path)
 
 
@@ -126,7 +126,7 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 
 def with_template(folder: Path, template: str) -> Renderer:
     make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return open_renderer(str(folder))
 
 

@@ -30,7 +30,10 @@ from tests.sf_core.stages.test_start import from_model, started
 
 
 def rewrite(file: Path, **facts: Any) -> None:
-    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | facts))
+    file.write_text(
+        json.dumps((json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}) | facts),
+        encoding="utf-8",
+    )
 
 
 def be(**facts: Any) -> Callable[[Path], None]:
@@ -55,7 +58,7 @@ def as_policy_of_a_run(model: Path) -> None:
     (model / "policy").mkdir()
     for file in files:
         file.rename(model / "policy" / file.name)
-    (model / "config.json").write_text('{"run_id": "r"}')
+    (model / "config.json").write_text('{"run_id": "r"}', encoding="utf-8")
 
 
 def as_codes(dtype: torch.dtype) -> Callable[[Path], None]:
@@ -70,7 +73,8 @@ def with_channels(model: Path) -> None:
     """A template after gpt-oss's."""
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}"
-        "<|message|>{{ m.content }}<|im_end|>{% endfor %}<|start|>assistant"
+        "<|message|>{{ m.content }}<|im_end|>{% endfor %}<|start|>assistant",
+        encoding="utf-8",
     )
 
 
@@ -227,7 +231,7 @@ PLAIN = f"{TOOLS}{LOOP}{SAID}{CALLS}{END}"
 def test_it_is_said_what_a_template_does_with_messages(
     policy_copy: Path, template: str, facts: list[str], lists: str
 ) -> None:
-    (policy_copy / "chat_template.jinja").write_text(template)
+    (policy_copy / "chat_template.jinja").write_text(template, encoding="utf-8")
     check_model_folder(str(policy_copy))
     said = describe_policy(str(policy_copy)).split("; ")
     assert set(facts) <= set(said)
@@ -243,7 +247,7 @@ def test_it_is_said_what_a_template_does_with_messages(
 
 def test_a_template_for_requests_with_tools_alone_shows_them(policy_copy: Path) -> None:
     refusal = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}"
-    (policy_copy / "chat_template.jinja").write_text(refusal + PLAIN)
+    (policy_copy / "chat_template.jinja").write_text(refusal + PLAIN, encoding="utf-8")
     assert "its chat template shows tools, and calls are read as plain" in describe_policy(str(policy_copy))
 
 
@@ -265,7 +269,7 @@ def test_a_policy_that_sees_has_the_names_that_qwen_gives(tmp_path: Path) -> Non
 
 def test_a_policy_that_sees_attends_and_turns_as_it_is_trained(tmp_path: Path) -> None:
     folder = seeing_policy(str(tmp_path))
-    shape = json.loads((tmp_path / "config.json").read_text())
+    shape = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     stretched = {"rope_type": "dynamic", "factor": 2.0}
     for text in (
         {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8},
@@ -285,7 +289,7 @@ def test_the_end_that_only_the_template_says_is_planned_and_named_in_the_start_f
     run = RunDirectory(str(tmp_path / "r"))
     from_model(run, base_model)
     started(run)
-    named = json.loads(Path(run.start_dir, "generation_config.json").read_text())
+    named = json.loads(Path(run.start_dir, "generation_config.json").read_text(encoding="utf-8"))
     renderer = open_renderer(run.start_dir)
     # a server of the trained policy takes its ends from there
     assert (tuple(named["eos_token_id"]), named["top_k"]) == (renderer.stop_token_ids, 20)

@@ -76,9 +76,9 @@ def test_the_digest_is_of_weights_and_configuration_and_of_no_place(
     moved = RunDirectory(str(Path(taught.uri).rename(tmp_path / "moved" / taught.run_id)))
     assert find_teacher(f"{moved.uri}@3").digest() == before
     assert find_teacher(f"{moved.uri}@2").digest() == find_teacher(moved.start_dir).digest() != before
-    Path(moved.start_dir, "generation_config.json").write_text("{}")
+    Path(moved.start_dir, "generation_config.json").write_text("{}", encoding="utf-8")
     assert find_teacher(f"{moved.uri}@3").digest() == before
-    with open(Path(moved.start_dir, "config.json"), "a") as file:
+    with open(Path(moved.start_dir, "config.json"), "a", encoding="utf-8") as file:
         file.write(" ")
     assert find_teacher(f"{moved.uri}@3").digest() != before
 
@@ -146,7 +146,7 @@ def test_a_teacher_must_have_a_tokenizer_and_know_every_id(small_policy: str, po
     (policy_copy / "config.json").unlink()
     # a tokenizer alone does not say it
     check_vocabulary(policy, size + 28, str(policy_copy), "here")
-    (policy_copy / "tokenizer.json").write_text("{}")
+    (policy_copy / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match=r"here: .*/tokenizer.json cannot be read: "):
         check_vocabulary(policy, size, str(policy_copy), "here")
     (policy_copy / "tokenizer.json").unlink()

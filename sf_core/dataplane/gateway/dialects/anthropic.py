@@ -59,6 +59,7 @@ class Anthropic:
     paths: tuple[str, ...] = ("/v1/messages",)
     count: Count | None = Count(("/v1/messages/count_tokens",), "input_tokens")
     schema_fields = frozenset({"output_config.format", "output_format"})
+    done_fields: frozenset[str] = frozenset()
     has_ids = False
     header: bytes | None = b"anthropic-version"
     overflow = "prompt is too long: {tokens} tokens > {most} maximum. Please shorten the {param}.", "messages"

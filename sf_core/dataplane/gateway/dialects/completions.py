@@ -30,6 +30,7 @@ class Completions(OpenAI):
     name = "completions"
     paths: tuple[str, ...] = ("/v1/completions",)
     overflow = OVERFLOW, "prompt"
+    done_fields = frozenset({"add_special_tokens"})
     has_ids = True
 
     def parse(self, body: Body, session: Session, sees: bool = False) -> list[TurnRequest]:
@@ -48,6 +49,7 @@ class Completions(OpenAI):
         return [
             TurnRequest(
                 text_or_ids=prompt,
+                adds_special=get(body, "add_special_tokens", (bool,), True),
                 stop=parse_stop(body),
                 max_tokens=positive(body, "max_tokens") or DEFAULT_MAX_TOKENS,
                 sampling=read_sampling(body),

@@ -81,6 +81,7 @@ class Google:
     paths: tuple[str, ...] = _paths("generateContent", STREAMED)
     count: Count | None = Count(_paths("countTokens"), "totalTokens")
     schema_fields = frozenset({"response_mime_type", "response_schema", "response_json_schema"})
+    done_fields: frozenset[str] = frozenset()
     has_ids = False
     header: bytes | None = b"x-goog-api-key"
     overflow = (

@@ -22,6 +22,7 @@ OVERFLOW = (
 class OpenAI:
     count: Count | None = None
     schema_fields: frozenset[str] = frozenset()
+    done_fields: frozenset[str] = frozenset()
     has_ids = False
     header: bytes | None = None
     overflow = OVERFLOW, "messages"

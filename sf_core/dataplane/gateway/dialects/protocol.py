@@ -59,6 +59,9 @@ class Dialect(Protocol):
     schema_fields: frozenset[str]
     """Fields of `UNDONE` that hold answers to a schema, which it reads for runs whose engines can do so."""
 
+    done_fields: frozenset[str]
+    """Fields of `UNDONE` that it supports, although others do not."""
+
     has_ids: bool
     """Prompts may be lists of token ids, which are then the only values that a body may have many of."""
 

@@ -26,7 +26,7 @@ def podman_for_tests(folder: Path) -> Path:
     places = folder / "bin"
     places.mkdir()
     if os.path.ismount(unified):
-        (places / "podman").write_text(WRAPPED.format(unified=unified, podman=found))
+        (places / "podman").write_text(WRAPPED.format(unified=unified, podman=found), encoding="utf-8")
         (places / "podman").chmod(0o755)
     return places
 
@@ -48,7 +48,7 @@ def tests_image(folder: Path) -> Iterator[str]:
 
 
 def _podman(*words: str) -> None:
-    subprocess.run(["podman", *words], check=True, capture_output=True, text=True)
+    subprocess.run(["podman", *words], check=True, capture_output=True, encoding="utf-8")
 
 
 def _files() -> set[Path]:
@@ -66,4 +66,4 @@ def _files() -> set[Path]:
 
 def _told(*words: str) -> str:
     # names that other packages provide are no packages, and said to be none
-    return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8").stdout

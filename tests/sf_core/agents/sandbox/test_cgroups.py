@@ -17,9 +17,9 @@ from tests.bench.sandboxes import inside
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A group of this process beside which groups with limits can be made."""
     (tmp_path / "app.slice" / "ours.scope").mkdir(parents=True)
-    (tmp_path / "own").write_text("4:memory:/elsewhere\n0::/app.slice/ours.scope\n")
-    (tmp_path / "app.slice" / "cgroup.subtree_control").write_text("cpu memory pids\n")
-    (tmp_path / "app.slice" / "cgroup.procs").write_text("")
+    (tmp_path / "own").write_text("4:memory:/elsewhere\n0::/app.slice/ours.scope\n", encoding="utf-8")
+    (tmp_path / "app.slice" / "cgroup.subtree_control").write_text("cpu memory pids\n", encoding="utf-8")
+    (tmp_path / "app.slice" / "cgroup.procs").write_text("", encoding="utf-8")
     monkeypatch.setattr(cgroups, "MOUNT", tmp_path)
     monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
     return tmp_path / "app.slice"
@@ -27,7 +27,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_group_is_made_where_memory_and_processes_can_be_limited(groups: Path) -> None:
     assert cgroups.parent_group() == groups
-    (groups / "cgroup.subtree_control").write_text("cpu\n")
+    (groups / "cgroup.subtree_control").write_text("cpu\n", encoding="utf-8")
     assert cgroups.parent_group() is None
 
 
@@ -36,16 +36,16 @@ def test_a_sandbox_begins_in_its_group(groups: Path) -> None:
 
     async def work(box: Sandbox) -> Ended:
         [group] = groups.glob(f"sf-sandbox-{os.getpid()}-*")
-        assert (group / "memory.max").read_text() == str(132 * 2**20)
-        assert (group / "pids.max").read_text() == "9"
+        assert (group / "memory.max").read_text(encoding="utf-8") == str(132 * 2**20)
+        assert (group / "pids.max").read_text(encoding="utf-8") == "9"
         assert box.limits_by == "cgroup"
-        assert (group / "cgroup.procs").read_text().strip().isdigit()
+        assert (group / "cgroup.procs").read_text(encoding="utf-8").strip().isdigit()
         assert (await box.run(["true"], timeout_s=60)).ended_by == "exit"
 
         class Killing(CommandOutput):
             def on_output(self, data: bytes) -> None:
                 super().on_output(data)
-                (group / "memory.events").write_text("max 3\noom_kill 1\n")
+                (group / "memory.events").write_text("max 3\noom_kill 1\n", encoding="utf-8")
 
         return await box.run(["sh", "-c", "echo 1; kill -9 $$"], timeout_s=60, written=Killing())
 

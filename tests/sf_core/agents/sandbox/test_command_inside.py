@@ -104,9 +104,9 @@ def test_the_time_ends_it() -> None:
 
 def test_a_program_of_the_host_is_seen_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, beside = tmp_path / "my-agent", tmp_path / "beside"
-    program.write_text(f"#!/bin/sh\ncat {beside}\n")
+    program.write_text(f"#!/bin/sh\ncat {beside}\n", encoding="utf-8")
     program.chmod(0o755)
-    beside.write_text("seen\n")
+    beside.write_text("seen\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     working = agent("./my-agent", sandbox={"paths": [str(beside)]})(TASK, ENDPOINT)
     assert asyncio.run(working).answer == "seen\n"
@@ -116,7 +116,7 @@ def test_a_program_of_the_host_is_seen_where_it_is(tmp_path: Path, monkeypatch: 
 
 def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     program = tmp_path / "agent"
-    program.write_text("#!/no/such/interpreter\n")
+    program.write_text("#!/no/such/interpreter\n", encoding="utf-8")
     program.chmod(0o755)
     with pytest.raises(
         CommandError, match=r"gave no answer: error in the sandbox: .* cannot be started: No such file"

@@ -107,7 +107,7 @@ def test_its_connections_do_not_take_all_open_files_of_the_worker() -> None:
 
 def test_files_of_the_host_are_not_there(tmp_path: Path, maker: str) -> None:
     planted = tmp_path / "key"
-    planted.write_text("secret")
+    planted.write_text("secret", encoding="utf-8")
     places = [planted, Path(__file__), "/dev/shm/sf", "/etc/shadow", "/home", Path.home() / ".ssh"]
     if maker == "bubblewrap":
         # a container has its own
@@ -355,7 +355,11 @@ asyncio.run(work())
 
 def mounts() -> list[str]:
     """Lines of /proc/mounts, but for network namespaces, which tests beside this one make."""
-    return [line for line in Path("/proc/mounts").read_text().splitlines() if "/run/netns" not in line]
+    return [
+        line
+        for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        if "/run/netns" not in line
+    ]
 
 
 @only_bubblewrap

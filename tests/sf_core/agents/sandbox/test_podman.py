@@ -20,11 +20,11 @@ from tests.patience import patience, wait_until
 
 def containers(image: str) -> list[str]:
     words = ("podman", "ps", "--all", "--quiet", "--filter", f"ancestor={image}")
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+    return subprocess.run(words, check=True, capture_output=True, encoding="utf-8").stdout.split()
 
 
 def test_it_is_told_the_limits_of_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "podman").write_text("")
+    (tmp_path / "podman").write_text("", encoding="utf-8")
     (tmp_path / "podman").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     limits = SandboxLimits(image="an-image", memory_mb=100, disk_mb=7, processes=9, paths=("/opt/tool",))

@@ -208,7 +208,7 @@ def test_what_the_porter_says_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, answer: str, told: str | None
 ) -> None:
     fake = tmp_path / "porter.py"
-    fake.write_text(FAKE.format(begin=begin, answer=answer))
+    fake.write_text(FAKE.format(begin=begin, answer=answer), encoding="utf-8")
     monkeypatch.setattr(porter_module, "__file__", str(fake))
     try:
         assert run("true").status == 0
@@ -223,7 +223,7 @@ def test_a_porter_that_does_not_answer_is_ended_with_its_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = tmp_path / "porter.py"
-    fake.write_text(FAKE.format(begin=BEGIN, answer="import time; time.sleep(1000)"))
+    fake.write_text(FAKE.format(begin=BEGIN, answer="import time; time.sleep(1000)"), encoding="utf-8")
     monkeypatch.setattr(porter_module, "__file__", str(fake))
     monkeypatch.setattr("sf_core.agents.sandbox.sandbox.KILL_S", 0.1)
     assert run("true", timeout_s=0.1) == Ended(-9, "time", "")
@@ -249,7 +249,7 @@ def test_without_bubblewrap_a_sandbox_is_refused(no_programs: Path) -> None:
 
 def test_where_namespaces_cannot_be_made_a_sandbox_is_refused(no_programs: Path) -> None:
     (no_programs / "bwrap").write_text(
-        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2; exit 1\n"
+        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2; exit 1\n", encoding="utf-8"
     )
     (no_programs / "bwrap").chmod(0o755)
     reason = why_no_sandbox() or ""
@@ -259,7 +259,7 @@ def test_where_namespaces_cannot_be_made_a_sandbox_is_refused(no_programs: Path)
 
 
 def test_the_documented_reward_runs_the_tests_of_an_answer() -> None:
-    page = (ROOT / "docs" / "guides" / "agents" / "sandbox.md").read_text()
+    page = (ROOT / "docs" / "guides" / "agents" / "sandbox.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {"Task": Task}
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
     tests = "from solution import double\ndef test_double():\n    assert double(21) == 42\n"
@@ -270,7 +270,7 @@ def test_the_documented_reward_runs_the_tests_of_an_answer() -> None:
 
 @pytest.mark.usefixtures("maker")
 def test_paths_of_the_host_are_seen_read_only(tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("seen\n")
+    (tmp_path / "data").write_text("seen\n", encoding="utf-8")
     # only its owner may read it, and inside is somebody else where that is root
     tmp_path.chmod(0o755)
     script = f"cat {tmp_path}/data; touch {tmp_path}/more 2>/dev/null || echo closed"

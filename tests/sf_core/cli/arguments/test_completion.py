@@ -26,7 +26,7 @@ def complete(folder: Path, line: str, code: str = SF) -> list[str]:
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **protocol},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     assert done.stderr == ""
     return done.stdout.split()
@@ -38,8 +38,8 @@ def test_commands_and_options_are_completed(tmp_path: Path) -> None:
 
 
 def test_configurations_are_completed_by_name_and_by_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("")
-    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "mine.yaml").write_text("", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("", encoding="utf-8")
     assert complete(tmp_path, "sf train ") == ["mine.yaml", *builtin_configs()]
     assert complete(tmp_path, "sf train gspo mi") == ["mine.yaml"]
     # the shell itself completes files in other folders
@@ -90,6 +90,8 @@ def test_completion_loads_neither_torch_nor_the_storage(tmp_path: Path) -> None:
 def test_the_script_for_a_shell_is_printed(shell: str) -> None:
     code = f"import sys; sys.argv = ['sf', '--show-completion', '{shell}']; {SF}"
     environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, encoding="utf-8"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "_SF_COMPLETE=complete_" in done.stdout

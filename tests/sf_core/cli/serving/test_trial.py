@@ -97,12 +97,13 @@ SMALL = "{hidden_size: 32, num_layers: 1, warmstart: null}"
 
 @pytest.fixture
 def trial_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "tried_module.py").write_text(MODULE)
+    (tmp_path / "tried_module.py").write_text(MODULE, encoding="utf-8")
     named = {part: f"tried_module:{part}" for part in ("tasks", "reward")}
     names = ", ".join(f'{part}: "{name}"' for part, name in named.items())
     (tmp_path / "try.yaml").write_text(
         f'environment: {{{names}, agent: "tried_module:ask"}}\n'
-        f"policy: {SMALL}\nrollout: {{max_tokens: 8}}\nstorage: {{root: {tmp_path / 'runs'}}}\n"
+        f"policy: {SMALL}\nrollout: {{max_tokens: 8}}\nstorage: {{root: {tmp_path / 'runs'}}}\n",
+        encoding="utf-8",
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))
@@ -159,7 +160,7 @@ def test_a_command_as_agent_is_shown_with_what_it_writes(trial_yaml: str) -> Non
         "{'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})).read()\n"
         "print('7'); print('looked', file=sys.stderr)"
     )
-    Path("agent_command.py").write_text(script)
+    Path("agent_command.py").write_text(script, encoding="utf-8")
     command = f"{{command: [{sys.executable}, {Path.cwd()}/agent_command.py]}}"
     code, output = sf("try", trial_yaml, "--index", "4", "--set", f"environment.agent={command}")
     assert code == 0, output

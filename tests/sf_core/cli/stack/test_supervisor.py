@@ -58,7 +58,7 @@ def marked(folder: str) -> list[psutil.Process]:
 def test_supervisord_reads_a_part_as_it_is(tmp_path: Path) -> None:
     part = Part("a", ["run", "50%", "two words"], {"B": """say "50%" or '\\'"""}, gives_way=True)
     file = tmp_path / "supervisord.conf"
-    file.write_text(make_configuration(tmp_path, tmp_path, [part], stop_s=2))
+    file.write_text(make_configuration(tmp_path, tmp_path, [part], stop_s=2), encoding="utf-8")
     options = ServerOptions()
     options.realize(["-c", str(file)])
     read = options.process_group_configs[0].process_configs[0]
@@ -101,7 +101,7 @@ def test_a_supervisor_that_does_not_start_says_why(tmp_path: Path) -> None:
         "Supervisor(Path(sys.argv[1]), Path(sys.argv[1]), {}).start()\n"
     )
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, encoding="utf-8")
     [last] = done.stderr.strip().splitlines()[-1:]
     assert "StackError: supervisord does not start: Error: The minimum number of file descriptors" in last
 
@@ -146,13 +146,15 @@ print("alone", flush=True)
 end_with(parent)
 print("still there", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience())
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+    )
     assert (done.stdout, done.stderr) == ("alone\n", "")
 
 
 def test_nothing_remains_of_a_command_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMMAND, str(tmp_path), STUBBORN]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ, encoding="utf-8") as process:
         assert process.stdout
         folder = process.stdout.readline().strip()
         wait_until(lambda: len(marked(folder)) >= 4, "all to run", every_s=0.1)

@@ -43,9 +43,11 @@ def made(tmp_path: Path, model_dir: str) -> Any:
         folder = tmp_path / "policy"
         shutil.copytree(model_dir, folder)
         template = folder / "chat_template.jinja"
-        template.write_text(template.read_text() + more)
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tool_format": tool_format}))
+        template.write_text(template.read_text(encoding="utf-8") + more, encoding="utf-8")
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config | {"tool_format": tool_format}), encoding="utf-8"
+        )
         return Renderer(str(folder))
 
     return make
@@ -53,7 +55,7 @@ def made(tmp_path: Path, model_dir: str) -> Any:
 
 def follows(renderer: Renderer, text: str, *, schema: Any = SCHEMA, tools: Any = ()) -> bool:
     """Whether an answer may be this text and end there."""
-    tokenizer = Path(renderer.model_dir, "tokenizer.json").read_text()
+    tokenizer = Path(renderer.model_dir, "tokenizer.json").read_text(encoding="utf-8")
     stop = renderer.stop_token_ids[0]
     grammar = answer_grammar(schema, [*tools], renderer)
     following = Following(Vocabulary(tokenizer, renderer.stop_token_ids), grammar, ())
@@ -119,12 +121,12 @@ def test_an_answer_may_think_first_where_the_template_has_thinking(
         renderer: Renderer = made(more=more)
         if as_tokens:
             file = tmp_path / "policy" / "tokenizer.json"
-            content = json.loads(file.read_text())
+            content = json.loads(file.read_text(encoding="utf-8"))
             number = 1 + max(token["id"] for token in content["added_tokens"])
             like = content["added_tokens"][-1]
             for i, mark in enumerate(("<think>", "</think>")):
                 content["added_tokens"].append(like | {"id": number + i, "content": mark})
-            file.write_text(json.dumps(content))
+            file.write_text(json.dumps(content), encoding="utf-8")
             renderer = Renderer(str(tmp_path / "policy"))
         assert ("<think>" in renderer.control_tokens) == as_tokens
         return renderer

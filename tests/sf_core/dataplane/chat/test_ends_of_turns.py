@@ -77,10 +77,10 @@ def renderer_of(folder: Path, template: str, ends: list[str], tokens: list[str])
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(text) for text in tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(template)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": ends[0]}))
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": ends[0]}), encoding="utf-8")
     ids = [tokenizer.token_to_id(end) for end in ends]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}), encoding="utf-8")
     return Renderer(str(folder))
 
 
@@ -123,7 +123,9 @@ def test_what_is_several_tokens_is_no_end(tmp_path: Path) -> None:
 
 def test_an_end_that_the_tokenizer_does_not_know_is_none(tmp_path: Path) -> None:
     known = renderer_of(tmp_path, CHATML, ["<|im_end|>"], TOKENS).stop_texts
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*known, 10**6]}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [*known, 10**6]}), encoding="utf-8"
+    )
     assert Renderer(str(tmp_path)).stop_texts == known
 
 

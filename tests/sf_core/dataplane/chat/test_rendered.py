@@ -142,7 +142,9 @@ def test_sharegpt_has_the_tools_as_text(talk: Talk, tmp_path: Path) -> None:
     talk.turns([FIND], "one tool")
     talk.turns([], "no tool")
     export(talk.store(tmp_path).uri, "sharegpt", str(tmp_path / "out.jsonl"))
-    first, second = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     assert (json.loads(first["tools"]), second["tools"]) == ([FIND], "")
 
 
@@ -156,7 +158,10 @@ def test_rows_that_render_otherwise_are_told_apart(tmp_path: Path) -> None:
     sample(run, 1, rows)
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert (code, "1 conversations render to other tokens than the policy saw" in output) == (0, True)
-    told = [json.loads(line)["as_seen"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    told = [
+        json.loads(line)["as_seen"]
+        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert told == [True, False]
 
 
@@ -182,7 +187,7 @@ def test_without_a_tokenizer_nothing_is_checked(tmp_path: Path) -> None:
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert code == 0
     assert "not compared with the tokens that the policy saw: run run-1 has no tokenizer" in output
-    assert json.loads((tmp_path / "out.jsonl").read_text())["as_seen"] is None
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["as_seen"] is None
 
 
 def test_a_rendering_has_one_placeholder_for_each_picture(tmp_path: Path) -> None:

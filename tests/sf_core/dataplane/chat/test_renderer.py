@@ -47,7 +47,7 @@ def test_a_network_may_sample_ids_that_its_tokenizer_does_not_know(
     model_dir: str, tmp_path: Path, config: dict[str, object], num_ids: int
 ) -> None:
     folder = shutil.copytree(model_dir, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     padded = Renderer(str(folder))
     assert (padded.num_ids, padded.vocab_size) == (num_ids, 385)
 
@@ -55,7 +55,9 @@ def test_a_network_may_sample_ids_that_its_tokenizer_does_not_know(
 def test_the_data_plane_imports_neither_torch_nor_what_it_serves() -> None:
     code = "import sf_core.dataplane.server, sys; print([m for m in %r if m in sys.modules])"
     heavy = ["torch", "transformers", "dask", "distributed", "prefect"]
-    done = subprocess.run([sys.executable, "-c", code % heavy], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code % heavy], capture_output=True, check=True, encoding="utf-8"
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -115,7 +117,7 @@ def test_a_folder_with_a_broken_file_is_refused_and_named(
     model_dir: str, tmp_path: Path, file: str, text: str, sentence: str
 ) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    (tmp_path / file).write_text(text)
+    (tmp_path / file).write_text(text, encoding="utf-8")
     with pytest.raises(ApiError) as refused:
         asyncio.run(read_renderer(str(tmp_path)))
     assert refused.value.message.startswith(f"{tmp_path}: tokenizer or template is broken: {sentence}")
@@ -128,7 +130,7 @@ def test_a_template_that_fails_on_messages_refuses_them_and_serves_others(
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     # as templates of reasoning models do with answers that have none
     shown = "{% for m in messages %}{{ m.content + (m.reasoning_content or none) }}<|im_end|>{% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(shown)
+    (tmp_path / "chat_template.jinja").write_text(shown, encoding="utf-8")
     renderer = asyncio.run(read_renderer(str(tmp_path)))
     assert renderer.render([{"role": "user", "content": "a", "reasoning_content": "b"}], []) == "ab<|im_end|>"
     with pytest.raises(jinja2.TemplateError, match="TypeError: can only concatenate str"):
@@ -137,14 +139,16 @@ def test_a_template_that_fails_on_messages_refuses_them_and_serves_others(
 
 def test_the_date_of_a_template_does_not_change_while_sessions_run(model_dir: str, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}", encoding="utf-8"
+    )
     renderer = Renderer(str(tmp_path))
     assert renderer.render([], []) == renderer.render([], [])
 
 
 def test_every_end_token_of_the_generation_settings_ends_a_turn(model_dir: str, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1]}', encoding="utf-8")
     assert Renderer(str(tmp_path)).stop_texts == {0: "<|im_start|>", 1: "<|im_end|>"}
 
 
@@ -155,4 +159,4 @@ def test_text_behind_an_end_of_turn_that_is_an_ordinary_token_is_encoded_alone(r
 
 
 def _set(path: Path, key: str, value: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {key: value}), encoding="utf-8")

@@ -26,7 +26,7 @@ def changed(folder: Path, old: str, new: str) -> Renderer:
     """Renderer of ChatML with one change in the template."""
     shutil.copytree(family("chatml").model_dir, folder, dirs_exist_ok=True)
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace(old, new))
+    template.write_text(template.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     return Renderer(str(folder))
 
 

@@ -25,7 +25,9 @@ from tests.bench.dataplane.planes import ServedPlane
 from tests.bench.runs import conversation
 from tests.patience import join
 
-PAGE = (Path(__file__).parents[4] / "docs" / "guides" / "training" / "your-trainer.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "guides" / "training" / "your-trainer.md").read_text(
+    encoding="utf-8"
+)
 PATH = "/runs/run/batches/{}/stream"
 
 

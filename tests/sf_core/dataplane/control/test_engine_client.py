@@ -195,7 +195,7 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
     command = [sys.executable, "-m", "sf_core", "dataplane", "--port", "0", "--port-file", str(port_file)]
     with subprocess.Popen(command) as process:
         wait_until(port_file.exists)
-        url = f"http://127.0.0.1:{port_file.read_text()}"
+        url = f"http://127.0.0.1:{port_file.read_text(encoding='utf-8')}"
         plane = ServedPlane(url, operator_client(url), tmp_path, model_dir)
         plane.register()
         thread = threading.Thread(target=serve_it)

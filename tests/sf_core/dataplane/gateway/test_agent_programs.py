@@ -93,7 +93,9 @@ def mini() -> Path:
         try:
             subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True, capture_output=True)
             install = [str(VENV / "bin" / "pip"), "install", "--quiet", "--retries=1", *MINI_SWE_AGENT]
-            subprocess.run(install, check=True, capture_output=True, text=True, timeout=patience(240))
+            subprocess.run(
+                install, check=True, capture_output=True, text=True, timeout=patience(240), encoding="utf-8"
+            )
         except (subprocess.SubprocessError, OSError) as error:
             if os.environ.get("CI") == "true":
                 raise
@@ -133,10 +135,16 @@ def test_mini_swe_agent_solves_its_task(
     command = [str(mini), "--model", model, *options, "--yolo", "--exit-immediately"]
     command += ["--task", "Write 42.", "--output", str(tmp_path / "out.json")]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=patience()
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patience(),
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "answer.txt").read_text() == "42\n"
+    assert (tmp_path / "answer.txt").read_text(encoding="utf-8") == "42\n"
     assert is_one_sequence(served_plane, opened["session_id"])
 
 
@@ -169,7 +177,9 @@ for model in ("policy", "nobody"):
 def ask_litellm(mini: Path, url: str, key: str, ways: tuple[bool, ...]) -> list[list[Any]]:
     command = [str(mini.with_name("python")), "-c", ASK_LITELLM, url, key, json.dumps(ways)]
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(120))
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=patience(120), encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

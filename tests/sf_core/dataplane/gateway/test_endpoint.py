@@ -311,7 +311,9 @@ def test_messages_that_the_template_fails_on_are_refused_with_what_it_says(
     folder = tmp_path / "model"
     shutil.copytree(model_dir, folder)
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text() + "{{ messages[0].name + none }}")
+    template.write_text(
+        template.read_text(encoding="utf-8") + "{{ messages[0].name + none }}", encoding="utf-8"
+    )
     served_plane.register(model_dir=str(folder))
     sentence = "The chat template refuses these messages: TypeError: can only concatenate str"
     with pytest.raises(openai.BadRequestError, match=sentence):

@@ -18,7 +18,7 @@ SESSIONS = sorted((Path(__file__).parents[3] / "data" / "harnesses").glob("*.jso
 def test_a_session_of_a_harness_is_one_row_beside_its_title(
     served_plane: ServedPlane, renderer: Renderer, path: Path
 ) -> None:
-    recorded = json.loads(path.read_text())
+    recorded = json.loads(path.read_text(encoding="utf-8"))
     served_plane.register(context_length=32768, max_tokens=256)
     served_plane.connect(answering(renderer, *recorded["answers"]))
     at = f"/sessions/{served_plane.client.post('/sessions', {'run_id': 'run'})['session_id']}"

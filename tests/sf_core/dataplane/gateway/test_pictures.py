@@ -236,7 +236,7 @@ def test_nothing_is_acknowledged_that_is_not_stored(plane: ServedPlane, seeing: 
     [claim] = plane.claim()
     path = f"/sessions/{claim['session_id']}{CHAT}"
     folder = Path(media_of(plane))
-    folder.write_text("in the way")
+    folder.write_text("in the way", encoding="utf-8")
     [body, _] = show_in_chat(encoded(RED))
     refused = ask(plane, path, body)
     assert refused.status_code == 503 and refused.headers["retry-after"]

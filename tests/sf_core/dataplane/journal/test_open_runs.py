@@ -45,7 +45,7 @@ def test_a_run_that_cannot_be_opened_keeps_no_other_one_from_being_served(
         if damaged == "journal":
             await plane.runs["bad"].journal.append({"weights": 5})
         else:
-            (own_model / "tokenizer.json").write_text("{")
+            (own_model / "tokenizer.json").write_text("{", encoding="utf-8")
         await plane.close()
         again = DataPlane(DataplaneOptions(str(tmp_path / "plane")))
         await again.reopen()

@@ -155,7 +155,7 @@ def test_a_picture_that_cannot_be_shown_is_refused_by_its_place(
 
 def test_what_cannot_be_stored_is_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "media"
-    folder.write_text("in the way")
+    folder.write_text("in the way", encoding="utf-8")
     kept, pictures = Media(str(folder)), sent(png("red"))
     with pytest.raises(ApiError, match=f"cannot write pictures to {folder}: ") as refused:
         complete(kept, pictures)

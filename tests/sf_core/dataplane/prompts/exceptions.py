@@ -56,7 +56,11 @@ class Row(NamedTuple):
 
 def read_table() -> dict[str, dict[str, str]]:
     """Rows of the docs' table by their first cells; cells by the head of their column."""
-    section = _PAGE.read_text().split("## Differences from vLLM and transformers")[1].split("\n## ")[0]
+    section = (
+        _PAGE.read_text(encoding="utf-8")
+        .split("## Differences from vLLM and transformers")[1]
+        .split("\n## ")[0]
+    )
     lines = [line for line in section.splitlines() if line.startswith("|")]
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}

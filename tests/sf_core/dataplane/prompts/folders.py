@@ -49,18 +49,24 @@ class Kind(NamedTuple):
     bos: str = "<s>"
     ends: tuple[str, ...] = ("<|im_end|>",)
     """Tokens that end a turn; the first is eos_token."""
+    adds: str = ""
+    """What the tokenizer makes of a text $A with special tokens; empty: it adds none."""
+    adds_in_config: tuple[str, ...] = ()
+    """Ends that tokenizer_config.json says to add, which nobody does who has a tokenizer.json."""
 
 
 KINDS = {
     "qwen3": Kind("qwen3"),
     "qwen3_coder": Kind("qwen3_coder"),
     "qwen36": Kind("qwen36"),
-    "llama3": Kind("llama3", bos="<|begin_of_text|>", ends=("<|eot_id|>", "<|eom_id|>")),
-    "mistral": Kind("mistral", ends=("</s>",)),
+    "llama3": Kind(
+        "llama3", bos="<|begin_of_text|>", ends=("<|eot_id|>", "<|eom_id|>"), adds="<|begin_of_text|> $A"
+    ),
+    "mistral": Kind("mistral", ends=("</s>",), adds="<s> $A </s>", adds_in_config=("bos",)),
     "glm45": Kind("glm45", ends=("<|endoftext|>", "<|user|>", "<|observation|>")),
     "smollm2": Kind("smollm2", bos="<|im_start|>"),
     "smollm3": Kind("smollm3"),
-    "gemma3": Kind("gemma3", ends=("<end_of_turn>",)),
+    "gemma3": Kind("gemma3", ends=("<end_of_turn>",), adds_in_config=("bos", "eos")),
     "hermes_files": Kind("hermes", "hermes_tool_use"),
     "hermes_list": Kind("hermes", "hermes_tool_use", in_config=True),
 }
@@ -75,7 +81,10 @@ FOLDERS.append(("llama3", BEGINS))
 @cache
 def folder(kind: str, tokenizer: str) -> str:
     made, at = KINDS[kind], Path(mkdtemp(prefix=f"{kind}-{tokenizer}-"))
-    backend = _tokenizer(tokenizer)
+    backend = Tokenizer.from_str(_tokenizer(tokenizer).to_str())
+    if made.adds:
+        added = [(text, backend.token_to_id(text)) for text in made.adds.split() if text != "$A"]
+        backend.post_processor = processors.TemplateProcessing(made.adds, None, added)
     backend.save(str(at / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -83,25 +92,28 @@ def folder(kind: str, tokenizer: str) -> str:
         "eos_token": made.ends[0],
         "unk_token": "<unk>",
     }
+    config |= {f"add_{end}_token": True for end in made.adds_in_config}
     sources = {"default": _read(made.template)} | (
         {"tool_use": _read(made.tool_use)} if made.tool_use else {}
     )
     if made.in_config:
         config["chat_template"] = [{"name": name, "template": text} for name, text in sources.items()]
     else:
-        (at / "chat_template.jinja").write_text(sources["default"])
+        (at / "chat_template.jinja").write_text(sources["default"], encoding="utf-8")
         if made.tool_use:
             (at / "additional_chat_templates").mkdir()
-            (at / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
-    (at / "tokenizer_config.json").write_text(json.dumps(config))
+            (at / "additional_chat_templates" / "tool_use.jinja").write_text(
+                sources["tool_use"], encoding="utf-8"
+            )
+    (at / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     ends = [backend.token_to_id(text) for text in made.ends]
-    (at / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (at / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
     # vLLM's renderer wants a model that it knows; nobody makes its weights
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 64)
     counts = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
     model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 32768}
     size = {"vocab_size": backend.get_vocab_size()}
-    (at / "config.json").write_text(json.dumps(model | sizes | counts | size))
+    (at / "config.json").write_text(json.dumps(model | sizes | counts | size), encoding="utf-8")
     return str(at)
 
 
@@ -117,7 +129,7 @@ def transformers_tokenizer(kind: str, tokenizer: str) -> Any:
 
 def _read(template: str) -> str:
     paths = [at / f"{template}.jinja" for at in _TEMPLATES]
-    return next(path for path in paths if path.exists()).read_text()
+    return next(path for path in paths if path.exists()).read_text(encoding="utf-8")
 
 
 @cache

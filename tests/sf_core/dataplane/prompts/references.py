@@ -71,7 +71,7 @@ class VllmPrompts:
         """Raises FileNotFoundError if there is no vLLM."""
         command = [vllm_python(), str(Path(__file__).with_name("vllm_prompts.py"))]
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-        with log.open("w") as said:
+        with log.open("w", encoding="utf-8") as said:
             self._process = subprocess.Popen(
                 [*command, *(folder(*names) for names in folders)],
                 stdin=subprocess.PIPE,
@@ -79,6 +79,7 @@ class VllmPrompts:
                 stderr=said,
                 text=True,
                 env=select_inherited() | environment,
+                encoding="utf-8",
             )
 
     def ask(self, kind: str, tokenizer: str, request: Request) -> tuple[int, Any]:
@@ -95,7 +96,11 @@ class VllmPrompts:
     def ids(self, kind: str, tokenizer: str, request: Request) -> Ids | None:
         status, body = self.ask(kind, tokenizer, request)
         assert status in (200, 400), body
-        return list(body["token_ids"]) if status == 200 else None
+        if status == 400:
+            return None
+        # a request for completions may have several prompts
+        [prompt] = body if isinstance(body, list) else [body]
+        return list(prompt["token_ids"])
 
     def close(self) -> None:
         assert self._process.stdin

@@ -64,6 +64,11 @@ class Request:
     body: JSON
 
 
+def completion(prompt: str | list[int], **fields: Any) -> Request:
+    """A text or token ids that are continued as they are."""
+    return Request("/v1/completions", {"model": "policy", "prompt": prompt, **fields})
+
+
 def chat(shape: Shape) -> Request:
     messages = [_chat_message(said, shape.reasoning_name) for said in shape.messages]
     tools = [{"type": "function", "function": tool} for tool in shape.tools]

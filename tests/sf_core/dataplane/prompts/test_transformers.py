@@ -20,10 +20,10 @@ from tests.sf_core.dataplane.prompts.exceptions import (
     explained,
     read_table,
 )
-from tests.sf_core.dataplane.prompts.folders import FOLDERS, folder, renderer
+from tests.sf_core.dataplane.prompts.folders import FOLDERS, folder, renderer, transformers_tokenizer
 from tests.sf_core.dataplane.prompts.recorded import continue_recorded, converse
 from tests.sf_core.dataplane.prompts.references import Ids, ours, transformers_ids
-from tests.sf_core.dataplane.prompts.shapes import WRITERS, Call, Said, Shape
+from tests.sf_core.dataplane.prompts.shapes import WRITERS, Call, Said, Shape, completion
 from tests.sf_core.dataplane.prompts.strategies import shapes
 
 SPOKEN = Shape(
@@ -42,6 +42,14 @@ CALLED = Shape(
     ),
     ({"name": "find", "description": "Finds.", "parameters": {"type": "object", "properties": {}}},),
 )
+
+
+TEXTS: list[tuple[str, dict[str, bool]]] = [
+    (text, fields)
+    for text in ("the quick fox", " naïve café\n", "<|im_start|>user", "数学", "the fox " * 200)
+    for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False})
+]
+"""Texts to continue, with fields of the request; the last ones are encoded in another way than short ones."""
 
 
 def of_gateway(case: Case) -> Ids | None:
@@ -75,6 +83,28 @@ def test_an_ordinary_session_is_rendered_as_by_transformers(at: tuple[str, str])
         theirs = of_transformers(case)
         assert theirs is not None or case.shape is CALLED  # Gemma knows no tools
         assert of_gateway(case) == theirs or explained(case, TRANSFORMERS), told(case, theirs)
+
+
+@pytest.mark.parametrize("at", FOLDERS, ids="-".join)
+def test_texts_to_continue_are_encoded_as_by_transformers(at: tuple[str, str]) -> None:
+    for text, fields in TEXTS:
+        theirs = transformers_tokenizer(*at).encode(text, **fields)
+        assert ours(*at, completion(text, **fields)) == list(theirs), text
+        assert ours(*at, completion(list(theirs), **fields)) == list(theirs), "ids are as they are"
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [("llama3", ["<|begin_of_text|>", None]), ("mistral", ["<s>", "</s>"]), ("qwen3", [None, None])],
+)
+def test_texts_to_continue_begin_and_end_with_the_special_tokens_of_the_tokenizer(
+    kind: str, ends: list[str | None]
+) -> None:
+    shown = renderer(kind, "byte_level").decode_with_special
+    plain = ours(kind, "byte_level", completion("the fox", add_special_tokens=False))
+    added = ours(kind, "byte_level", completion("the fox"))
+    assert plain is not None and added is not None and shown(plain) == "the fox"
+    assert shown(added) == f"{ends[0] or ''}the fox{ends[1] or ''}"
 
 
 @settings(max_examples=examples(200))

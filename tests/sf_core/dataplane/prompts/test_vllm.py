@@ -13,26 +13,40 @@ from hypothesis import strategies as st
 from tests.sf_core.dataplane.prompts.exceptions import ROWS, VLLM, Case, explained
 from tests.sf_core.dataplane.prompts.folders import FOLDERS, KINDS
 from tests.sf_core.dataplane.prompts.recorded import converse
-from tests.sf_core.dataplane.prompts.references import Ids, VllmPrompts
-from tests.sf_core.dataplane.prompts.shapes import ON_VLLM, Shape
+from tests.sf_core.dataplane.prompts.references import Ids, VllmPrompts, ours
+from tests.sf_core.dataplane.prompts.shapes import ON_VLLM, Shape, completion
 from tests.sf_core.dataplane.prompts.strategies import shapes
-from tests.sf_core.dataplane.prompts.test_transformers import cases, of_gateway, of_session, told
+from tests.sf_core.dataplane.prompts.test_transformers import TEXTS, cases, of_gateway, of_session, told
 
 SHAPES = 30
 """Number of shapes for each kind of folder."""
 
 
 @pytest.fixture(scope="module")
-def vllm_prompts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], Ids | None]]:
-    """vLLM's prompt of a case; None: it refuses."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPrompts]:
     try:
         served = VllmPrompts(FOLDERS, tmp_path_factory.mktemp("vllm") / "log")
     except FileNotFoundError as error:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(error))
-    yield lambda case: served.ids(case.kind, case.tokenizer, case.request)
+    yield served
     served.close()
+
+
+@pytest.fixture(scope="module")
+def vllm_prompts(served: VllmPrompts) -> Callable[[Case], Ids | None]:
+    """vLLM's prompt of a case; None: it refuses."""
+    return lambda case: served.ids(case.kind, case.tokenizer, case.request)
+
+
+@pytest.mark.parametrize("at", FOLDERS, ids="-".join)
+def test_texts_to_continue_are_encoded_as_by_vllm(at: tuple[str, str], served: VllmPrompts) -> None:
+    for text, fields in TEXTS:
+        theirs = served.ids(*at, completion(text, **fields))
+        assert theirs is not None and ours(*at, completion(text, **fields)) == theirs, text
+        again = completion(theirs, **fields)
+        assert served.ids(*at, again) == ours(*at, again) == theirs, "ids are as they are"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,7 +45,7 @@ async def open_folder(folder: str) -> httpx.AsyncClient:
 
 async def main(folders: list[str]) -> None:
     clients = {folder: await open_folder(folder) for folder in folders}
-    with os.fdopen(OUTPUT, "w") as output:
+    with os.fdopen(OUTPUT, "w", encoding="utf-8") as output:
         for line in sys.stdin:
             folder, path, body = json.loads(line)
             headers = {"content-type": "application/json"}

@@ -201,7 +201,7 @@ def test_outcomes_that_cannot_be_written_are_written_later_under_the_same_name(
         await driver.group((1.0, 1.0))
         await driver.group((1.0, 0.0))
         in_the_way = tmp_path / "run/outcomes"
-        in_the_way.write_text("")
+        in_the_way.write_text("", encoding="utf-8")
         with pytest.raises(
             ApiError, match=r"the outcomes of batch 0 cannot be written: .*iteration=0/rollout-1"
         ) as failed:

@@ -56,13 +56,13 @@ def cutting_family() -> Renderer:
     folder = mkdtemp(prefix="cuts-")
     copytree(family("qwen2_5_vl").model_dir, folder, dirs_exist_ok=True)
     template = Path(folder, "chat_template.jinja")
-    source = template.read_text().replace(
+    source = template.read_text(encoding="utf-8").replace(
         "{{ content['text'] }}",
         "{{ content['text'][:3] if cuts and message['role'] == 'assistant' and outer.index < messages|length "
         "- 2 else content['text'] }}",
     )
     messages = "{% for message in messages %}"
-    template.write_text(source.replace(messages, messages + "{% set outer = loop %}"))
+    template.write_text(source.replace(messages, messages + "{% set outer = loop %}"), encoding="utf-8")
     return Renderer(folder)
 
 

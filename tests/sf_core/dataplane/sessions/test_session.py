@@ -89,7 +89,10 @@ def test_an_answer_that_comes_back_with_a_name_is_the_recorded_one(model_dir: st
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     template = tmp_path / "chat_template.jinja"
     template.write_text(
-        template.read_text().replace("{{ message.role }}", "{{ message.name or message.role }}")
+        template.read_text(encoding="utf-8").replace(
+            "{{ message.role }}", "{{ message.name or message.role }}"
+        ),
+        encoding="utf-8",
     )
     session, renderer = Session("s"), Renderer(str(tmp_path))
     example = [user("x"), {"role": "assistant", "content": "y", "name": "coder"}]
@@ -346,6 +349,35 @@ def test_messages_that_share_a_span_give_it_the_role_they_have_in_common(rendere
     whole, forked = export(session, renderer)
     assert [span.role for span in whole.turns] == ["system", "user", "assistant", "user", "assistant"]
     assert [span.role for span in forked.turns] == ["prompt", "prompt", "assistant"]
+
+
+def test_branches_that_fork_inside_an_abandoned_turn_share_what_the_longest_of_them_has(
+    renderer: Renderer,
+) -> None:
+    session = Session("s")
+
+    def answer(asked: list[int], ids: list[int], *, is_given_up: bool = False) -> None:
+        prompt = session.open_ids(asked)
+        generation = generation_of(prompt)
+        logprobs = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
+        generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.LENGTH), "engine")
+        number, message = session.begin_sample(prompt, 0), assistant_message("", [], f"{asked}")
+        if is_given_up:
+            session.abandon(generation, prompt, number, message)
+        else:
+            session.commit(generation, prompt, number, message, 0)
+
+    answer([*range(1, 11)], [50], is_given_up=True)
+    answer([*range(1, 6), 90], [100])
+    answer([*range(1, 9), 91], [101])
+    answer([*range(1, 9), 91, 101, 0, 92], [102])
+    answer([*range(1, 9), 91, 101, 0, 93], [103])
+    rows = export(session, renderer)
+    assert [row.shared_prefix for row in rows] == [0, 5, 11]
+    assert [row.token_ids.tolist()[-1] for row in rows] == [100, 102, 103]
+    # each answer trains in one branch
+    trained = [row.token_ids[row.loss_mask].tolist() for row in rows]
+    assert trained == [[100], [101, 102], [103]]
 
 
 def test_what_follows_a_fork_inside_a_constrained_turn_trains(renderer: Renderer) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
+from functools import cache
 from typing import Any, Literal
 
 import pytest
 import torch
 from msgspec.structs import replace
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.models.cache_size import cache_bytes
 from sf_core.types import GenerationRequest, Sampling
 from tests.bench.engines.model_folders import SIZE
+from tests.memory import Memory
 from tests.sf_core.engines.torch.test_torch_engine import take
 
 CONTEXT = 12_000
@@ -72,9 +71,15 @@ def finish(
     return done
 
 
+@cache
+def rounded(folder: str, dtype: torch.dtype) -> Any:
+    """The model of the folder in float32, of weights that were rounded to `dtype`."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float()
+
+
 def full_logprobs(folder: str, r: GenerationRequest, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Log-probs that a pass over all of it gives, of weights that were rounded to `dtype`."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float()
+    model = rounded(folder, dtype)
     ids = torch.tensor([[*r.prompt_ids, *tokens]])
     with torch.no_grad():
         logits = model(ids, logits_to_keep=len(tokens) + 1).logits[0, :-1]
@@ -138,37 +143,6 @@ def test_bfloat16_serves_the_rounded_weights(first_policy: str) -> None:
         r = next(r for r in requests if r.request_id == name)
         expected = full_logprobs(first_policy, r, tokens, torch.bfloat16)
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=0.1, rtol=0)
-
-
-class Memory(TorchDispatchMode):
-    """Counts bytes of the tensors that are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.peak = 0
-        self._storages = weakref.WeakSet[torch.UntypedStorage]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:
-            # an operation that is made of others allocates what they do
-            result = func.decompose(*args, **kwargs)
-        if result is NotImplemented:
-            result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self._storages:
-            self._storages.add(storage)
-            self.held += storage.nbytes()
-            self.peak = max(self.peak, self.held)
-            weakref.finalize(storage, self._release, storage.nbytes())
-
-    def _release(self, num_bytes: int) -> None:
-        self.held -= num_bytes
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])

@@ -88,5 +88,6 @@ def test_slots_of_a_gpu_are_held_to_their_grammars(vllm: None, tmp_path: Path) -
         capture_output=True,
         text=True,
         timeout=patience(300),
+        encoding="utf-8",
     )
     assert ended.stdout.endswith("held\n"), ended.stderr[-3000:]

@@ -80,7 +80,10 @@ def test_a_judge_that_does_not_start_is_told_with_the_end_of_its_log(
 ) -> None:
     shutil.copytree(small_policy, tmp_path / "broken")
     config = tmp_path / "broken" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "nothing"}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"model_type": "nothing"}),
+        encoding="utf-8",
+    )
     judges = {"a": (JudgeConfig(model=str(config.parent)), str(config.parent))}
     monkeypatch.setattr(judge_server, "_MOST_FAILED_STARTS", 1)
     before = servers()

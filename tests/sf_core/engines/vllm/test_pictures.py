@@ -47,9 +47,9 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for version in range(60):
         save_weights(f"{root}/v-{version}", {"lm_head.weight": torch.full((2, 2), float(version))}, version)
     shape = {"model_type": "qwen2_5_vl", "vocab_size": VOCABULARY + 1, "image_token_id": PLACEHOLDER}
-    (root / "v-0" / "config.json").write_text(json.dumps(shape))
+    (root / "v-0" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     size = {"shortest_edge": SIGHT.min_pixels, "longest_edge": SIGHT.max_pixels}
-    (root / "v-0" / PROCESSOR).write_text(json.dumps({"size": size}))
+    (root / "v-0" / PROCESSOR).write_text(json.dumps({"size": size}), encoding="utf-8")
     return root
 
 
@@ -235,7 +235,7 @@ def test_a_folder_for_the_server_has_the_tower_of_the_start_and_the_language_par
                 assert torch.equal(got.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
             assert got.keys() == expected.keys()
             assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
-        size = json.loads(Path(folder.path, PROCESSOR).read_text())["size"]
+        size = json.loads(Path(folder.path, PROCESSOR).read_text(encoding="utf-8"))["size"]
         assert size == {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}
         assert Path(folder.path, "tokenizer_config.json").exists()
         wrong = load_file(f"{policies.folder(2)}/model.safetensors")

@@ -31,16 +31,16 @@ def test_a_stored_policy_is_served_by_vllm(vllm: None, tmp_path: Path) -> None:
 def test_a_policy_is_served_by_vllm_itself_with_the_documented_command(vllm: None, tmp_path: Path) -> None:
     """With the command for machines without a GPU, and a port."""
     folder, port = publish_run(tmp_path, hidden_size=64).start_dir, free_port()
-    lines = PAGE.read_text().replace("\\\n", "").splitlines()
+    lines = PAGE.read_text(encoding="utf-8").replace("\\\n", "").splitlines()
     [line] = [line for line in lines if line.startswith(".venvs/vllm/bin/python ")]
     command = [vllm_python(), *shlex.split(line.replace("runs/quickstart/policy", folder))[1:]]
     command += ["--port", str(port)]
-    with open(tmp_path / "log", "w") as log:
+    with open(tmp_path / "log", "w", encoding="utf-8") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
 
     def is_ready() -> bool:
-        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert process.poll() is None, (tmp_path / "log").read_text(encoding="utf-8")
         with suppress(httpx.TransportError):
             return httpx.get(f"{url}/health", trust_env=False).status_code == 200
         return False

@@ -13,18 +13,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from sf_core.config import RunConfig
 from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sample_by_both, until
+from sf_core.engines.vllm.deliveries import Adapters
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer
 from sf_core.engines.vllm.server import make_adapter_arguments, make_arguments
 from sf_core.engines.vllm.vllm_engine import VllmEngine
 from sf_core.models.adapter import Adapter, name_factor
 from sf_core.types import Chunk, WeightsRef
-from storage.tensors.weights import save_adapter, save_weights
+from storage.tensors.weights import ADAPTER_NAME, save_adapter, save_weights
 from tests.bench.refusals import check_sentence
 from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
 
@@ -34,7 +36,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("weights")
     for version in range(60):
         save_weights(f"{root}/v-{version}", {"lm_head.weight": torch.full((2, 2), float(version))}, version)
-    (root / "v-0" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (root / "v-0" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}), encoding="utf-8")
     return root
 
 
@@ -44,7 +46,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("start/adapter", *(f"a-{version}" for version in range(60))):
         factor = torch.full((2, 2), float(folder.rpartition("-")[2]) if "-" in folder else 0.0)
         save_adapter(f"{root}/{folder}", {name_factor("q_proj", "lora_A"): factor}, about, 0)
-    (root / "start" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (root / "start" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}), encoding="utf-8")
     return root
 
 
@@ -291,6 +293,15 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
 """Servers that cannot be given adapters: how they differ from one that can, and what is said."""
 
 
+def test_a_server_is_given_the_adapter_of_the_newest_version_and_none_before_it(adapters: Path) -> None:
+    delivery = Adapters(f"{adapters}/start", None)
+    for version in (0, 1, 2, 1, 5):
+        folder = delivery.fetch(WeightsRef(version, f"{adapters}/a-{version}"))
+        [factor] = load_file(f"{folder}/{ADAPTER_NAME}").values()
+        assert factor.unique().tolist() == [version]
+    delivery.close()
+
+
 class TestAdapters(ServingTests):
     num_sequences = 5
     start, train = "start", {"lora": {}}
@@ -321,6 +332,17 @@ class TestAdapters(ServingTests):
             begun = self.fake.num_reloads
             awake(engine, self.weights(2))
             assert self.fake.num_reloads == begun
+
+    def test_after_each_switch_the_adapter_of_the_newest_version_samples(self) -> None:
+        with self.serve() as engine:
+            for version in range(1, 6):
+                awake(engine, self.weights(version))
+                sent = len(self.fake.bodies)
+                engine.submit(self.request(f"r{version}"))
+                assert {chunk.version for chunk in drain(engine)} == {version}
+                asked = {body["model"] for body in self.fake.bodies[sent:]}
+                assert {name.split(".")[1] for name in asked} == {f"{version}"}
+                assert {self.fake.adapters[name] for name in asked} == {self.weights(version).uri}
 
     def test_an_adapter_that_the_server_refuses_leaves_the_one_before(self) -> None:
         with self.serve() as engine:

@@ -15,13 +15,13 @@ from tests.bench.repositories import rows_of
 
 
 def check(folder: Path, rows: list[dict[str, Any]], generated: Path) -> subprocess.CompletedProcess[str]:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     settings = {"dataset": f"{folder}/rows.jsonl", "repositories": f"{generated}/repositories"}
     (folder / "run.yaml").write_text(
-        yaml.safe_dump({"environment": {"name": "repositories", "settings": settings}})
+        yaml.safe_dump({"environment": {"name": "repositories", "settings": settings}}), encoding="utf-8"
     )
     words = [sys.executable, "-m", "sf_core.environments.repositories.check", f"{folder}/run.yaml"]
-    return subprocess.run(words, capture_output=True, text=True)
+    return subprocess.run(words, capture_output=True, encoding="utf-8")
 
 
 def test_it_says_of_each_instance_that_is_not_right_what_tells_so(generated: Path, tmp_path: Path) -> None:
@@ -62,7 +62,9 @@ def test_a_data_set_that_is_right_ends_well(generated: Path, tmp_path: Path) -> 
 def test_what_cannot_be_checked_is_refused_in_a_sentence(
     tmp_path: Path, change: dict[str, Any], sentence: str
 ) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"environment": {"name": "repositories"} | change}))
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump({"environment": {"name": "repositories"} | change}), encoding="utf-8"
+    )
     words = [sys.executable, "-m", "sf_core.environments.repositories.check", f"{tmp_path}/run.yaml"]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, encoding="utf-8")
     assert done.returncode == 1 and done.stderr.startswith(sentence) and done.stderr.count("\n") == 1

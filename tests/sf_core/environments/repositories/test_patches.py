@@ -254,7 +254,7 @@ def test_a_cut_takes_the_parts_of_protected_files_and_no_others(
         def put(which: int) -> None:
             for name, texts in files.items():
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-                Path(folder, name).write_text(texts[which])
+                Path(folder, name).write_text(texts[which], encoding="utf-8")
 
         git("init", "-q")
         put(0)

@@ -33,7 +33,7 @@ from tests.bench.sandboxes import need_sandbox
 def source_of(generated: Path, row: dict[str, Any], commit: str | None = None) -> str:
     git = ["git", f"--git-dir={generated}/repositories/acme__lists.git"]
     return subprocess.check_output(
-        [*git, "show", f"{commit or row['base_commit']}:lists/lists.py"], text=True
+        [*git, "show", f"{commit or row['base_commit']}:lists/lists.py"], encoding="utf-8"
     )
 
 
@@ -69,7 +69,9 @@ def test_hidden_tests_and_the_patch_are_not_among_what_the_agent_may_know(
     for row in rows_of(generated):
         git = ["git", f"--git-dir={generated}/repositories/{row['repo'].replace('/', '__')}.git"]
         names = {test.partition("[")[0].rpartition("::")[2] for test in json.loads(row["FAIL_TO_PASS"])}
-        at_base = subprocess.check_output([*git, "grep", "-h", "def test_", row["base_commit"]], text=True)
+        at_base = subprocess.check_output(
+            [*git, "grep", "-h", "def test_", row["base_commit"]], encoding="utf-8"
+        )
         assert not any(f"def {name}(" in at_base for name in names)
     task = make_repositories().tasks("train", 0)
     assert set(task.metadata) == {"repo", "base_commit"}
@@ -81,7 +83,7 @@ def test_a_task_is_the_same_instance_in_a_larger_data_set(
     rows = rows_of(generated)
     larger = tmp_path / "larger.jsonl"
     others = [rows[0] | {"instance_id": f"another-{number}"} for number in range(20)]
-    larger.write_text("".join(json.dumps(row) + "\n" for row in others + rows))
+    larger.write_text("".join(json.dumps(row) + "\n" for row in others + rows), encoding="utf-8")
     held_out = {make_repositories().tasks("holdout", index).task_id for index in range(len(rows))}
     trained = {make_repositories().tasks("train", index).task_id for index in range(len(rows))}
     larger_held_out = {
@@ -277,7 +279,7 @@ def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
         link = tarfile.TarInfo("conftest.py")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         packed.addfile(link)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path))
     assert score(made, row, row["patch"]) == 1
 
@@ -304,7 +306,7 @@ def test_what_is_wrong_with_a_data_set_is_said_with_the_first_task(
     change: dict[str, Any],
     sentence: str,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row | change) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | change) + "\n", encoding="utf-8")
     with pytest.raises(ValueError) as refusal:
         make_repositories(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
     assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
@@ -323,7 +325,7 @@ def test_a_file_without_instances_is_refused(
     make_repositories: MakeRepositories, tmp_path: Path, text: str | None, sentence: str
 ) -> None:
     if text is not None:
-        (tmp_path / "rows.jsonl").write_text(text)
+        (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as refusal:
         make_repositories(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
     assert sentence in str(refusal.value)
@@ -332,7 +334,7 @@ def test_a_file_without_instances_is_refused(
 def test_a_split_without_instances_is_refused(
     make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any]
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"none of the 1 instances of .* is in the split"):
         make_repositories(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
 
@@ -372,7 +374,7 @@ def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
     fault: str,
 ) -> None:
     rows = [row, row | wrong(row) | {"instance_id": "wrong"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"))
     sentence = f"{tmp_path}/rows.jsonl, row 2: wrong: {fault}: correct the row or leave it out; "
     for answer in ("", None, {"lists/lists.py": "import os; os._exit(0)\n"}):
@@ -410,7 +412,7 @@ def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
     name = "lists/lists.py"
     diff = "".join(unified_diff(before, [*before, "# seen\n"], f"a/{name}", f"b/{name}", n=1))
     both = row | {"test_patch": row["test_patch"] + diff}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(both) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(both) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"))
     assert score(made, both, row["patch"]) == 1
     assert score(made, both, {name: "other = 1\n"}) == 0
@@ -421,7 +423,7 @@ def test_a_repository_may_be_a_clone(
     generated: Path, make_repositories: MakeRepositories, tmp_path: Path, row: dict[str, Any], place: str
 ) -> None:
     shutil.copytree(generated / "repositories" / "acme__lists.git", tmp_path / place / ".git")
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     made = make_repositories(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), reward="all")
     assert score(made, row, row["patch"]) == 1
 

@@ -38,7 +38,9 @@ def test_a_folder_has_the_weights_of_the_file_rounded_to_bfloat16(gguf_file: Pat
     assert made.dtype == torch.bfloat16
     for name, tensor in whole.state_dict().items():
         assert torch.equal(made.state_dict()[name], tensor.bfloat16()), name
-    assert "quantization_config" not in json.loads((tmp_path / "policy" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "policy" / "config.json").read_text(encoding="utf-8")
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     assert (tokenizer.chat_template, tokenizer.eos_token) == (TEMPLATE, "<end>")
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
@@ -123,9 +125,9 @@ def test_quantised_weights_and_gguf_files_are_refused_as_policies(gguf_file: Pat
     with pytest.raises(ValueError, match=r"is a GGUF file: `sf model .* DIR` converts it to a folder"):
         check_model_folder(str(gguf_file))
     make_folder(gguf_file, tmp_path / "policy")
-    shape = json.loads((tmp_path / "policy" / "config.json").read_text())
+    shape = json.loads((tmp_path / "policy" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "policy" / "config.json").write_text(
-        json.dumps(shape | {"quantization_config": {"quant_method": "gptq"}})
+        json.dumps(shape | {"quantization_config": {"quant_method": "gptq"}}), encoding="utf-8"
     )
     with pytest.raises(ValueError, match=r"are quantised \(gptq\); training needs unquantised weights"):
         check_model_folder(str(tmp_path / "policy"))

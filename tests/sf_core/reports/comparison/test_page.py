@@ -72,7 +72,7 @@ def test_a_run_that_cannot_be_read_is_named(two_runs: list[RunDirectory], tmp_pa
     assert sf("report", good.uri, good.uri)[1].endswith(
         f"{good.uri} is named twice: name different runs to compare"
     )
-    Path(broken.path("manifests", "00000", "train.json")).write_text("{")
+    Path(broken.path("manifests", "00000", "train.json")).write_text("{", encoding="utf-8")
     code, output = sf("report", good.uri, broken.uri)
     assert (code, broken.uri in output) == (2, True), output
     assert good.uri not in output

@@ -109,7 +109,7 @@ def test_held_out_sessions_that_were_not_judged_are_told_with_those_that_failed(
     told = "failed held-out sessions: not_judged 3"
     assert told in shown(inspect_run(judged_run.uri))
     report = write_report(judged_run.uri, str(tmp_path / "report.html"), 16)
-    assert told in Path(report).read_text()
+    assert told in Path(report).read_text(encoding="utf-8")
 
 
 def test_rows_of_training_and_of_held_out_sessions_are_summed_by_judge(judged_run: RunDirectory) -> None:
@@ -173,4 +173,4 @@ def test_a_run_without_judges_is_shown_without(tmp_path: Path) -> None:
     text = shown(inspect_run(bare.uri)) + shown(inspect_session(bare.uri, "s0"))
     assert "judge" not in text.replace(bare.uri, "")
     page = write_report(bare.uri, str(tmp_path / "report.html"), 16)
-    assert 'id="judges"' not in Path(page).read_text()
+    assert 'id="judges"' not in Path(page).read_text(encoding="utf-8")

@@ -218,7 +218,7 @@ def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
 
 def test_what_agents_wrote_stays_text(hostile_run: RunDirectory, browser: Browser) -> None:
     target = write_report(hostile_run.uri, None, 16)
-    assert "onerror" not in Path(target).read_text()
+    assert "onerror" not in Path(target).read_text(encoding="utf-8")
     with opened(browser, target) as page:
         open_session(page, "onerror")
         expect(page.locator(".turn .tokens")).to_have_text([HOSTILE, f"{HOSTILE}<|end|>"])
@@ -229,12 +229,14 @@ def test_what_agents_wrote_stays_text(hostile_run: RunDirectory, browser: Browse
 
 def test_the_policy_of_the_page_allows_no_foreign_script(talking_run: RunDirectory, browser: Browser) -> None:
     target = write_report(talking_run.uri, None, 16)
-    page_text = Path(target).read_text()
+    page_text = Path(target).read_text(encoding="utf-8")
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page_text)
     assert policy is not None
     assert "default-src 'none'" in policy[1]
     assert "unsafe" not in policy[1]
-    Path(target).write_text(page_text.replace("<main>", "<script>document.title='owned'</script><main>"))
+    Path(target).write_text(
+        page_text.replace("<main>", "<script>document.title='owned'</script><main>"), encoding="utf-8"
+    )
     page = browser.new_page()
     page.goto(f"file://{target}")
     page.wait_for_selector("html[data-ready]")
@@ -284,7 +286,7 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path, browser: Browser) 
 def test_who_may_not_write_into_the_run_gets_its_page_without_new_figures(
     talking_run: RunDirectory, tmp_path: Path
 ) -> None:
-    Path(talking_run.path("metrics")).write_text("a file where the folder should be")
+    Path(talking_run.path("metrics")).write_text("a file where the folder should be", encoding="utf-8")
     target = write_report(talking_run.uri, str(tmp_path / "page.html"), 16)
     assert target == str(tmp_path / "page.html") and Path(target).stat().st_size > 10_000
 

@@ -78,7 +78,10 @@ def test_a_model_gets_defaults_of_its_own_and_the_run_stores_them(
     assert found.engine.context_length == longest + 4 * 256
     assert found.policy.dtype == "bfloat16"
     assert found.train.learning_rate == LARGEST_RATE
-    assert json.loads(Path(run.directory.start_dir, "config.json").read_text())["dtype"] == "bfloat16"
+    assert (
+        json.loads(Path(run.directory.start_dir, "config.json").read_text(encoding="utf-8"))["dtype"]
+        == "bfloat16"
+    )
     assert run.directory.read_config(RunConfig).rollout.max_tokens == 256
 
 

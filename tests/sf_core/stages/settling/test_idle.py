@@ -165,8 +165,8 @@ def test_prompts_of_which_fewer_are_equal_are_not_told(tasks: Any) -> None:
 def folder(tmp_path: Path) -> Path:
     (made := tmp_path / "model").mkdir()
     write_tokenizer(made)
-    (made / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    (made / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (made / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8")
+    (made / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
     return made
 
 

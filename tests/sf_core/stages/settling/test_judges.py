@@ -148,7 +148,7 @@ cluster:
     s0: {{tags: [reward]}}
     c0: {{tags: [cpu]}}
 """
-    file.write_text(judges)
+    file.write_text(judges, encoding="utf-8")
     code, said = sf("plan", str(file))
     assert code == 0, said
     assert "scores the answers of agents, and serves the judges manners" in said
@@ -157,6 +157,6 @@ cluster:
     )
     assert "at most 5,000 tokens per iteration" in said
     assert f"judge manners {small_policy}, 0 million parameters, served by vLLM on s0; 4 calls" in said
-    file.write_text(judges.replace("s0: {tags: [reward]}", "s0: {tags: [cpu]}"))
+    file.write_text(judges.replace("s0: {tags: [reward]}", "s0: {tags: [cpu]}"), encoding="utf-8")
     code, said = sf("plan", str(file))
     assert code == 2 and "environment.judges.manners.model needs a worker tagged reward" in said

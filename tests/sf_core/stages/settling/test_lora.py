@@ -117,7 +117,9 @@ def test_settings_that_go_with_an_adapter_are_taken(settings: dict[str, Any]) ->
 def say(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         about = folder / "adapter_config.json"
-        about.write_text(json.dumps(json.loads(about.read_text()) | changes))
+        about.write_text(
+            json.dumps(json.loads(about.read_text(encoding="utf-8")) | changes), encoding="utf-8"
+        )
 
     return change
 
@@ -239,7 +241,7 @@ def test_an_adapter_that_only_a_worker_has_is_left_to_it(tmp_path: Path, small_p
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_impossible_ranks_are_refused_before_anything_starts(tmp_path: Path, command: str, rank: int) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{rank: {rank}}}}}\n")
+    file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{rank: {rank}}}}}\n", encoding="utf-8")
     bound = "greater than or equal to 1" if rank == 0 else "less than or equal to 512"
     check_refused(tmp_path, [command, str(file)], f"train.lora.rank: input should be {bound}, got {rank}")
 
@@ -247,7 +249,9 @@ def test_impossible_ranks_are_refused_before_anything_starts(tmp_path: Path, com
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_the_commands_refuse_before_anything_starts(tmp_path: Path, command: str) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{targets: [lm_head]}}}}\n")
+    file.write_text(
+        f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{targets: [lm_head]}}}}\n", encoding="utf-8"
+    )
     check_refused(
         tmp_path, [command, str(file)], f"{file}: train.lora: the target lm_head is not a linear layer"
     )
@@ -255,7 +259,9 @@ def test_the_commands_refuse_before_anything_starts(tmp_path: Path, command: str
 
 def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{rank: 2, targets: [q_proj]}}}}\n")
+    file.write_text(
+        f"storage: {{root: {tmp_path}}}\ntrain: {{lora: {{rank: 2, targets: [q_proj]}}}}\n", encoding="utf-8"
+    )
     code, output = sf("plan", str(file), "--set", "engine.kind=vllm")
     said = " ".join(output.split())
     assert code == 0, output

@@ -74,7 +74,7 @@ def holds(read: dict[str, Any], written: dict[str, Any]) -> bool:
 
 def test_what_a_run_of_this_format_has_stored_is_read_as_it_was_meant() -> None:
     run = RunDirectory(str(KEPT))
-    written = json.loads((KEPT / "config.json").read_text())
+    written = json.loads((KEPT / "config.json").read_text(encoding="utf-8"))
     config = run.read_config(RunConfig)
     # a gate was a name alone
     written["rollout"]["gate"] = {"kind": written["rollout"]["gate"]}
@@ -85,7 +85,7 @@ def test_what_a_run_of_this_format_has_stored_is_read_as_it_was_meant() -> None:
     assert run.newest_attempt() == Attempt(dataplane="", host="vm")
     rollout = run.read_manifest(3, "rollout")
     assert rollout is not None and (failures_of(rollout), rollout.data["groups"]) == ({}, [*range(96, 128)])
-    assert run.read_summary() == json.loads((KEPT / "summary.json").read_text())
+    assert run.read_summary() == json.loads((KEPT / "summary.json").read_text(encoding="utf-8"))
 
 
 def test_a_new_run_is_configured_as_the_caller_says(tmp_path: Path) -> None:

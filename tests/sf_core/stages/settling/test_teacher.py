@@ -38,7 +38,7 @@ def refused(config: RunConfig, *names: str, by_a_worker: bool = False) -> None:
 
 def rewrite(folder: Path, **facts: Any) -> None:
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | facts), encoding="utf-8")
 
 
 def add_token(folder: Path) -> None:
@@ -90,9 +90,9 @@ def test_another_vocabulary_is_refused_by_its_first_token(small_policy: str, pol
 
 
 def test_the_built_in_policy_has_a_vocabulary_too(policy_copy: Path) -> None:
-    tokenizer = json.loads((policy_copy / "tokenizer.json").read_text())
+    tokenizer = json.loads((policy_copy / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer["model"]["vocab"]["€"] = tokenizer["model"]["vocab"].pop("a")
-    (policy_copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (policy_copy / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     refused(
         configured({"model": str(policy_copy)}),
         "train.teacher.model: ",

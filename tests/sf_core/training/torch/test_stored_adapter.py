@@ -81,7 +81,7 @@ def test_a_checkpoint_has_factors_alone_and_names_their_base(tmp_path: Path) -> 
     trainer.await_checkpoint()
     names = load_file(checkpoint / "shard-1-of-1.safetensors").keys()
     assert names == {f"{part}/{name}" for part in PARTS for name in load_weights(adapter_of(folder))}
-    assert json.loads((checkpoint / "state.json").read_text())["base"] == "a digest"
+    assert json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["base"] == "a digest"
 
 
 def test_a_checkpoint_for_another_base_is_refused_and_changes_nothing(tmp_path: Path) -> None:

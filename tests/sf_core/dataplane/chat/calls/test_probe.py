@@ -39,9 +39,9 @@ def listed(call: str) -> str:
 CALL = "{{ call.function | tojson }}"
 ARGUMENTS = "{{ call.function.arguments | tojson }}"
 SOURCES = {
-    "qwen3": ((TEMPLATES / "qwen3.jinja").read_text(), "hermes"),
+    "qwen3": ((TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"), "hermes"),
     # it refuses several calls at once
-    "llama3": ((TEMPLATES / "llama3.jinja").read_text(), "llama3_json"),
+    "llama3": ((TEMPLATES / "llama3.jinja").read_text(encoding="utf-8"), "llama3_json"),
     "smollm2-tools": (TOOLS_TEMPLATE, "hermes"),
     "of one line": (written(f"<tool_call>{CALL}</tool_call>"), "hermes"),
     "that opens thinking": (written(f"<tool_call>{CALL}</tool_call>", "assistant\n<think>\n"), "hermes"),
@@ -50,7 +50,7 @@ SOURCES = {
     "mistral, a list": (listed(CALL), "mistral_list"),
     "mistral": (written("[TOOL_CALLS]{{ call.function.name }}[ARGS]" + ARGUMENTS), "mistral"),
     "mistral, without a mark": (written("[TOOL_CALLS]{{ call.function.name }}" + ARGUMENTS), "mistral_named"),
-    "that shows no calls": ((TEMPLATES / "chatml.jinja").read_text(), ""),
+    "that shows no calls": ((TEMPLATES / "chatml.jinja").read_text(encoding="utf-8"), ""),
     "with other tags": (written(f"<call>{CALL}</call>"), ""),
     "that loses an argument": (written("<tool_call>{{ call.function.name }}</tool_call>"), ""),
     "that writes arguments as a string": (
@@ -72,7 +72,7 @@ def test_the_format_is_the_one_that_reads_back_what_the_template_writes(
 ) -> None:
     source, tool_format = SOURCES[name]
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text(source)
+    (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
     assert Renderer(str(tmp_path)).tool_format == tool_format
 
 
@@ -80,9 +80,14 @@ def test_the_format_that_a_folder_names_counts(model_dir: str, tmp_path: Path) -
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "tokenizer_config.json"
     for named in ("glm45", "plain"):
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"tool_format": named}))
+        config.write_text(
+            json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"tool_format": named}),
+            encoding="utf-8",
+        )
         assert Renderer(str(tmp_path)).tool_format == named
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tool_format": "xml"}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"tool_format": "xml"}), encoding="utf-8"
+    )
     with pytest.raises(
         ValueError, match=r"tool_format in tokenizer_config\.json must be one of hermes, .*'xml'"
     ):

@@ -32,6 +32,7 @@ def vllm_calls() -> list[list[tuple[str, Any]]]:
         capture_output=True,
         text=True,
         timeout=patience() * 4,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stderr
     return [[(name, _read(arguments)) for name, arguments in calls] for calls in json.loads(done.stdout)]

@@ -25,10 +25,10 @@ def thinking(served_plane: ServedPlane, tmp_path: Path) -> ServedPlane:
     """A policy whose template, as reasoning models' do, drops what was thought before the last question."""
     folder = tmp_path / "thinking"
     shutil.copytree(served_plane.model_dir, folder)
-    template = (folder / "chat_template.jinja").read_text()
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     shown = "{{ '<think>\\n' + message.reasoning_content + '</think>' if message.reasoning_content }}"
     (folder / "chat_template.jinja").write_text(
-        template.replace("{{ message.content }}", shown + "{{ message.content }}")
+        template.replace("{{ message.content }}", shown + "{{ message.content }}"), encoding="utf-8"
     )
     served_plane.model_dir = str(folder)
     served_plane.register(max_tokens=128)
@@ -142,7 +142,10 @@ def test_a_forced_call_closes_the_reasoning_the_template_opens(
     thinking: ServedPlane, renderer: Renderer
 ) -> None:
     template = Path(thinking.model_dir) / "chat_template.jinja"
-    template.write_text(template.read_text().replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    template.write_text(
+        template.read_text(encoding="utf-8").replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
+        encoding="utf-8",
+    )
     thinking.register(run_id="open", run_dir=str(thinking.run_dir / "open"), max_tokens=128)
     opened = Renderer(thinking.model_dir)
     assert opened.opens_thinking

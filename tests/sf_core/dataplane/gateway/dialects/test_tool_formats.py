@@ -36,9 +36,12 @@ def serve_family(
     special tokens."""
     shutil.copytree(plane.model_dir, folder)
     config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tool_format": tool_format}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"tool_format": tool_format}),
+        encoding="utf-8",
+    )
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text() + more)
+    template.write_text(template.read_text(encoding="utf-8") + more, encoding="utf-8")
     if special:
         make_special(folder / "tokenizer.json")
     plane.model_dir = str(folder)
@@ -47,14 +50,14 @@ def serve_family(
 
 
 def make_special(file: Path) -> None:
-    tokenizer = json.loads(file.read_text())
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
     added = [token for token in tokenizer["added_tokens"] if token["content"] not in MARKS]
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     number = max(ids.values())
     for mark in MARKS:
         number += mark not in ids
         added.append(added[0] | {"content": mark, "id": ids.get(mark, number), "special": True})
-    file.write_text(json.dumps(tokenizer | {"added_tokens": added}))
+    file.write_text(json.dumps(tokenizer | {"added_tokens": added}), encoding="utf-8")
 
 
 FAMILIES = [
@@ -150,7 +153,9 @@ def test_tools_are_refused_where_calls_have_no_known_form(served_plane: ServedPl
     folder = tmp_path / "model"
     shutil.copytree(served_plane.model_dir, folder)
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("<tool_call>", "<invoke>"))
+    template.write_text(
+        template.read_text(encoding="utf-8").replace("<tool_call>", "<invoke>"), encoding="utf-8"
+    )
     served_plane.model_dir = str(folder)
     served_plane.register(max_tokens=32)
     renderer = Renderer(str(folder))

@@ -204,7 +204,10 @@ def test_the_chat_template_has_the_variables_of_a_request_and_others_of_them_are
     folder = tmp_path / "policy"
     shutil.copytree(served_plane.model_dir, folder)
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text() + "{{ '<think>\\n\\n</think>' if enable_thinking is false }}")
+    template.write_text(
+        template.read_text(encoding="utf-8") + "{{ '<think>\\n\\n</think>' if enable_thinking is false }}",
+        encoding="utf-8",
+    )
     served_plane.model_dir = str(folder)
     served_plane.register(ignored_fields=[])
     served_plane.connect(answering(renderer, "the sum is 42."))
