@@ -100,7 +100,7 @@ def make_requests(
     vocab_size: int, groups: int, group_size: int, prompt_tokens: int, longest: int
 ) -> list[GenerationRequest]:
     """Requests that come back after 1 to `longest` sampled tokens, and sample one more."""
-    requests = []
+    requests: list[GenerationRequest] = []
     for group in range(groups):
         prompt = torch.randint(0, vocab_size, (prompt_tokens,)).tolist()
         for _ in range(group_size):

@@ -159,8 +159,7 @@ def gc(
         for spare in found:
             if yes:
                 spare.remove()
-            told = {"run": run.run_id, "kind": spare.kind, "name": spare.name, "bytes": spare.bytes}
-            spared.append(told)
+            spared.append({"run": run.run_id, "kind": spare.kind, "name": spare.name, "bytes": spare.bytes})
     if as_json:
         return print_json({"removed": yes, "items": spared})
     done = "removed" if yes else "would remove"
