@@ -93,10 +93,10 @@ test-system: setup ## run the tests with real stacks, vLLM, a browser, podman an
 	$(MAKE) vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(BIN)/python -m tests.tiers system
 
-# minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
-nightly: check ## run the long tests (sizes, kills, emulated fleets) and the mutations, on an idle machine
-	$(BIN)/pytest -m nightly
-	SF_EXAMPLES=all $(BIN)/pytest -m 'hypothesis and not nightly'
+# minutes of kills, retries and emulated fleets, all examples drawn anew (tests/properties.py), then the mutations;
+# on a machine with nothing else
+nightly: check ## run the long tests (sizes, kills, emulated fleets), all examples and the mutations, on an idle machine
+	SF_EXAMPLES=all $(BIN)/pytest -m 'nightly or hypothesis'
 	$(MAKE) mutations
 
 # wrong edits on the way of the training signal, each of which the tests of its own module must catch; minutes.
