@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests.bench.dataplane.router import Cluster, MakeEngine
 from tests.bench.engines.model_folders import STOP, ModelFolders
+from tests.closeness import FORWARD, assert_rounded
 from tests.properties import examples
 
 CONTEXT = 64
@@ -100,6 +101,6 @@ def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
             token_ids, logprobs, reason = undisturbed(folder, request)
             assert generation.token_ids.tolist() == token_ids
             assert generation.finish_reason == reason
-            assert generation.logprobs.tolist() == pytest.approx(logprobs, abs=1e-4)
+            assert_rounded(generation.logprobs, logprobs, FORWARD, scale=np.abs([1.0, *logprobs]).max())
 
     asyncio.run(scenario())
