@@ -46,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if ALL and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(secrets.randbelow(2**32))
     seed = config.option.hypothesis_seed
+    if seed is not None and not seed.isdecimal():
+        raise pytest.UsageError(
+            f"--hypothesis-seed is {seed!r}: use a whole number, as pytest's header names one"
+        )
     config.stash[SEED] = int(seed or 0)
     if config.option.hypothesis_profile is None:
         settings.load_profile("same" if seed is None else "anew")

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
 
 from tests.patience import patience
+from tests.properties import pytest_configure
 
 ROOT = Path(__file__).parents[1]
 PROPERTY = """
@@ -51,26 +57,32 @@ def run_pytest(folder: Path, *options: str, **env: str) -> tuple[str, list[str]]
     return done.stdout, (folder / "drawn").read_text(encoding="utf-8").splitlines()
 
 
-def test_examples_are_the_same_whatever_else_is_imported_and_whatever_the_hashes(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text(PROPERTY, encoding="utf-8")
-    said, drawn = run_pytest(tmp_path, PYTHONHASHSEED="1")
+@pytest.fixture(scope="module")
+def same(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The examples that everybody draws."""
+    folder = tmp_path_factory.mktemp("same")
+    (folder / "test_some.py").write_text(PROPERTY, encoding="utf-8")
+    said, drawn = run_pytest(folder, PYTHONHASHSEED="1")
     assert "examples: the same every time" in said
+    assert (folder / "examples").read_text(encoding="utf-8") == "10"
+    return drawn
+
+
+def test_examples_are_the_same_whatever_else_is_imported_and_whatever_the_hashes(
+    same: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "test_some.py").write_text(f"import sf_core.config\n{PROPERTY}", encoding="utf-8")
-    assert run_pytest(tmp_path, PYTHONHASHSEED="2", CI="true")[1] == drawn
-    assert (tmp_path / "examples").read_text(encoding="utf-8") == "10"
+    assert run_pytest(tmp_path, PYTHONHASHSEED="2", CI="true")[1] == same
     # a failure is not remembered either
     assert not (tmp_path / ".hypothesis" / "examples").exists()
 
 
-def test_nightly_draws_anew_and_its_seed_draws_the_same_again(tmp_path: Path) -> None:
+def test_nightly_draws_anew_and_its_seed_draws_the_same_again(same: list[str], tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(PROPERTY, encoding="utf-8")
     said, drawn = run_pytest(tmp_path, SF_EXAMPLES="all", PYTHONHASHSEED="1", CI="true")
-    assert (tmp_path / "examples").read_text(encoding="utf-8") == "30"
-    again = re.search(
-        "examples: drawn anew; again with SF_EXAMPLES=all pytest (--hypothesis-seed=[0-9]+)", said
-    )
+    assert drawn != same and (tmp_path / "examples").read_text(encoding="utf-8") == "30"
+    again = re.search(r"drawn anew; again with SF_EXAMPLES=all pytest (--hypothesis-seed=\d+)\n", said)
     assert again
-    assert run_pytest(tmp_path, SF_EXAMPLES="all")[1] != drawn
     (tmp_path / "test_some.py").write_text(f"import sf_core.config\n{PROPERTY}", encoding="utf-8")
     assert run_pytest(tmp_path, again[1], SF_EXAMPLES="all", PYTHONHASHSEED="2")[1] == drawn
 
@@ -79,4 +91,9 @@ def test_torch_draws_the_same_numbers_whatever_ran_before(tmp_path: Path) -> Non
     (tmp_path / "test_some.py").write_text(NUMBERS, encoding="utf-8")
     _, drawn = run_pytest(tmp_path)
     assert run_pytest(tmp_path, "-k", "other")[1] == drawn
-    assert run_pytest(tmp_path, "--hypothesis-seed=7")[1] != drawn
+
+
+def test_a_seed_that_is_no_number_is_refused() -> None:
+    option = argparse.Namespace(hypothesis_seed="x", hypothesis_profile=None)
+    with pytest.raises(pytest.UsageError, match=r"^--hypothesis-seed is .x.: use a whole number"):
+        pytest_configure(cast(pytest.Config, SimpleNamespace(option=option)))
