@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sf_core.dataplane.routing.suspects import MAX_FAULTS
 from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
@@ -98,6 +99,10 @@ def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
                         engine.abort([request_id])
         await cluster.run()
         for generation, request in zip(generations, requests, strict=True):
+            if generation.num_faults >= MAX_FAULTS:
+                # it is refused, because it was the only suspect of each of these deaths (test_suspects.py)
+                assert not generation.token_ids
+                continue
             token_ids, logprobs, reason = undisturbed(folder, request)
             assert generation.token_ids.tolist() == token_ids
             assert generation.finish_reason == reason
