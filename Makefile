@@ -106,10 +106,10 @@ test-newest: setup ## install from nothing into the newest Python found here, wi
 test-lowest: setup ## install the lowest packages that pyproject.toml allows, and run the smoke tests
 	@$(BIN)/python -m tests.pythons lowest
 
-# minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
-nightly: check ## run the long tests (sizes, kills, emulated fleets) and the mutations, on an idle machine
-	$(BIN)/pytest -m nightly
-	SF_EXAMPLES=all $(BIN)/pytest -m 'hypothesis and not nightly'
+# minutes of kills, retries and emulated fleets, all examples drawn anew (tests/properties.py), then the mutations;
+# on a machine with nothing else
+nightly: check ## run the long tests (sizes, kills, emulated fleets), all examples and the mutations, on an idle machine
+	SF_EXAMPLES=all $(BIN)/pytest -m 'nightly or hypothesis'
 	$(MAKE) test-lowest
 	$(MAKE) mutations
 

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
-pytest_plugins = ["tests.bench.fixtures"]
-
-# how long an example takes is the machine's matter
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+pytest_plugins = ["tests.bench.fixtures", "tests.properties"]
 
 # set in the workers of pytest-xdist; a console that is made then keeps this width
 os.environ.pop("COLUMNS", None)

@@ -10,7 +10,7 @@ from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
-import pathlib, pytest
+import os, pathlib, pytest
 
 @pytest.mark.system
 def test_that_fails_beside_others():
@@ -18,6 +18,10 @@ def test_that_fails_beside_others():
     if not seen.exists():
         seen.touch()
         raise AssertionError
+
+@pytest.mark.system
+def test_that_sets_have_one_order():
+    assert os.environ["PYTHONHASHSEED"] == "0"
 
 @pytest.mark.system
 def test_that_fails():

@@ -70,7 +70,6 @@ def test_every_control_route_is_described_and_nothing_else(served: tuple[ServedP
 @settings(
     max_examples=4,
     deadline=None,
-    derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

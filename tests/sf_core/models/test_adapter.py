@@ -20,6 +20,7 @@ from sf_core.models.decoder import causal_attention, decoder_spec, fuse
 from sf_core.models.projections import PACKED, PLAIN, Projections
 from storage.tensors.weights import load_weights, open_weights, save_adapter
 from tests.bench.engines.model_folders import ModelFolders, linears_of
+from tests.closeness import FORWARD, assert_rounded
 
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
@@ -82,7 +83,7 @@ def test_factors_beside_the_weights_compute_what_merged_weights_do(
     beside = compute_logprobs(weights, folder, projections, factors, adapter.scale)
     merged = compute_logprobs(merge(weights, factors, adapter.scale), folder, projections)
     base = compute_logprobs(weights, folder, projections)
-    torch.testing.assert_close(beside, merged, atol=2e-5, rtol=1e-5)
+    assert_rounded(beside, merged, FORWARD)
     assert (beside - base).abs().max() > 1e-3
 
 
@@ -131,7 +132,7 @@ def test_peft_reads_what_is_written(model_folders: ModelFolders, tmp_path: Path)
     with torch.inference_mode():
         expected = model(ids).logits.log_softmax(-1)[0]
     beside = compute_logprobs(load_weights(folder), folder, PLAIN, factors, adapter.scale)
-    torch.testing.assert_close(beside[:12], expected, atol=2e-5, rtol=1e-4)
+    assert_rounded(beside[:12], expected, FORWARD)
     assert read_adapter(str(tmp_path)) == adapter
 
 
@@ -172,7 +173,7 @@ def test_an_adapter_of_peft_is_refused_or_merged_as_peft_computes_it(
     plain = AutoModelForCausalLM.from_pretrained(folder)
     plain.load_state_dict(merged, strict=False)
     with torch.inference_mode():
-        torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
+        assert_rounded(plain(ids).logits, model(ids).logits, FORWARD)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from sf_core.models import scoring
 from sf_core.models.scoring import Split, Target, score
+from tests.closeness import assert_rounded
 from tests.memory import peak_bytes
 from tests.patience import patience
 
@@ -39,6 +40,14 @@ def by_the_definition(
         logprobs.append(whole[token] - whole[best[:kept]].logsumexp(0))
         entropies.append(-(whole.exp() * whole).sum())
     return torch.stack(logprobs), torch.stack(entropies)
+
+
+def size_of(settings: Settings, *logits: torch.Tensor) -> float:
+    """The largest of these logits over the smallest temperature."""
+    temperature = settings[0]
+    return max(float(one.detach().abs().max()) for one in logits) / float(
+        temperature[temperature > 0].min(initial=1)
+    )
 
 
 def example(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,8 +87,9 @@ def test_scores_and_gradients_are_those_of_the_definition_wherever_chunks_end(
     predicted = (hidden, head) if has_head else (logits, None)
     found = score(predicted[0], predicted[1], token_ids, *settings)
     expected = by_the_definition(logits, token_ids, settings)
+    size = size_of(settings, logits)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=0)
+        assert_rounded(one, other, 8, scale=size)
     inputs = (hidden, head)
     # a loss of the log-probs, of the entropies, and of both
     for which in ([0], [1], [0, 1]):
@@ -88,7 +98,7 @@ def test_scores_and_gradients_are_those_of_the_definition_wherever_chunks_end(
         doubles = [slope.double() for slope in slopes]
         wanted = torch.autograd.grad([expected[i] for i in which], inputs, doubles, retain_graph=True)
         for one, other in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+            assert_rounded(one, other, 24)
 
 
 def predicted(num_tokens: int, rows: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,15 +134,16 @@ def test_divergences_and_gradients_are_those_of_the_definition(
     logits = hidden @ head.t()
     exact = by_the_definition(logits, token_ids, settings)
     expected = (*exact, divergences_by_the_definition(logits, theirs, divergence, settings[0]))
+    size = size_of(settings, logits, theirs)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=0)
+        assert_rounded(one, other, 8, scale=size)
     for which in ([2], [0, 2], [0, 1, 2]):
         slopes = [(gradient, -0.7 * gradient.flip(0), 0.3 + gradient)[i] for i in which]
         gradients = torch.autograd.grad([found[i] for i in which], (hidden, head), slopes, retain_graph=True)
         doubles = [slope.double() for slope in slopes]
         wanted = torch.autograd.grad([expected[i] for i in which], (hidden, head), doubles, retain_graph=True)
         for one, other in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+            assert_rounded(one, other, 24)
 
 
 @pytest.mark.parametrize("divergence", ["reverse", "forward"])
@@ -180,9 +191,9 @@ def test_a_split_head_gives_every_process_the_same_scores_and_its_part_of_the_gr
     with ThreadPoolExecutor(2) as processes:
         (one, of_one), (other, of_other) = processes.map(process, cuts)
     for found in (one, other):
-        torch.testing.assert_close(found, whole)
-    torch.testing.assert_close(of_one[0] + of_other[0], of_hidden, atol=1e-5, rtol=0)
-    torch.testing.assert_close(torch.cat((of_one[1], of_other[1])), of_head, atol=1e-5, rtol=0)
+        assert_rounded(torch.stack(found), torch.stack(whole), 8)
+    assert_rounded(of_one[0] + of_other[0], of_hidden, 24)
+    assert_rounded(torch.cat((of_one[1], of_other[1])), of_head, 24)
 
 
 def test_no_token_has_no_score_and_gradient_zero() -> None:
@@ -200,7 +211,7 @@ def test_a_vocabulary_beyond_a_chunk_is_scored_token_by_token(monkeypatch: pytes
     expected = score(hidden, head, token_ids, *settings)
     monkeypatch.setattr(scoring, "CHUNK_BYTES", 8)
     for one, other in zip(score(hidden, head, token_ids, *settings), expected, strict=True):
-        torch.testing.assert_close(one, other)
+        assert_rounded(one, other, 8)
 
 
 def test_bfloat16_is_scored_in_float32_and_its_gradient_is_summed_in_float32(
@@ -212,9 +223,10 @@ def test_bfloat16_is_scored_in_float32_and_its_gradient_is_summed_in_float32(
     hidden, head = (tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, head))
     settings = drawn([0.8], [1.0], [0], 512)
     found = score(hidden, head, token_ids, *settings)
-    expected = by_the_definition(hidden @ head.t(), token_ids, settings)
+    logits = hidden @ head.t()
+    expected = by_the_definition(logits, token_ids, settings)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=0)
+        assert_rounded(one, other, 8, scale=size_of(settings, logits))
     whole_hidden, whole_head = (tensor.detach().float().requires_grad_() for tensor in (hidden, head))
     exact, _ = score(whole_hidden, whole_head, token_ids, *settings)
     exact.sum().backward()

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from sf_core.recipes.advantages import (
     Tree,
     TwoLevel,
     Whitened,
+    deviation,
 )
-from sf_core.recipes.rewards import are_equal
+from sf_core.recipes.rewards import ABSOLUTE, RELATIVE, are_equal
 from sf_core.recipes.samples import Samples
+from tests.closeness import assert_rounded
 from tests.sf_core.recipes.batches import of_sessions, samples, turns
 
 sessions = st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 4)), min_size=1, max_size=40)
@@ -32,25 +35,34 @@ def advantages(advantage: Advantage, rewards: Any, groups: Any) -> np.ndarray:
     return of_sessions(advantage(samples(rewards, groups)))
 
 
+def nearly_zero(rewards: np.ndarray) -> float:
+    """The largest difference from a mean that counts as none."""
+    return float(ABSOLUTE + RELATIVE * np.abs(rewards).max())
+
+
 def by_group(values: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
     return [values[groups == group] for group in np.unique(groups)]
 
 
 @pytest.mark.parametrize(
-    "advantage",
+    ("advantage", "scale"),
     [
-        Grpo(),
-        Grpo(ddof=0),
-        Grpo(scale="none"),
-        Grpo(scale="batch"),
-        LeaveOneOut(),
+        (Grpo(), lambda own, _: deviation(own, 1) + EPSILON),
+        (Grpo(ddof=0), lambda own, _: deviation(own, 0) + EPSILON),
+        (Grpo(scale="none"), lambda own, _: 1.0),
+        (Grpo(scale="batch"), lambda _, every: deviation(every, 1) + EPSILON),
+        (LeaveOneOut(), lambda own, _: (own.size - 1) / own.size or 1.0),
     ],
 )
-@given(sessions)
-def test_advantages_of_a_group_sum_to_zero(advantage: Advantage, drawn: list[tuple[float, int]]) -> None:
-    rewards, groups = (np.array(column) for column in zip(*drawn, strict=True))
-    for group in by_group(advantages(advantage, rewards, groups), groups):
-        np.testing.assert_allclose(group.sum(), 0.0, atol=2e-3)
+@given(drawn=sessions)
+def test_advantages_of_a_group_sum_to_zero(
+    advantage: Advantage, scale: Callable[[np.ndarray, np.ndarray], float], drawn: list[tuple[float, int]]
+) -> None:
+    rewards, groups = (np.array(column, np.float64) for column in zip(*drawn, strict=True))
+    found = advantages(advantage, rewards, groups).astype(np.float64)
+    for own, group in zip(by_group(rewards, groups), by_group(found, groups), strict=True):
+        rounded = np.finfo(np.float32).eps * np.abs(group).sum()
+        assert abs(group.sum()) <= rounded + own.size * nearly_zero(rewards) / scale(own, rewards)
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -62,8 +74,10 @@ def test_scaled_advantages_have_deviation_one_or_less_where_rewards_hardly_diffe
     found = advantages(Grpo(ddof=ddof), rewards, groups)  # type: ignore[arg-type]
     for given_to, group in zip(by_group(rewards, groups), by_group(found, groups), strict=True):
         if group.size > ddof:
-            deviation = given_to.std(ddof=ddof)
-            np.testing.assert_allclose(group.std(ddof=ddof), deviation / (deviation + EPSILON), atol=0.02)
+            spread = given_to.std(ddof=ddof)
+            scale = spread + EPSILON
+            bound = 4 * (np.finfo(np.float32).eps + nearly_zero(rewards) / scale)
+            assert abs(group.astype(np.float64).std(ddof=ddof) - spread / scale) <= bound
 
 
 @given(sessions)
@@ -103,10 +117,12 @@ def test_by_hand() -> None:
 def test_a_constant_added_to_all_rewards_changes_nothing(
     drawn: list[tuple[float, int]], constant: float
 ) -> None:
-    rewards, groups = (np.array(column) for column in zip(*drawn, strict=True))
+    rewards, groups = (np.array(column, np.float64) for column in zip(*drawn, strict=True))
+    # of advantages up to twice as large as the reward minus the mean of all
+    counts_as_none = 2 * nearly_zero(np.abs(rewards) + abs(constant))
     for advantage in (Grpo(scale="none"), LeaveOneOut()):
         plain, shifted = (advantages(advantage, r, groups) for r in (rewards, rewards + constant))
-        np.testing.assert_allclose(plain, shifted, atol=1e-4)
+        np.testing.assert_allclose(plain, shifted, rtol=2 * np.finfo(np.float32).eps, atol=counts_as_none)
 
 
 def test_equal_rewards_give_exact_zeros_in_spite_of_rounding() -> None:
@@ -213,12 +229,11 @@ def test_what_branches_share_earns_the_mean_of_all_that_hold_it(data: st.DataObj
         turns=turns(*((row, 0, 1, earned) for row, earned in enumerate(steps))),
     )
     leaves = np.array([rewards[session] + step for session, step in zip(sessions, steps, strict=True)])
-    deviation = leaves.std(ddof=1) if len(leaves) > 1 else 0.0
-    scores = (leaves - leaves.mean()) / (deviation + EPSILON)
+    scores = (leaves - leaves.mean()) / (deviation(leaves, 1) + EPSILON)
     for row, found in enumerate(Tree()(drawn)):
         for at in np.flatnonzero(masks[row]):
             holders = [tokens[row][at] in other for other in tokens]
-            assert found[at] == pytest.approx(scores[holders].mean(), abs=1e-4)
+            assert_rounded(found[at], scores[holders].mean(), 2, scale=np.abs(scores).max())
         assert not found[~masks[row]].any()
 
 
@@ -248,7 +263,8 @@ def test_a_pair_has_the_gradient_of_the_pairwise_loss(drawn: list[tuple[float, .
     scores = {"start": rows(policy), "reference": rows(reference)}
     given_to = samples([0.5, 0.0, 1.0, 0.0], [0, 0, 0, 0], scores=scores, logprobs=rows(sampled))
     found = of_sessions(Pair(eta=eta, ratio=ratio)(given_to))
-    np.testing.assert_allclose(found, -gradient[:, 0].numpy(), atol=1e-4)
+    terms = [abs(float(term)) for term in (of_policy, of_reference, of_sampled)]
+    assert_rounded(found, -gradient[:, 0], 2, scale=2 * max(*terms, 1 / (2 * eta)))
 
 
 def test_a_group_of_equal_rewards_is_no_pair() -> None:
@@ -285,10 +301,10 @@ def test_gae_goes_over_trained_tokens_alone(
     rewards[0] += step
     expected = naive_gae(rewards.tolist(), own, gamma, lam) if own else []
     (found,), (returns,) = gae(drawn), gae.returns(drawn)
-    assert found[mask].tolist() == pytest.approx(expected, abs=1e-5) and not found[~mask].any()
-    assert returns[mask].tolist() == pytest.approx(
-        [a + v for a, v in zip(expected, own, strict=True)], abs=1e-5
-    )
+    size = np.abs([1.5, *expected]).max()
+    assert_rounded(found[mask], expected, 2, scale=size)
+    assert not found[~mask].any()
+    assert_rounded(returns[mask], [a + v for a, v in zip(expected, own, strict=True)], 2, scale=size + 2)
 
 
 def test_gae_is_whitened_over_the_tokens_of_the_batch_and_returns_are_not() -> None:

@@ -30,6 +30,7 @@ from storage.tensors.checkpoints import EXP_AVG, MASTER
 from tests.bench.training.batches import grouped_rows, make_batch
 from tests.bench.training.gang import Member, Try
 from tests.bench.training.policies import CONTEXT, VOCABULARY
+from tests.closeness import BACKWARD, FORWARD, assert_gradients, assert_rounded
 
 # with so little memory of the past and no bound, the first moment is the gradient
 PLAIN = AdamSettings(learning_rate=1e-3, betas=(0.0, 0.95), weight_decay=0.0, max_grad_norm=1e9)
@@ -220,10 +221,8 @@ class ModelTests:
     """Reference to the TorchBackend."""
     layouts: Sequence[tuple[int, dict[str, Any]]]
     """Numbers of ranks, each with settings of `train`."""
-    gradient_tolerance = 1e-4
-    """Largest difference of a gradient, in parts of that tensor's largest element."""
-    logprob_tolerance = 2e-5
-    """Largest difference of a log-prob."""
+    gradient_roundings: float = BACKWARD
+    """Largest difference of a gradient (tests/closeness.py)."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -300,12 +299,11 @@ class ModelTests:
                 assert (array == stored[name].bfloat16().float().numpy()).all(), name
 
     def check(self, found: Learnt, wanted: Learnt) -> None:
-        np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=self.logprob_tolerance)
-        np.testing.assert_allclose(found.entropies, wanted.entropies, atol=2e-5)
+        assert_rounded(found.logprobs, wanted.logprobs, FORWARD)
+        assert_rounded(found.entropies, wanted.entropies, FORWARD)
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
-        for name, gradient in found.gradients.items():
-            bound = self.gradient_tolerance * max(np.abs(wanted.gradients[name]).max(), 1e-3)
-            assert np.abs(gradient - wanted.gradients[name]).max() <= bound, name
+        wanted_of = {name: wanted.gradients[name] for name in found.gradients}
+        assert_gradients(found.gradients, wanted_of, self.gradient_roundings)
 
     def test_weights_come_out_as_they_went_in(self, policy: str) -> None:
         stored = self.stored(policy)
@@ -362,6 +360,4 @@ class FullModelTests(ModelTests):
         for size, train in self.layouts:
             of_layout = self.setup(policy, **train)
             weights, found = self.on(size, partial(learn_values, of_layout, batch, 64))
-            for name, gradient in expected_of_values(policy, batch, weights).items():
-                bound = self.gradient_tolerance * max(np.abs(gradient).max(), 1e-3)
-                assert np.abs(found[name] - gradient).max() <= bound, (size, train, name)
+            assert_gradients(found, expected_of_values(policy, batch, weights), self.gradient_roundings)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -32,6 +31,7 @@ from tests.bench.training.pictures import (
     seen_by_transformers,
     store_named,
 )
+from tests.closeness import FORWARD, assert_gradients, assert_rounded
 from tests.properties import examples
 from tests.sf_core.training.model_contract import Setup, learn
 
@@ -79,13 +79,13 @@ def test_scores_and_gradients_are_those_of_every_row_by_itself(
         logprobs, _ = network.scores(microbatch)
         (logprobs * microbatch.advantages).sum().backward()
         for line, number in enumerate(microbatch.numbers):
-            torch.testing.assert_close(
-                logprobs[microbatch.row == line], wanted[number], atol=1e-5, rtol=0, check_dtype=False
-            )
+            assert_rounded(logprobs[microbatch.row == line], wanted[number], FORWARD)
     expected = {name.replace("language_model.", ""): p.grad for name, p in reference.named_parameters()}
-    for name, parameter in network.model.named_parameters():
-        bound = 1e-4 * max(float(expected[name].abs().max()), 1e-3)
-        assert (parameter.grad - expected[name]).abs().max() <= bound, name
+    trained = dict(network.model.named_parameters())
+    assert_gradients(
+        {name: parameter.grad for name, parameter in trained.items()},
+        {name: expected[name] for name in trained},
+    )
 
 
 def _other(parts: list[Part], name: str) -> list[Part]:
@@ -113,7 +113,7 @@ def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy
     assert (logprobs > logits.log_softmax(1).gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)).all()
     logits[:, tower.placeholder] = -torch.inf
     expected = logits.log_softmax(1).gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+    assert_rounded(logprobs, expected, FORWARD)
 
 
 def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: 
     wanted = seen_by_transformers(loaded(policy), policy, media, seeing_batch(policy, media, [text, shown]))
     logprobs, _ = network.scores(microbatch)
     for line, number in enumerate(microbatch.numbers):
-        torch.testing.assert_close(logprobs[microbatch.row == line], wanted[number], atol=1e-5, rtol=0)
+        assert_rounded(logprobs[microbatch.row == line], wanted[number], FORWARD)
 
 
 def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
@@ -181,10 +181,8 @@ def test_ranks_with_pictures_and_ranks_without_make_one_step(policy: str, media:
                     member.sit(one, partial(learn, setup, batch, 24))
                 found, other = [member.report() for member in gang]
                 assert not isinstance(found, str) and not isinstance(other, str), (found, other)
-                np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-5)
-                for name, gradient in alone.gradients.items():
-                    bound = 1e-4 * max(np.abs(gradient).max(), 1e-3)
-                    assert np.abs(found.gradients[name] - gradient).max() <= bound, name
+                assert_rounded(found.logprobs, alone.logprobs, FORWARD)
+                assert_gradients(found.gradients, alone.gradients)
         batch = seeing_batch(policy, media, [*text, [([3, "5", 2], 4)]])
         Path(media_file(media, store_named(media, "5")[0])).unlink()
         one = Try(str(tmp_path), ("t0", "t1"), iteration=4, timeout_s=3.0)

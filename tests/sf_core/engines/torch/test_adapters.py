@@ -24,6 +24,7 @@ from storage import files
 from storage.tensors.weights import save_adapter, save_weights
 from tests.bench.engines.adapter_folders import AdapterFolders, merge
 from tests.bench.engines.model_folders import ModelFolders, linears_of
+from tests.closeness import FORWARD, assert_rounded
 from tests.properties import examples
 from tests.sf_core.engines.adapter_contract import AdapterEngineTests
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
@@ -166,5 +167,5 @@ def test_an_adapter_of_any_layers_rank_and_alpha_is_what_the_merged_model_gives(
     take(exact, str(merged), 0)
     r = request("r", prompts(30)[0], 1)
     told, expected = sample(engine_of(str(start)), r), sample(exact, r)
-    assert ids_of(told) == ids_of(expected)
-    torch.testing.assert_close(logprobs_of(told), logprobs_of(expected), atol=1e-4, rtol=0)
+    # the likeliest token; of two that are equally likely, either may be. Norms keep logits as small as 8
+    assert_rounded(logprobs_of(told), logprobs_of(expected), 2 * FORWARD, scale=8.0)

@@ -15,6 +15,7 @@ from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.models.cache_size import cache_bytes
 from sf_core.types import GenerationRequest, Sampling
 from tests.bench.engines.model_folders import SIZE
+from tests.closeness import FORWARD, assert_rounded
 from tests.memory import Memory
 from tests.sf_core.engines.torch.test_torch_engine import take
 
@@ -108,7 +109,7 @@ def test_prompts_that_are_filled_in_pieces_give_what_a_full_pass_gives(
     requests = [request(str(i), length) for i, length in enumerate(lengths)]
     for name, (tokens, logprobs) in finish(engine_of(first_policy), requests).items():
         expected = full_logprobs(first_policy, requests[int(name)], tokens, torch.float32)
-        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+        assert_rounded(logprobs, expected, FORWARD)
 
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])

@@ -24,6 +24,7 @@ from sf_core.engines.torch.torch_engine import TorchEngine, make_engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests.bench.engines.fatal import fail, make_forward_fatal
 from tests.bench.engines.model_folders import ModelFolders
+from tests.closeness import FORWARD, assert_rounded
 from tests.properties import examples
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 
@@ -130,7 +131,7 @@ def test_logprobs_equal_those_of_a_full_forward_pass(
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     expected = (logits / (temperature or 1)).log_softmax(-1)[range(30), tokens]
     got = torch.tensor([logprob for chunk in chunks for logprob in chunk.logprobs])
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert_rounded(got, expected, FORWARD)
 
 
 def test_tokens_do_not_depend_on_the_batch_nor_on_when_a_request_joins(model_folders: ModelFolders) -> None:

@@ -11,6 +11,7 @@ from sf_core.training.torch import network
 from sf_core.training.torch.network import Network
 from tests.bench.training.batches import grouped_rows, make_batch
 from tests.bench.training.policies import COMMON, POLICIES, gpt2, qwen
+from tests.closeness import FORWARD, assert_gradients, assert_rounded
 from tests.memory import peak_bytes
 
 
@@ -19,6 +20,10 @@ def policy_folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     torch.manual_seed(0)
     request.param().save_pretrained(tmp_path)
     return str(tmp_path)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def test_logits_and_gradients_are_those_of_every_row_by_itself(policy_folder: str) -> None:
@@ -32,11 +37,8 @@ def test_logits_and_gradients_are_those_of_every_row_by_itself(policy_folder: st
         trained = torch.tensor(row.loss_mask).nonzero().squeeze(1)
         alone = reference(ids.unsqueeze(0)).logits[0, trained - 1]
         torch.nn.functional.cross_entropy(alone, ids[trained], reduction="sum").backward()
-    expected = dict(reference.named_parameters())
-    for name, parameter in network.model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, expected[name].grad, atol=2e-4, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    found, expected = gradients(network.model), gradients(reference)
+    assert_gradients(found, {name: expected[name] for name in found})
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 5, 1000])
@@ -50,19 +52,12 @@ def test_scores_and_their_gradients_are_those_of_the_logits(
     logprobs, entropies = network.scores(microbatch)
     everything = (reference.logits(microbatch) / 0.7).log_softmax(-1)
     expected = everything.gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(entropies, -(everything.exp() * everything).sum(1), atol=1e-5, rtol=0)
+    assert_rounded(logprobs, expected, FORWARD)
+    assert_rounded(entropies, -(everything.exp() * everything).sum(1), FORWARD)
     for scores in (logprobs, expected):
         (scores * microbatch.advantages).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
-    for name, parameter in network.model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad,
-            gradients[name],
-            atol=1e-5,
-            rtol=1e-5,
-            msg=lambda text, n=name: f"{n}: {text}",
-        )
+    # one network, of which only the head is computed otherwise
+    assert_gradients(gradients(network.model), gradients(reference.model), FORWARD)
 
 
 @pytest.mark.parametrize("make", [qwen, gpt2], ids=["lean", "transformers"])
@@ -89,4 +84,4 @@ def test_attention_by_products_is_that_of_the_fused_kernel(kv_heads: int) -> Non
         mixed = attend(*inputs)
         found.append([mixed, *torch.autograd.grad((mixed * taught).sum(), inputs)])
     for fused, by_products in zip(*found, strict=True):
-        torch.testing.assert_close(by_products, fused, rtol=1e-4, atol=1e-5)
+        assert_rounded(by_products, fused, FORWARD)
