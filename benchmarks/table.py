@@ -101,7 +101,8 @@ ABOUT = """# Benchmarks
 
 `python -m benchmarks.table` writes this page. Each row shows the figures that its script printed last, the
 date, and the commit. We measured the baseline in the same run, on the same machine. No figure is from a
-GPU. `python -m benchmarks.results NAME` runs a script again and keeps the new figures.
+GPU. `python -m` runs a script of these tables; `python -m benchmarks.results NAME` also keeps the new
+figures.
 
 `python -m benchmarks.curricula --lines FILE` takes hours. The script writes a line to FILE after each run.
 If you start the script again, it skips runs that FILE contains. `benchmarks/curricula.py` describes the
@@ -173,29 +174,15 @@ def _april(key: str) -> Row:
     )
 
 
-CLIENTS = {
-    "own_file": "a new client in each session that reads a file",
-    "own_folder": "a new client in each session that reads the system's folder of certificates",
-    "shared": "`endpoint.client()`",
-}
+def _client(result: str, name: str, what: str, shown: str) -> Row:
+    """Cost of the client of README's agent. Baseline: each session makes a client, which reads a file."""
+    ours, baseline, predicted = (shown.format(at) for at in (name, "own_file", f"predicted[{name}]"))
+    return Row(
+        result, f"README's example, {what}", ours, f"{baseline}, a client per session; predicted {predicted}"
+    )
 
 
-def _client(name: str) -> list[Row]:
-    def rows(result: str, what: str, shown: str) -> Row:
-        ours, baseline, predicted = (shown.format(at) for at in (name, "own_file", f"predicted[{name}]"))
-        told = f"{baseline}, {CLIENTS['own_file']}; predicted {predicted}"
-        return Row(result, f"README's example, {CLIENTS[name]}: {what}", ours, told)
-
-    cpu_ms = "{{{0}[cpu_ms_per_session]:.1f}}"
-    return [
-        rows("agent_clients", "CPU time of a session in ms", cpu_ms),
-        rows(
-            "agent_runs",
-            "tokens/s; CPU time of the agents' worker per session in ms",
-            f"{{{{{{0}}[tokens_per_second]:,.0f}}}}; {cpu_ms}",
-        ),
-    ]
-
+CLIENT_MS = "{{{0}[cpu_ms_per_session]:.1f}}"
 
 ROWS = (
     *_claims(),
@@ -224,7 +211,14 @@ ROWS = (
         "{trl[tokens_per_second]:,.0f}, {trl[cpu_s_per_1000_tokens]:,.0f}, {trl[peak_gb]:.1f}, "
         "TRL's `GRPOTrainer`",
     ),
-    *(row for name in ("own_folder", "shared") for row in _client(name)),
+    _client("agent_clients", "own_folder", "certificates read from a folder: CPU ms per session", CLIENT_MS),
+    _client("agent_clients", "shared", "`endpoint.client()`: CPU ms per session", CLIENT_MS),
+    _client(
+        "agent_runs",
+        "shared",
+        "`endpoint.client()`: tokens/s; CPU ms per session of the agents' worker",
+        f"{{{{{{0}}[tokens_per_second]:,.0f}}}}; {CLIENT_MS}",
+    ),
     Row(
         "orchestration",
         "seconds of overhead per iteration",
@@ -457,7 +451,8 @@ def _cells(row: Row, result: dict[str, Any]) -> tuple[str, str, str]:
 
 def _line(row: Row, result: dict[str, Any]) -> str:
     at = f"{result['date'][:10]}, {result['commit'][:7]}"
-    return f"| {' | '.join(_cells(row, result))} | `{result['command']}` | {at} |"
+    script = result["command"].removeprefix("python -m ")
+    return f"| {' | '.join(_cells(row, result))} | `{script}` | {at} |"
 
 
 def _machine(machine: dict[str, Any]) -> str:

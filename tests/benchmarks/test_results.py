@@ -74,7 +74,7 @@ def test_a_row_shows_figures_command_date_and_commit(tmp_path: Path) -> None:
     lines = page(store(tmp_path)).splitlines()
     assert lines[lines.index("## Orchestration") + 4] == (
         "| seconds of overhead per iteration | 0.88 | 1.10, plain Prefect subflows "
-        "| `python -m benchmarks.orchestration` | 2026-11-22, 0123456 |"
+        "| `benchmarks.orchestration` | 2026-11-22, 0123456 |"
     )
     assert lines[-1] == "On 2 CPU cores and 24 GiB, Python 3.11.2, torch 2.13.0."
 
