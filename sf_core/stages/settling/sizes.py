@@ -13,7 +13,14 @@ from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, cache_by
 from sf_core.pictures.sight import KEPT_BYTES, SEEING
 from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of, warm_rate
+from sf_core.stages.settling.derived import (
+    Derived,
+    derive,
+    first_prompts,
+    values_of,
+    warm_rate,
+    warn_of_rates,
+)
 from sf_core.stages.settling.lora import TrainedAdapter
 from sf_core.stages.settling.start_folder import (
     adapter_to_start_from,
@@ -201,6 +208,12 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
                 f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
                 f"({train.tokens_per_microbatch})"
             )
+
+
+def warn_of_sizes(sizes: PolicySizes | None, config: RunConfig) -> list[str]:
+    """What in the configuration does not fit the size of the policy, as sentences; nothing if the size is
+    unknown."""
+    return [] if sizes is None else warn_of_rates(config, sizes.parameters)
 
 
 def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str]:
