@@ -248,7 +248,7 @@ def test_a_larger_built_in_policy_never_learns_faster_and_its_adapter_three_time
 ) -> None:
     smaller, larger = sorted((one, other))
     assert 1e-3 >= rate_of_built_in(smaller) >= rate_of_built_in(larger) > 0
-    assert rate_of_built_in(one, is_adapter=True) == pytest.approx(3 * rate_of_built_in(one), rel=0.02)
+    assert rate_of_built_in(one, is_adapter=True) == pytest.approx(3 * rate_of_built_in(one), rel=0.06)
 
 
 @given(st.integers(1, 10**12), st.sampled_from([0.5, 0.6]))
