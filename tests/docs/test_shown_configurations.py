@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sf_core.config.yaml_file import load_config
-from sf_core.stages.settling.derived import derive, warn_of_rates
+from sf_core.stages.settling.derived import derive
 from sf_core.stages.settling.stored_config import settle_config
 from sf_core.training.demonstrations import check_demonstrations
 
@@ -48,8 +48,6 @@ def test_with_a_model_the_rate_is_derived_and_nothing_of_the_small_policy_stays(
     config = settle_config(load_config(file, ["run_id=r", f"storage.root={tmp_path}"]))
     assert config.policy.model == "/models/Qwen3-0.6B" and not config.policy.warm_steps
     check_demonstrations(config)
-    parameters = 600_000_000
-    assert derive(config, parameters)["train.learning_rate"].value == 9.5e-6
-    assert warn_of_rates(config, parameters) == []
-    if place != "configs/quickstart.yaml" and place != "configs/colocated.yaml":
+    assert derive(config, 600_000_000)["train.learning_rate"].value == 9.5e-6
+    if not place.startswith("configs/"):  # their tasks have short answers, whatever the policy
         assert config.rollout.max_tokens == 256

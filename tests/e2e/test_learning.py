@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sf_core.stages.settling.stored_config import read_stored_config
+from tests.bench.learning import check_learning, copy_example
 from tests.e2e.invariants import check_result
-from tests.e2e.learning import check_learning, copy_example
 from tests.e2e.quickstart import options, sf
 
 

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 
 from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.config.programs import Command
-from sf_core.config.train_config import (
-    BUILT_IN_LORA_RATES,
-    CHECKPOINT_BYTES,
-    LORA_RATES,
-    interval_for,
-    rate_for,
-    rate_of_built_in,
-)
+from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for, rate_of_built_in
 from sf_core.environments.registry import draw_tasks
 from sf_core.models.context import longest_context
 from sf_core.stages.settling.lora import TrainedAdapter
@@ -43,9 +36,6 @@ _EARLIER_POWER = 0.6
 
 _RATE = 5
 """Learning rate of the warm start, in those of reinforcement learning."""
-
-_TOO_FAST = 10
-"""A learning rate of more than this many derived ones is warned of."""
 
 
 class Derived(NamedTuple):
@@ -78,20 +68,13 @@ def warm_rate(warm: WarmstartConfig, rate: float) -> float:
     return _RATE * rate if warm.learning_rate is None else warm.learning_rate
 
 
-def warn_of_rates(config: RunConfig, parameters: int) -> list[str]:
-    """A sentence for each learning rate that is far above the value that would be derived for a policy of
-    this size."""
+def derive_rates(config: RunConfig, parameters: int) -> dict[str, Derived]:
+    """Learning rates for a policy of this size, by their settings, whether these are left open or not."""
     rate, why = _rate(config, parameters)
-    compared = [("train.learning_rate", config.train.learning_rate, rate)]
-    warm = config.policy.warmstart
-    if warm is not None and config.policy.model is not None and config.policy.warm_steps:
-        compared.append(("policy.warmstart.learning_rate", warm.learning_rate, _RATE * rate))
-    return [
-        f"{name} {given:g} is {given / own:,.0f} times the value that would be derived, {own:g} ({why}), and "
-        f"may ruin the policy: leave {name} out, or lower it"
-        for name, given, own in compared
-        if given is not None and given > _TOO_FAST * own
-    ]
+    found = {"train.learning_rate": Derived(rate, why)}
+    if config.policy.model is not None and config.policy.warm_steps:
+        found["policy.warmstart.learning_rate"] = Derived(_RATE * rate, why)
+    return found
 
 
 def first_prompts(config: RunConfig) -> list[str]:
@@ -162,14 +145,14 @@ def _by_policy(
 
 def _rate(config: RunConfig, parameters: int) -> Derived:
     """The learning rate for a policy of this size."""
-    is_adapter = config.train.lora is not None
+    rate_of, why = rate_for, f"{parameters:,} parameters, 2e-5 x sqrt(135M / N)"
     if config.policy.model is None:
-        rate, times = rate_of_built_in(parameters, is_adapter=is_adapter), BUILT_IN_LORA_RATES
-        why = f"the built-in policy, {parameters:,} parameters"
-    else:
-        rate, times = rate_for(parameters, is_adapter=is_adapter), LORA_RATES
-        why = f"{parameters:,} parameters, 2e-5 x sqrt(135M / N)"
-    return Derived(rate, f"{times} times that of training all weights ({why})" if is_adapter else why)
+        rate_of, why = rate_of_built_in, f"the built-in policy, {parameters:,} parameters"
+    of_all = rate_of(parameters)
+    if config.train.lora is None:
+        return Derived(of_all, why)
+    rate = rate_of(parameters, is_adapter=True)
+    return Derived(rate, f"{rate / of_all:.0f} times that of training all weights ({why})")
 
 
 def _by_adapter(trained: TrainedAdapter) -> dict[str, Derived]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,9 @@ from sf_core.models import projections
 from sf_core.models.adapter import Adapter
 from sf_core.settings import Settings
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.derived import (
-    NUM_PROMPTS,
-    derive,
-    first_prompts,
-    read_with_derived,
-    values_of,
-    warn_of_rates,
-)
+from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
 from sf_core.stages.settling.lora import TrainedAdapter
-from sf_core.stages.settling.sizes import PolicySizes, explain_sizes
+from sf_core.stages.settling.sizes import PolicySizes, explain_sizes, warn_of_rates
 from sf_core.stages.settling.stored_config import read_stored_config, settle_config
 from sf_core.stages.start import start
 from sf_core.training.warmstart import learning_rate
@@ -271,6 +265,13 @@ def test_the_rate_of_an_adapter_is_that_of_its_policy_and_its_checkpoints_are_as
     assert RunConfig.model_validate({"train": {"lora": {}}}).train.rate == pytest.approx(3e-3)
 
 
+def warned(config: RunConfig, parameters: int) -> list[str]:
+    """What is said of the rates if the policy has this size."""
+    sizes = PolicySizes.of(RunConfig())
+    assert sizes is not None
+    return warn_of_rates(config, replace(sizes, parameters=parameters))
+
+
 RUINS = "and may ruin the policy: leave {0} out, or lower it"
 
 
@@ -304,7 +305,9 @@ RUINS = "and may ruin the policy: leave {0} out, or lower it"
 def test_a_rate_of_more_than_ten_derived_ones_is_warned_of(
     sections: dict[str, Any], parameters: int, expected: list[str]
 ) -> None:
-    assert warn_of_rates(RunConfig.model_validate(sections), parameters) == expected
+    config = RunConfig.model_validate(sections)
+    assert warned(config, parameters) == expected
+    assert warn_of_rates(config, None) == []
 
 
 @given(st.floats(1e-7, 1.0), SIZES, st.booleans(), st.booleans())
@@ -317,5 +320,5 @@ def test_warned_is_exactly_of_what_is_above_ten_derived_rates(
         sections["train"]["lora"] = {}
     config = RunConfig.model_validate(sections)
     own = (rate_of_built_in if is_built_in else rate_for)(parameters, is_adapter=is_adapter)
-    assert bool(warn_of_rates(config, parameters)) == (given_rate > 10 * own)
-    assert not warn_of_rates(config.put(["train", "learning_rate"], None), parameters)
+    assert bool(warned(config, parameters)) == (given_rate > 10 * own)
+    assert not warned(config.put(["train", "learning_rate"], None), parameters)
