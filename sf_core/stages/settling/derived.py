@@ -7,7 +7,7 @@ keeps both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sf_core.config import RunConfig, WarmstartConfig
@@ -145,7 +145,8 @@ def _by_policy(
 
 def _rate(config: RunConfig, parameters: int) -> Derived:
     """The learning rate for a policy of this size."""
-    rate_of, why = rate_for, f"{parameters:,} parameters, 2e-5 x sqrt(135M / N)"
+    rate_of: Callable[..., float] = rate_for
+    why = f"{parameters:,} parameters, 2e-5 x sqrt(135M / N)"
     if config.policy.model is None:
         rate_of, why = rate_of_built_in, f"the built-in policy, {parameters:,} parameters"
     of_all = rate_of(parameters)
