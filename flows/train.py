@@ -17,7 +17,7 @@ from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
 from sf_core.stages.settling.first_tasks import check_held_out, foresee
-from sf_core.stages.settling.sizes import PolicySizes, check_memory
+from sf_core.stages.settling.sizes import PolicySizes, check_memory, warn_of_rates
 from sf_core.stages.settling.start_folder import check_start
 from sf_core.stages.settling.stored_config import settle_config
 from tasks.cluster import (
@@ -45,8 +45,8 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         check_held_out(config)
         check_start(config, by_a_worker=True)
         plan = await_plan(scheduler_address(), config)
-        check_memory(PolicySizes.of(config), read_workers(scheduler_address()))
-        for sentence in foresee(config):
+        check_memory(sizes := PolicySizes.of(config), read_workers(scheduler_address()))
+        for sentence in (*foresee(config), *warn_of_rates(config, sizes)):
             tell(sentence)
         end_if_taken_over()
         run = begin_attempt(config)
@@ -54,6 +54,8 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         # free_workers_at_end is innermost: a flow that ends frees the workers first
         with crash_without_scheduler(), use_lean_settings(), trackers, page, free_workers_at_end(run):
             start_policy(config, run, plan.trainers)
+            for sentence in warn_of_rates(config, PolicySizes.of(config)) if sizes is None else ():
+                tell(sentence)
             OpenRun(run).register()
             with Leases(run, plan) as leases:
                 for number in OpenRun(run).iterations_left():

@@ -52,7 +52,9 @@ def run_pytest(folder: Path, *options: str, **env: str) -> tuple[str, list[str]]
     )
     plugins = ["-p", "_hypothesis_pytestplugin", "-p", "tests.properties", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugins, *options]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience())
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, (folder / "drawn").read_text(encoding="utf-8").splitlines()
 

@@ -22,7 +22,7 @@ from sf_core.scheduling.plan import (
     trainer_order_key,
 )
 from sf_core.stages.settling.first_tasks import foresee
-from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
+from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes, warn_of_rates
 from sf_core.stages.settling.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import count_parameters, describe_policy, policy_folder
 from storage.tensors.weights import has_weights
@@ -47,7 +47,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
         facts.append(("outside", _outside(plan, config)))
     facts += explain_sizes(config, sizes).items()
     facts += ((f"judge {name}", _judge(name, plan, config)) for name in config.environment.judges)
-    facts += (("look at this", sentence) for sentence in foresee(config))
+    facts += (("look at this", sentence) for sentence in (*foresee(config), *warn_of_rates(config, sizes)))
     able = list_able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):

@@ -28,7 +28,7 @@ EngineName = Literal["torch", "vllm", "scripted", "emulated"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 
 
-WARM_STEPS = 150
+WARM_STEPS = 250
 """Number of warm-start steps of the built-in policy, if `policy.warmstart.steps` is empty."""
 
 
@@ -36,13 +36,13 @@ class WarmstartConfig(Settings):
     """Supervised training before the first iteration: the policy learns to imitate demonstrations."""
 
     steps: int | None = Field(None, ge=0)
-    """Number of optimiser steps. 0: no supervised training. Empty: 150 for the built-in policy, 0 for
+    """Number of optimiser steps. 0: no supervised training. Empty: 250 for the built-in policy, 0 for
     `model`."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(32, ge=1)
     """Number of demonstrations per optimiser step."""
     learning_rate: float | None = Field(None, gt=0)
     """Learning rate of the warm start. For the built-in policy, the rate decays on a cosine schedule to a
-    tenth of this value. Empty: 3e-3 for the built-in policy, five times `train.learning_rate` for `model`."""
+    tenth of this value. Empty: 5e-3 for the built-in policy, five times `train.learning_rate` for `model`."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
     """Label smoothing, for the built-in policy. After the warm start, at temperature 1, about this fraction
     of sampled tokens differs from the demonstrations, so that reinforcement learning has something to

@@ -26,8 +26,11 @@ from sf_core.types import Ids, PictureSpan
 from storage.files import read_bytes
 from storage.json_files import json_lines
 
-RATE_OF_BUILT_IN = 3e-3
+RATE_OF_BUILT_IN = 5e-3
 """Learning rate of the warm start of the built-in policy, unless it is named."""
+
+DAMAGING_RATE = 3e-3
+"""Learning rate of a warm start from which on it would ruin a pretrained model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def check_demonstrations(config: RunConfig) -> None:
         # a configuration of the built-in policy in which only the model was changed
         for name, value, least in (
             ("label_smoothing", warm.label_smoothing or None, 0.0),
-            ("learning_rate", warm.learning_rate, RATE_OF_BUILT_IN),
+            ("learning_rate", warm.learning_rate, DAMAGING_RATE),
         ):
             if value is not None and value >= least:
                 raise ValueError(

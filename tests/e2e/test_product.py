@@ -73,6 +73,8 @@ def test_a_product_teaches_the_policy_whatever_is_killed(cluster: Cluster, desk:
     cluster.finish(config, cluster.start(config))
     assert desk.ask("Anybody there?").status_code == 503
     check_result(config)
+    told = "train.learning_rate 0.04 is 40 times the value that would be derived, 0.001 (the built-in policy"
+    assert told in cluster.log(config)
     rewards = [manifests(config)[number, "rollout"]["data"]["reward_mean"] for number in range(ITERATIONS)]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.15, rewards
     stored = files_of_sessions(config)

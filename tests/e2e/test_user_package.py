@@ -1,4 +1,4 @@
-"""The agents of docs/guides/agents/environments.md and README, run unchanged."""
+"""The agent of docs/guides/agents/environments.md, run unchanged with a model of the user's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sf_core.stages.settling.stored_config import read_stored_config
 from tests.e2e.conftest import ROOT, Cluster
 from tests.e2e.invariants import check_result, manifests
-from tests.e2e.quickstart import options, sf
 from tests.e2e.secrets import leaks
 from tests.patience import patience
 
@@ -68,29 +66,16 @@ def test_the_documented_agent_trains_a_users_own_model_in_a_run_with_a_key(clust
     LlamaForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 
 
-def test_the_readmes_agent_trains_the_built_in_policy(cluster: Cluster) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, language in (("speller.py", "python"), ("my.yaml", "yaml")):
-        code = re.search(rf"```{language}\n(.*?)```", readme, re.S)
-        assert code is not None
-        (cluster.user_code / name).write_text(code[1], encoding="utf-8")
-    short = {"policy__warmstart__steps": 30, "train__iterations": 2, "evaluate__num_tasks": 8}
-    smaller = {"rollout__groups_per_batch": 4, "rollout__group_size": 4}
-    settings = options(run_id="speller", **short, **smaller)
-    trained = sf(cluster.user_code, "train", "my.yaml", *settings, on=cluster.services)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    check_result(read_stored_config(str(cluster.user_code / "runs" / "speller")))
-
-
 def test_the_readmes_held_out_tasks_are_not_trained_on() -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert code is not None
     speller: dict[str, Any] = {}
     exec(compile(code[1], "README.md", "exec"), speller)
     trained, held_out = (
-        {speller["tasks"](split, i).prompt for i in range(2000)} for split in ("train", "holdout")
+        {speller["tasks"](split, i).prompt for i in range(number)}
+        for split, number in (("train", 2000), ("holdout", 128))
     )
-    assert len(trained) > 1900 and trained.isdisjoint(held_out)
+    assert len(trained) > 1000 and len(held_out) > 100 and trained.isdisjoint(held_out)
 
 
 def test_an_agent_that_always_fails_ends_the_run_with_its_own_error(cluster: Cluster) -> None:

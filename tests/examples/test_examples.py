@@ -21,6 +21,7 @@ import yaml
 
 from examples.own_loss.my_loss import soft
 from seamlessflow import Run, open_run
+from tests.bench.learning import check_learning
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +226,28 @@ def test_adapter(clone: Clone) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("example", "run_ids"),
+    [
+        ("own_loss", ["mine", "clipped"]),
+        ("adapter", ["adapter"]),
+        ("curriculum", ["curriculum"]),
+        ("teacher", ["teacher", "pupil"]),
+        ("repair", ["repair"]),
+    ],
+)
+def test_the_commands_of_the_page_train_a_policy_that_learns(
+    tmp_path: Path, pytestconfig: pytest.Config, example: str, run_ids: list[str]
+) -> None:
+    assert pytestconfig.cache is not None
+    clone = Clone(tmp_path, example, pytestconfig.cache.mkdir("examples"))
+    clone.run(commands(example), 1200)
+    for run_id in run_ids:
+        [run] = clone.top.glob(f"**/runs/{run_id}")
+        check_learning(run)
+
+
+@pytest.mark.nightly
 def test_teacher(clone: Clone) -> None:
     pupil = clone.folder / "pupil.yaml"
     assert yaml.safe_load(pupil.read_text(encoding="utf-8"))["train"]["teacher"]["model"] == "runs/teacher@40"
@@ -246,10 +269,10 @@ def test_langgraph_agent(clone: Clone) -> None:
     (clone.top / "bin" / "sf").write_text(words, encoding="utf-8")
     (clone.top / "bin" / "sf").chmod(0o755)
     clone.use(clone.top / "bin")
-    said = clone.run(shortened(script, {"policy.warmstart.steps": 250}))
+    said = clone.run(script, 1200)
     assert "What is" in said and "the agent answered: " in said
     run = clone.read("langgraph")
-    assert len(rewards(run)) == 2
+    check_learning(clone.folder / "runs" / "langgraph")
     sessions = run.sessions(["session_id", "status", "answers", "messages", "tools"]).to_pylist()
     assert {session["status"] for session in sessions} == {"finished"}
     called = [session for session in sessions if session["answers"] > 1]

@@ -7,12 +7,12 @@ keeps both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.config.programs import Command
-from sf_core.config.train_config import CHECKPOINT_BYTES, LORA_RATES, interval_for, rate_for
+from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for, rate_of_built_in
 from sf_core.environments.registry import draw_tasks
 from sf_core.models.context import longest_context
 from sf_core.stages.settling.lora import TrainedAdapter
@@ -31,7 +31,8 @@ _ANSWERS = 4
 _ASSUMED_PROMPT = 3072
 """Tokens of a prompt that is not known before agents run."""
 
-_POWER_OF_BUILT_IN = 0.6
+_EARLIER_POWER = 0.6
+"""Power of the size with which the learning rate fell in runs that did not store it."""
 
 _RATE = 5
 """Learning rate of the warm start, in those of reinforcement learning."""
@@ -67,6 +68,15 @@ def warm_rate(warm: WarmstartConfig, rate: float) -> float:
     return _RATE * rate if warm.learning_rate is None else warm.learning_rate
 
 
+def derive_rates(config: RunConfig, parameters: int) -> dict[str, Derived]:
+    """Learning rates for a policy of this size, by their settings, whether these are left open or not."""
+    rate, why = _rate(config, parameters)
+    found = {"train.learning_rate": Derived(rate, why)}
+    if config.policy.model is not None and config.policy.warm_steps:
+        found["policy.warmstart.learning_rate"] = Derived(_RATE * rate, why)
+    return found
+
+
 def first_prompts(config: RunConfig) -> list[str]:
     """Prompts of the first training tasks, if the context of a model is to be derived from them. Empty if
     agents are commands or outside: what they send is not known before they run."""
@@ -89,7 +99,7 @@ def _read_values(data: Mapping[str, Any]) -> dict[str, Any]:
     # a run that began before its values were stored
     values = {"policy.dtype": data["dtype"]} if data.get("dtype") else {}
     if parameters := data.get("parameters"):
-        values["train.learning_rate"] = rate_for(int(parameters), _POWER_OF_BUILT_IN)
+        values["train.learning_rate"] = rate_for(int(parameters), _EARLIER_POWER)
     return values
 
 
@@ -116,17 +126,11 @@ def _by_policy(
     prompts: Sequence[str],
     adapter: TrainedAdapter | None,
 ) -> dict[str, Derived]:
-    size = trained = f"{parameters:,} parameters"
-    power, why = 0.5, f"{size}, 2e-5 x sqrt(135M / N)"
-    if config.policy.model is None:
-        power, why = _POWER_OF_BUILT_IN, f"the built-in policy, {size}"
-    num_trained, found = parameters, dict[str, Derived]()
+    trained, num_trained, found = f"{parameters:,} parameters", parameters, dict[str, Derived]()
     if adapter is not None:
         num_trained, trained = adapter.parameters, f"{adapter.parameters:,} parameters that are trained"
-        why = f"{LORA_RATES} times that of training all weights ({why})"
         found = _by_adapter(adapter)
-    rate = rate_for(parameters, power, is_adapter=adapter is not None)
-    found["train.learning_rate"] = Derived(rate, why)
+    found["train.learning_rate"] = _rate(config, parameters)
     found["train.checkpoint_every"] = Derived(
         interval_for(num_trained), f"{trained} of {CHECKPOINT_BYTES} bytes in a checkpoint"
     )
@@ -137,6 +141,19 @@ def _by_policy(
         )
     # torch is imported for it
     return found | ({"policy.dtype": _dtype()} if config.leaves_open("policy.dtype") else {})
+
+
+def _rate(config: RunConfig, parameters: int) -> Derived:
+    """The learning rate for a policy of this size."""
+    rate_of: Callable[..., float] = rate_for
+    why = f"{parameters:,} parameters, 2e-5 x sqrt(135M / N)"
+    if config.policy.model is None:
+        rate_of, why = rate_of_built_in, f"the built-in policy, {parameters:,} parameters"
+    of_all = rate_of(parameters)
+    if config.train.lora is None:
+        return Derived(of_all, why)
+    rate = rate_of(parameters, is_adapter=True)
+    return Derived(rate, f"{rate / of_all:.0f} times that of training all weights ({why})")
 
 
 def _by_adapter(trained: TrainedAdapter) -> dict[str, Derived]:

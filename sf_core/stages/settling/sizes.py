@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from sf_core.config import RunConfig
@@ -13,7 +14,7 @@ from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_paramete
 from sf_core.pictures.sight import KEPT_BYTES, SEEING
 from sf_core.reports.cleanup import KEPT_EVERY, num_kept_weights
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of, warm_rate
+from sf_core.stages.settling.derived import Derived, derive, derive_rates, first_prompts, values_of, warm_rate
 from sf_core.stages.settling.lora import TrainedAdapter
 from sf_core.stages.settling.start_folder import (
     adapter_to_start_from,
@@ -38,6 +39,9 @@ _HEAD_BYTES = {"float32": 4, "bfloat16": 6}
 
 _TIED_BYTES = 12
 """For each parameter of a head that is the embedding too, while its two gradients are added."""
+
+_TOO_FAST = 10
+"""A learning rate of more than this many derived ones is warned of."""
 
 _SURE_PART = 0.7
 """Part of the estimate of activations that is certain: of Qwen3-8B it is a third above what was counted."""
@@ -250,6 +254,18 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
                 f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
                 f"({train.tokens_per_microbatch})"
             )
+
+
+def warn_of_rates(config: RunConfig, sizes: PolicySizes | None) -> list[str]:
+    """A sentence for each learning rate that is far above the derived one; nothing if the size of the policy
+    is unknown."""
+    derived = {} if sizes is None else derive_rates(config, sizes.parameters)
+    return [
+        f"{name} {given:g} is {given / rate:,.0f} times the value that would be derived, {rate:g} ({why}), "
+        f"and may ruin the policy: leave {name} out, or lower it"
+        for name, (rate, why) in derived.items()
+        if (given := attrgetter(name)(config)) is not None and given > _TOO_FAST * rate
+    ]
 
 
 def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str]:

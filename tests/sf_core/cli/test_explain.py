@@ -179,6 +179,17 @@ def test_the_plan_is_made_of_the_workers_that_a_run_would_get(
     assert result.output.startswith(f"error: no Dask scheduler answers at {asked}: ")
 
 
+def test_the_plan_warns_of_a_rate_that_is_far_above_the_derived_one(write: Any, small_policy: str) -> None:
+    policy, workers = {"model": small_policy, "dtype": "float32"}, {"r0": R0, "t0": BOTH}
+    code, lines = sf_plan(write(workers, policy=policy, train={"learning_rate": 0.06}))
+    assert code == 0
+    assert lines["look"].startswith(
+        "at this train.learning_rate 0.06 is 200 times the value that would be derived, 0.0003 ("
+    )
+    code, lines = sf_plan(write(workers, policy=policy))
+    assert code == 0 and "look" not in lines
+
+
 def test_the_plan_says_how_a_policy_sees_pictures(
     write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

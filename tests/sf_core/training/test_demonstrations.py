@@ -99,7 +99,7 @@ def test_a_model_is_warmed_up_only_for_steps_that_are_named() -> None:
     def steps(**policy: Any) -> int:
         return PolicyConfig.model_validate(policy).warm_steps
 
-    assert steps() == 150 and steps(warmstart=None) == 0 and steps(warmstart={"steps": 3}) == 3
+    assert steps() == 250 and steps(warmstart=None) == 0 and steps(warmstart={"steps": 3}) == 3
     assert steps(model="m") == 0 and steps(model="m", warmstart={"batch_size": 2}) == 0
     assert steps(model="m", warmstart={"steps": 3}) == 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.config import RunConfig, TrainConfig
-from sf_core.config.train_config import LARGEST_RATE, SMALLEST_RATE, rate_for
+from sf_core.config.train_config import LARGEST_RATE, SMALLEST_RATE, rate_for, rate_of_built_in
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import load_config
 from sf_core.dataplane.chat.renderer import open_renderer
@@ -22,9 +23,10 @@ from sf_core.settings import Settings
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
 from sf_core.stages.settling.lora import TrainedAdapter
-from sf_core.stages.settling.sizes import PolicySizes, explain_sizes
+from sf_core.stages.settling.sizes import PolicySizes, explain_sizes, warn_of_rates
 from sf_core.stages.settling.stored_config import read_stored_config, settle_config
 from sf_core.stages.start import start
+from sf_core.training.warmstart import learning_rate
 from sf_core.types import Task
 from storage.run_directory import RunDirectory
 from tests.bench.runs import commit
@@ -182,8 +184,17 @@ def test_fewer_prompts_than_are_wanted_are_measured_as_well(tmp_path: Path, smal
 def test_the_quickstart_stores_what_it_always_stored(tmp_path: Path) -> None:
     config = settle_config(load_config("quickstart", ["run_id=r", f"storage.root={tmp_path}"]))
     assert {key: value for key, value in flat(config).items() if key in QUICKSTART} == QUICKSTART
-    assert flat(settle_config(validate_config({"run_id": "r"})))["train.learning_rate"] is None
-    assert derive(config, 983_040) == {}
+    assert config.train.learning_rate is None
+    [(name, rate)] = derive(config, 983_040).items()
+    assert (name, *rate) == ("train.learning_rate", 1e-3, "the built-in policy, 983,040 parameters")
+
+
+def test_the_defaults_of_the_built_in_policy_are_what_the_quickstart_once_named() -> None:
+    config = load_config("quickstart")
+    warm = config.policy.warmstart
+    assert warm is not None
+    assert (config.policy.warm_steps, warm.batch_size, config.train.rate) == (250, 32, 1e-3)
+    assert learning_rate(warm, config.policy.warm_steps, 12) == pytest.approx(5e-3)
 
 
 def flat(settings: Settings, within: str = "") -> dict[str, Any]:
@@ -228,6 +239,15 @@ def test_each_derived_setting_is_said_with_its_reason(
     assert elsewhere == {"rollout.max_tokens": "256: policy.model is set"}
 
 
+@given(SIZES, SIZES)
+def test_a_larger_built_in_policy_never_learns_faster_and_its_adapter_three_times_as_fast(
+    one: int, other: int
+) -> None:
+    smaller, larger = sorted((one, other))
+    assert 1e-3 >= rate_of_built_in(smaller) >= rate_of_built_in(larger) > 0
+    assert rate_of_built_in(one, is_adapter=True) == pytest.approx(3 * rate_of_built_in(one), rel=0.06)
+
+
 @given(st.integers(1, 10**12), st.sampled_from([0.5, 0.6]))
 def test_an_adapter_takes_ten_times_the_rate_within_the_same_bounds(parameters: int, power: float) -> None:
     rate = rate_for(parameters, power)
@@ -244,5 +264,64 @@ def test_the_rate_of_an_adapter_is_that_of_its_policy_and_its_checkpoints_are_as
     assert rate.reason.startswith("10 times that of training all weights (8,000,000,000 parameters, 2e-5 x ")
     assert every == (1, "8,000 parameters that are trained of 12 bytes in a checkpoint")
     assert (found["train.lora.rank"].value, found["train.lora.alpha"].value) == (2, 4.0)
-    assert TrainConfig().rate == LARGEST_RATE
-    assert RunConfig.model_validate({"train": {"lora": {}}}).train.rate == pytest.approx(10 * LARGEST_RATE)
+    assert TrainConfig().rate == 1e-3
+    assert RunConfig.model_validate({"train": {"lora": {}}}).train.rate == pytest.approx(3e-3)
+
+
+def warned(config: RunConfig, parameters: int) -> list[str]:
+    """What is said of the rates if the policy has this size."""
+    sizes = PolicySizes.of(RunConfig())
+    assert sizes is not None
+    return warn_of_rates(config, replace(sizes, parameters=parameters))
+
+
+RUINS = "and may ruin the policy: leave {0} out, or lower it"
+
+
+@pytest.mark.parametrize(
+    ("sections", "parameters", "expected"),
+    [
+        ({"policy": {"model": "/m"}}, 135_000_000, []),
+        ({"policy": {"model": "/m"}, "train": {"learning_rate": 2e-4}}, 135_000_000, []),
+        ({"train": {"learning_rate": 0.01}}, 1_000_000, []),
+        ({"train": {"learning_rate": 0.03, "lora": {}}}, 1_000_000, []),
+        (
+            {"policy": {"model": "/m"}, "train": {"learning_rate": 0.001}},
+            135_000_000,
+            [
+                "train.learning_rate 0.001 is 50 times the value that would be derived, 2e-05 (135,000,000 "
+                "parameters, 2e-5 x sqrt(135M / N)), " + RUINS.format("train.learning_rate")
+            ],
+        ),
+        (
+            {"policy": {"model": "/m", "warmstart": {"steps": 3, "learning_rate": 0.0015}}},
+            135_000_000,
+            [
+                "policy.warmstart.learning_rate 0.0015 is 15 times the value that would be derived, 0.0001 "
+                "(135,000,000 parameters, 2e-5 x sqrt(135M / N)), "
+                + RUINS.format("policy.warmstart.learning_rate")
+            ],
+        ),
+        ({"policy": {"model": "/m", "warmstart": {"learning_rate": 0.0015}}}, 135_000_000, []),
+    ],
+)
+def test_a_rate_of_more_than_ten_derived_ones_is_warned_of(
+    sections: dict[str, Any], parameters: int, expected: list[str]
+) -> None:
+    config = RunConfig.model_validate(sections)
+    assert warned(config, parameters) == expected
+    assert warn_of_rates(config, None) == []
+
+
+@given(st.floats(1e-7, 1.0), SIZES, st.booleans(), st.booleans())
+def test_warned_is_exactly_of_what_is_above_ten_derived_rates(
+    given_rate: float, parameters: int, is_built_in: bool, is_adapter: bool
+) -> None:
+    sections: dict[str, Any] = {"train": {"learning_rate": given_rate}}
+    sections["policy"] = {} if is_built_in else {"model": "/m"}
+    if is_adapter:
+        sections["train"]["lora"] = {}
+    config = RunConfig.model_validate(sections)
+    own = (rate_of_built_in if is_built_in else rate_for)(parameters, is_adapter=is_adapter)
+    assert bool(warned(config, parameters)) == (given_rate > 10 * own)
+    assert not warned(config.put(["train", "learning_rate"], None), parameters)

@@ -267,7 +267,7 @@ def test_the_plan_says_what_is_trained(tmp_path: Path) -> None:
     assert code == 0, output
     assert "adapter 2,048 parameters are trained, factors of rank 2 (alpha 4) of q_proj; made anew" in said
     assert "async by rollout.overlap; vLLM with train.lora lends no trainer; t0: train steps only" in said
-    assert "train.learning_rate 0.003: 10 times that of training all weights (the built-in policy, " in said
+    assert "train.learning_rate 0.003: 3 times that of training all weights (the built-in policy, " in said
 
 
 def resumed(tmp_path: Path, before: Any, after: Any) -> RunConfig:

@@ -1,0 +1,43 @@
+"""The examples that a stranger copies learn: README's, that of a page, and the project of `sf init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sf_core.stages.settling.stored_config import read_stored_config
+from tests.bench.learning import check_learning, copy_example
+from tests.e2e.invariants import check_result
+from tests.e2e.quickstart import options, sf
+
+
+def train(folder: Path, *configs: str, seed: int) -> None:
+    """Train in this folder, with all else as the files have it, and check that the policy has learned."""
+    trained = sf(folder, "train", *configs, *options(run_id="first", seed=seed), quiet_s=600)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    run = folder / "runs" / "first"
+    check_result(read_stored_config(str(run)))
+    check_learning(run)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
+def test_the_agent_of_readme_learns_to_spell_words_backward(tmp_path: Path, seed: int) -> None:
+    copy_example("README.md", tmp_path, python="speller.py", yaml="my.yaml")
+    train(tmp_path, "my.yaml", seed=seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_project_of_sf_init_learns_as_the_tutorial_says(tmp_path: Path, seed: int) -> None:
+    made = sf(tmp_path, "init", "my-agent")
+    assert made.returncode == 0, made.stderr
+    train(tmp_path / "my-agent", "train.yaml", seed=seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", [(), ("gspo",)], ids=["plain", "gspo"])
+def test_the_agent_of_the_page_on_environments_learns(tmp_path: Path, recipe: tuple[str, ...]) -> None:
+    page = "docs/guides/agents/environments.md"
+    copy_example(page, tmp_path, python="my_agent.py", yaml="my.yaml")
+    train(tmp_path, "my.yaml", *recipe, seed=0)
