@@ -47,9 +47,8 @@ def run_pytest(folder: Path, *options: str, **env: str) -> tuple[str, list[str]]
     """Run the tests of this folder with our examples. Returns what pytest said, and what was drawn."""
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     (folder / "drawn").unlink(missing_ok=True)
-    env = (
-        os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SF_EXAMPLES": ""} | env
-    )
+    own = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SF_EXAMPLES": ""}
+    env = os.environ | own | env
     plugins = ["-p", "_hypothesis_pytestplugin", "-p", "tests.properties", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugins, *options]
     done = subprocess.run(

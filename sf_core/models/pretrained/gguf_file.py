@@ -8,8 +8,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from sf_core.models.pretrained.needed_weights import check_loaded
-
 MAGIC = b"GGUF"
 
 
@@ -48,6 +46,9 @@ def _convert(gguf: Path, folder: Path, template: str | None) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
+
+    # it reads files of weights, and so imports pyarrow, which a shell's completion must not wait for
+    from sf_core.models.pretrained.needed_weights import check_loaded
 
     logging.disable_progress_bar()
     place: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}

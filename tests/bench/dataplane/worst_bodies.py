@@ -130,6 +130,7 @@ WHOLE: dict[str, list[Body]] = {
             "logprobs": 0,
             "echo": False,
             "suffix": "",
+            "add_special_tokens": True,
             "stream_options": {"include_usage": True},
             "tools": None,
             **LIMITS,
