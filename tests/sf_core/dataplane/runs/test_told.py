@@ -117,11 +117,9 @@ def test_a_run_that_does_not_choose_tells_what_it_always_has(
         await driver.register(**RULES, gate="all", success={"at_least": 0.5})
         await driver.group((1.0, 1.0))
         sealed = await driver.sealed(0)
-        told = "answers branches cut_answers discarded failures files groups interruptions last_error max_lag"
-        assert (
-            " ".join(sorted(sealed))
-            == f"{told} rejected reward_max reward_mean reward_min sampled_tokens sessions"
-        )
+        told = "answers branches cut_answers discarded engines_free failures files groups interruptions "
+        told += "last_error max_lag rejected reward_max reward_mean reward_min runners runners_seconds "
+        assert " ".join(sorted(sealed)) == f"{told}sampled_tokens sessions"
         assert files.list_files(f"{driver.spec['run_dir']}/outcomes/iteration=0") == []
         assert not any(name.startswith(("groups.", "surplus")) for name in driver.run.counters)
         await driver.plane.close()
