@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from functools import cache
 from ssl import SSLContext
-from weakref import WeakKeyDictionary
 
 import httpx2
 from openai import AsyncOpenAI, DefaultAioHttpClient
@@ -54,22 +53,24 @@ def _shared_connections() -> _Connections:
         ) from None
     if loop not in _by_loop:
         connections = _Connections(limits=_NO_LIMIT, verify=_tls())
-        closing = _close_with_the_loop(connections)
+        closing = _close_with_the_loop(loop, connections)
         _by_loop[loop] = connections, closing
         with suppress(StopIteration):
             closing.asend(None).send(None)
     return _by_loop[loop][0]
 
 
-async def _close_with_the_loop(connections: _Connections) -> AsyncGenerator[None]:
+async def _close_with_the_loop(
+    loop: asyncio.AbstractEventLoop, connections: _Connections
+) -> AsyncGenerator[None]:
     """An event loop ends the asynchronous generators begun on it before it closes: the only moment at which
     the connections are no longer used and can still be closed."""
     try:
         yield
     finally:
+        # connections hold their loop, which would stay in memory with them
+        _by_loop.pop(loop, None)
         await connections.close()
 
 
-_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Connections, AsyncGenerator[None]]] = (
-    WeakKeyDictionary()
-)
+_by_loop: dict[asyncio.AbstractEventLoop, tuple[_Connections, AsyncGenerator[None]]] = {}

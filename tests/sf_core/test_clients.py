@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -148,6 +149,17 @@ def test_sessions_of_an_event_loop_share_its_connections_and_the_loop_closes_the
     assert asyncio.run(run()) == 1
     assert open_files() == before
     assert "Unclosed" not in caplog.text
+
+
+def test_an_event_loop_that_is_closed_leaves_nothing_in_memory() -> None:
+    async def run() -> weakref.ref[asyncio.AbstractEventLoop]:
+        async with open_model() as model:
+            await ask(model.endpoint("s", "key").client(), "?")
+        return weakref.ref(asyncio.get_running_loop())
+
+    loops = [asyncio.run(run()) for _ in range(3)]
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 3
 
 
 def test_a_session_that_is_cancelled_takes_its_connection_and_no_other_with_it() -> None:
