@@ -21,7 +21,15 @@ from tests.patience import patience
 from tests.properties import examples
 
 SOCKS = ("socks5://127.0.0.1:1080", "socks5h://me:hidden@proxy.example:1080")
-WRONG = ("socks4://h:1", "ftp://h:1", "http://h:abc", "http://[::1", "http://me:hidden@h:abc")
+WRONG = (
+    "socks4://h:1",
+    "ftp://h:1",
+    "http://h:abc",
+    "http://[::1",
+    "http://me:hidden@h:abc",
+    "http://me:hidden/x@h:1",
+    "me:hidden/x@h:1",
+)
 UNREADABLE = ("fd00::/8", "[::1]", "[fd00::]/8", "2001:db8::/32:80")
 GOOD = ("::1", "10.0.0.0/8", "*", ".example.com", "host:80", "", " localhost ", "fe80::1")
 
@@ -76,6 +84,29 @@ def test_other_exceptions_and_proxies_are_used(monkeypatch: pytest.MonkeyPatch, 
     before = dict(os.environ)
     check_proxies()
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ALL_PROXY": SOCKS[0], "NO_PROXY": "*"},
+        {"ALL_PROXY": "socks4://h:1", "no_proxy": "localhost, *"},
+        {"NO_PROXY": f"{UNREADABLE[0]},*"},
+        # the other is what libraries read
+        {"HTTP_PROXY": SOCKS[0], "http_proxy": "http://proxy.example:3128"},
+    ],
+)
+def test_what_no_client_reads_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    check_proxies()
+    assert dict(os.environ) == before
+    reach_directly()
+    with httpx.Client(verify=False) as client:
+        assert client.trust_env
 
 
 ENTRIES = st.sampled_from([*GOOD, *UNREADABLE, "a b", "http://h", "[", ":", "/", "%"])
