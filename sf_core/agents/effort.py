@@ -17,14 +17,11 @@ class Effort:
     def __init__(self) -> None:
         """Of this process, whose event loop runs in this thread."""
         self._thread, self.num_ended = threading.get_native_id(), 0
-        self._told = self._sum()
+        self._before = self._sum()
 
-    def untold(self) -> Spent:
-        """What the data plane was not told of."""
-        return {name: max(0, now - self._told[name]) for name, now in self._sum().items()}
-
-    def note_told(self, spent: Spent) -> None:
-        self._told = {name: before + spent[name] for name, before in self._told.items()}
+    def spent(self) -> Spent:
+        """What was spent since this was made."""
+        return {name: max(0, now - self._before[name]) for name, now in self._sum().items()}
 
     def _sum(self) -> Spent:
         times, loop = os.times(), read_schedule(self._thread)

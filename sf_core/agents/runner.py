@@ -162,7 +162,6 @@ class AgentRunner:
         room = min(self._room(), MAX_CLAIM)
         now, begun, answered = time.monotonic(), dict(self._phases.begun), [*self._phases.answered]
         names_sessions = now - self._named_at >= BEAT_S
-        spent = self._effort.untold()
         body = {
             "runner": self._runner_id,
             "attempt": self._attempt,
@@ -172,7 +171,7 @@ class AgentRunner:
             "answered": answered,
             "wait_s": LOOK_S if room else 0.0,
             "running": list(self._sessions) if names_sessions else None,
-            "spent": spent,
+            "spent": self._effort.spent(),
         }
         try:
             response = await self._http.post(f"/runs/{self._run_id}/claim", content=orjson.dumps(body))
@@ -183,7 +182,6 @@ class AgentRunner:
             return True
         self._alone_since = None
         self._phases.note_told(begun, answered)
-        self._effort.note_told(spent)
         if names_sessions:
             self._named_at = now
         answer = orjson.loads(response.content)

@@ -45,8 +45,8 @@ def check_proxies() -> None:
 
 
 def _fault(given: Mapping[str, str], kept: Mapping[str, str]) -> str:
-    """Why no client can be made with the variables `kept` instead of `given`: `socks` if a package is missing;
-    empty if one can."""
+    """Why no client can be made with the variables `kept` instead of `given`: `socks` if a package is
+    missing; empty if one can."""
     import httpx
 
     try:

@@ -22,6 +22,9 @@ MAX_METADATA_BYTES = 2**16
 MAX_PARTS, MAX_STEPS = 1024, 2**14
 """Most named parts of a reward, and most rewards of single answers: each is looked up."""
 
+MAX_SPENT_S = 1e9
+"""Most seconds that a runner says to have spent: those of many cores for years."""
+
 MAX_INDEX = 2**31 - 1
 """Largest number of a batch, an evaluation or a policy version."""
 
@@ -115,12 +118,17 @@ class TaskName(Body):
 
 
 class Spent(Body):
-    cpu_s: float = Field(0.0, ge=0)
+    cpu_s: float = Field(0.0, ge=0, le=MAX_SPENT_S)
     """CPU seconds of the runner's process, and of ended programs that the process started."""
-    busy_s: float = Field(0.0, ge=0)
+    busy_s: float = Field(0.0, ge=0, le=MAX_SPENT_S)
     """Seconds in which the runner's event loop computed or waited for a core."""
-    num_ended: int = Field(0, ge=0)
+    num_ended: int = Field(0, ge=0, le=MAX_INDEX)
     """Number of sessions and scored answers that have ended."""
+
+    def since(self, earlier: Spent) -> Spent:
+        """What was spent after `earlier`; all of it if `earlier` is more, because a runner began anew."""
+        spent = {name: value - getattr(earlier, name) for name, value in self}
+        return self if min(spent.values()) < 0 else Spent(**spent)
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(
@@ -151,7 +159,7 @@ class ClaimBody(Body):
     """Ids of all sessions that the runner works on. Other sessions of this runner are given out again. None:
     this claim does not list them, because a list of thousands is slow."""
     spent: Spent = Spent()
-    """Effort of the runner since its last claim."""
+    """Effort of the runner since it began. A claim that is sent again therefore counts once."""
 
 
 class ReleaseBody(Body):
@@ -345,7 +353,7 @@ class RunnerStatus(TypedDict):
     work: Work
     retiring: bool
     cpu_s: float
-    """CPU seconds that the runner has used."""
+    """CPU seconds that the runner has used since it began."""
     num_ended: int
     """Number of its sessions and scored answers that have ended."""
 

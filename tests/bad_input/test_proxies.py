@@ -96,9 +96,7 @@ def test_other_exceptions_and_proxies_are_used(monkeypatch: pytest.MonkeyPatch, 
         {"HTTP_PROXY": SOCKS[0], "http_proxy": "http://proxy.example:3128"},
     ],
 )
-def test_what_no_client_reads_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
-) -> None:
+def test_what_no_client_reads_is_not_refused(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)

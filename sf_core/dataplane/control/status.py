@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from sf_core.config.failures import failures_text
-from sf_core.dataplane.bodies import RunStatus, Straggler
+from sf_core.dataplane.bodies import RunStatus, Spent, Straggler
 from sf_core.dataplane.runs.decide import Readiness, num_open_sessions, num_sessions_left
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.run import ServedRun
@@ -53,10 +53,11 @@ def run_status(run: ServedRun) -> RunStatus:
             name: {
                 "work": runner.work,
                 "retiring": runner.is_retiring,
-                "cpu_s": round(runner.spent.cpu_s, 3),
-                "num_ended": runner.spent.num_ended,
+                "cpu_s": round(spent.cpu_s, 3),
+                "num_ended": spent.num_ended,
             }
             for name, runner in run.runners.items()
+            for spent in [runner.spent or Spent()]
         },
         "requests_waiting": len(router.waiting),
         "paused": None in router.paused,

@@ -31,8 +31,8 @@ async def claim(run: ServedRun, body: ClaimBody) -> tuple[list[Session], bool]:
     Sessions with an answer are to be scored."""
     attempt = run.spec.attempt if body.attempt is None else body.attempt
     runner = run.runners.setdefault(body.runner, Runner(attempt, work=body.work))
-    runner.spent += body.spent
-    run.effort.note(body.runner, body.spent)
+    run.effort.note(body.runner, body.spent.since(runner.spent or body.spent))
+    runner.spent = body.spent
     if body.running is not None:
         named = set(body.running)
         for session in run.sessions_of(body.runner):

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sf_core.dataplane.bodies import Spent, Work
@@ -32,7 +32,9 @@ class Runner:
     """Number of its claims that are waiting."""
     is_retiring: bool = False
     """It gets nothing new, and is released once it has finished its sessions."""
-    spent: Spent = field(default_factory=Spent)
+    spent: Spent | None = None
+    """Since it began, by its last claim. None: before its first claim to this process, from which on it
+    counts, because the runner may be older than the process."""
 
 
 class Runners(dict[str, Runner]):

@@ -14,6 +14,7 @@ from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.runs.runners import Effort
 from sf_core.types import Endpoint, Task
 from tests.bench.dataplane.planes import ServedPlane, converse, finish, say
+from tests.bench.dataplane.restarts import Restarts
 from tests.bench.runners import make_runner, run_until_ready
 from tests.e2e.echo_package import agent
 
@@ -27,17 +28,18 @@ def claim(plane: ServedPlane, most: int, **spent: float) -> list[dict[str, Any]]
 
 def test_the_effort_of_runners_is_in_the_batch_and_begins_anew_after_it(answering_plane: ServedPlane) -> None:
     effort = []
-    for batch, (first, then) in enumerate([(1.5, 0.5), (0.25, 0.0)]):
-        for session in claim(answering_plane, 4, cpu_s=first, busy_s=2 * first):
+    claim(answering_plane, 0)
+    # sums since the runner began
+    for batch, (first, then) in enumerate([(1.5, 2.0), (2.25, 2.25)]):
+        for session in claim(answering_plane, 4, cpu_s=first, busy_s=2 * first, num_ended=4 * batch):
             converse(answering_plane, session, 1, streamed=False)
             finish(answering_plane, session)
-        claim(answering_plane, 0, cpu_s=then, num_ended=4)
-        claim(answering_plane, 0)
+        claim(answering_plane, 0, cpu_s=then, busy_s=2 * then, num_ended=4 * (batch + 1))
         sealed = answering_plane.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
         assert sealed["runners_seconds"] > 0
         effort.append(sealed["runners"])
     assert effort == [
-        {"a0:l1": {"cpu_s": 2.0, "busy_s": 3.0, "num_ended": 4}},
+        {"a0:l1": {"cpu_s": 2.0, "busy_s": 4.0, "num_ended": 4}},
         {"a0:l1": {"cpu_s": 0.25, "busy_s": 0.5, "num_ended": 4}},
     ]
     status = answering_plane.get("/runs/run")["runners"]["a0:l1"]
@@ -50,6 +52,48 @@ def test_effort_below_nothing_is_refused(answering_plane: ServedPlane, name: str
     answer = answering_plane.http.post("/runs/run/claim", json=body)
     told = answer.json()["error"]["message"]
     assert (answer.status_code, told) == (400, f"spent.{name}: Input should be greater than or equal to 0")
+
+
+@pytest.mark.parametrize("name", ["cpu_s", "busy_s", "num_ended"])
+def test_more_effort_than_anybody_has_is_refused(answering_plane: ServedPlane, name: str) -> None:
+    body = {"runner": "a0:l1", "max": 0, "spent": {name: 1e18}}
+    answer = answering_plane.http.post("/runs/run/claim", json=body)
+    told = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and told.startswith(
+        f"spent.{name}: Input should be less than or equal to"
+    )
+    assert answering_plane.get("/runs/run")["runners"] == {}
+
+
+def test_a_claim_that_is_sent_again_counts_once() -> None:
+    runner, told = Spent(), Spent()
+    for spent in (sums(1), sums(3), sums(3), sums(3), sums(4)):
+        told, runner = told + spent.since(runner), spent
+    assert told == sums(4)
+
+
+def test_a_runner_that_begins_anew_under_its_name_begins_at_nothing() -> None:
+    assert sums(1).since(sums(3)) == sums(1)
+
+
+def test_a_data_plane_that_starts_again_counts_nothing_that_was_spent_before(
+    restarts: Restarts, renderer: Renderer
+) -> None:
+    restarts.plane.register(group_size=1, groups_per_batch=1)
+    restarts.plane.connect(lambda prompt, seed: say(renderer, "42"))
+    claim(restarts.plane, 0)
+    [session] = claim(restarts.plane, 1, cpu_s=5.0)
+    restarts.restart()
+    claim(restarts.plane, 0, cpu_s=6.0)
+    converse(restarts.plane, session, 1, streamed=False)
+    finish(restarts.plane, session)
+    claim(restarts.plane, 0, cpu_s=6.5, num_ended=1)
+    sealed = restarts.plane.post("/runs/run/batches/0/seal", {"attempt": 1})
+    assert sealed["runners"] == {"a0:l1": {"cpu_s": 0.5, "busy_s": 0.0, "num_ended": 1}}
+
+
+def sums(number: int) -> Spent:
+    return Spent(cpu_s=number, busy_s=2 * number, num_ended=3 * number)
 
 
 def engine(version: int | None = 0, **state: Any) -> EngineConnection:
