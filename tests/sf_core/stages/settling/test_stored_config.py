@@ -99,6 +99,31 @@ def test_resumed_as_it_was_nothing_changes_and_nothing_is_said(stored: RunConfig
     assert said(read_stored_config(stored.run_dir)) == (stored, [])
 
 
+@pytest.mark.parametrize(
+    ("warm", "rate", "derived"),
+    [
+        # README's agent and the quickstart, as they were at 39a15e0c
+        ({"steps": None, "batch_size": 64, "learning_rate": None}, None, {"train.learning_rate": 3e-4}),
+        ({"steps": 250, "batch_size": 32, "learning_rate": 0.005}, 0.001, {}),
+    ],
+)
+@pytest.mark.parametrize("has_batch", [False, True])
+def test_a_run_keeps_what_were_the_defaults_when_it_began(
+    tmp_path: Path, warm: dict[str, Any], rate: float | None, derived: dict[str, float], has_batch: bool
+) -> None:
+    config = configured(tmp_path, policy={"warmstart": warm}, train={"learning_rate": rate})
+    run = RunDirectory(config.run_dir)
+    run.write_config(config)
+    commit(run, None, "start", data={"parameters": 983_040, "derived": derived})
+    if has_batch:
+        commit(run, 0, "rollout")
+    settled, lines = said(configured(tmp_path))
+    assert has_started(configured(tmp_path)) and lines == []
+    kept = settled.policy.warmstart
+    assert kept is not None and kept.model_dump(include=set(warm)) == warm
+    assert settled.train.rate == (rate or 3e-4)
+
+
 def test_what_the_caller_does_not_set_stays_and_its_addresses_count(
     tmp_path: Path, stored: RunConfig
 ) -> None:
@@ -146,7 +171,7 @@ def test_a_form_that_sends_every_default_goes_on_with_what_is_stored(
         ({"policy": {"hidden_size": 32}}, "policy.hidden_size 64, not 32;"),
         (
             {"policy": {"warmstart": None}},
-            "policy.warmstart steps=None batch_size=64",
+            "policy.warmstart steps=None batch_size=32",
         ),
         ({"environment": {"reward": "a:c"}}, "environment.reward 'a:b', not 'a:c';"),
     ],
