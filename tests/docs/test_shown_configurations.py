@@ -51,3 +51,10 @@ def test_with_a_model_the_rate_is_derived_and_nothing_of_the_small_policy_stays(
     assert derive(config, 600_000_000)["train.learning_rate"].value == 9.5e-6
     if not place.startswith("configs/"):  # their tasks have short answers, whatever the policy
         assert config.rollout.max_tokens == 256
+
+
+def test_the_agent_of_the_first_page_has_as_many_lines_as_its_heading_says() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^## Your agent in (\d+) lines$.*?^```python\n(.*?)^```$", text, re.M | re.S)
+    assert found is not None
+    assert len([line for line in found[2].splitlines() if line]) == int(found[1])
