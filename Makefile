@@ -18,10 +18,17 @@ setup: $(STAMP) ## install everything into .venv
 # the Pythons of pyproject.toml; the rest of a sentence that the Python before the colon begins
 NEED = Python 3.11, 3.12 or 3.13 is needed; name one of them, as in `make setup PYTHON=python3.13`
 
+# an environment that is there keeps its Python, whichever `python3` the machine has by now
+USED = $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
+VERSION = import sys; print(*sys.version_info[:2])
+OTHER = $(VENV) has another Python than $(PYTHON): remove $(VENV), or name another folder, as in
+
 # torch first and exactly: where pip knows a CPU build, any other order or version pulls several GB of CUDA packages
 # (docs/decisions/001)
 $(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "$(PYTHON) is Python %d.%d: $(NEED)" % sys.version_info[:2])'
+	@test '$(origin PYTHON)' = file || test "`$(PYTHON) -c '$(VERSION)'`" = "`$(USED) -c '$(VERSION)'`" || \
+	  { echo '$(OTHER) `make setup VENV=.venvs/new`' >&2; exit 1; }
+	@$(USED) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "$(USED) is Python %d.%d: $(NEED)" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +21,21 @@ exec {python} -c "import sys; sys.version_info = ({version}, 0, 'final', 0); $2"
 """
 
 
-def set_up_with(version: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    python = folder / "python"
-    python.write_text(
-        PRETENDER.format(python=sys.executable, version=version.replace(".", ", ")), encoding="utf-8"
-    )
+def pretend(python: Path, version: str) -> None:
+    python.parent.mkdir(parents=True, exist_ok=True)
+    text = PRETENDER.format(python=sys.executable, version=version.replace(".", ", "))
+    python.write_text(text, encoding="utf-8")
     python.chmod(0o755)
-    command = ["make", "--no-print-directory", "setup", f"PYTHON={python}", f"VENV={folder / 'new'}"]
+
+
+def set_up(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", "setup", *words, f"VENV={folder / 'new'}"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=patience(), encoding="utf-8")
+
+
+def set_up_with(version: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    pretend(folder / "python", version)
+    return set_up(folder, f"PYTHON={folder / 'python'}")
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14", "3.15"])
@@ -44,6 +52,27 @@ def test_setup_takes_the_pythons_that_the_metadata_names(version: str, tmp_path:
             "name one of them, as in `make setup PYTHON=python3.13`"
         )
         assert not (tmp_path / "new").exists()
+
+
+def test_an_environment_that_is_there_keeps_its_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(tmp_path / "new" / "bin" / "python", "3.12")
+    pretend(tmp_path / "path" / "python3", "3.10")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYTHON", raising=False)
+    assert "asked for -m pip install" in set_up(tmp_path).stdout
+    assert "asked for -m pip install" in set_up_with("3.12", tmp_path).stdout
+
+
+def test_setup_does_not_take_an_environment_of_another_python(tmp_path: Path) -> None:
+    pretend(tmp_path / "new" / "bin" / "python", "3.12")
+    done = set_up_with("3.13", tmp_path)
+    assert "asked for" not in done.stdout
+    assert done.stderr.splitlines()[0] == (
+        f"{tmp_path / 'new'} has another Python than {tmp_path / 'python'}: remove {tmp_path / 'new'}, "
+        "or name another folder, as in `make setup VENV=.venvs/new`"
+    )
 
 
 @pytest.mark.parametrize(
