@@ -12,8 +12,11 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import pytest
 
 from storage import files
 from storage.run_directory import RunDirectory
@@ -33,6 +36,13 @@ with files.writer(sys.argv[1]) as file:
         file.write(bytes(2**20))
 """
 """Uploads a file in parts of 50, 50 and 10 MiB."""
+
+LISTER = """
+from storage.unfinished import list_uploads
+print(len(list_uploads("s3://bucket/run")), "uploads")
+"""
+
+S3_KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 def test_a_temporary_file_without_a_writer_is_found(run_anywhere: RunDirectory) -> None:
@@ -98,6 +108,50 @@ def test_an_upload_whose_process_was_killed_is_found_and_aborted(s3_bucket: str)
     assert list_uploads(run.uri) == [] and len(list_uploads(neighbour.uri)) == 1
     upload.abort()
     assert not files.exists(uri)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "told"),
+    [
+        (403, "AccessDenied", "0 uploads"),
+        (405, "MethodNotAllowed", "0 uploads"),
+        (501, "NotImplemented", "0 uploads"),
+        (404, "NoSuchBucket", "StorageError: s3://bucket/run: the bucket does not exist"),
+    ],
+)
+def test_a_server_that_lists_no_uploads_has_none(status: int, code: str, told: str) -> None:
+    with refusing_server(status, code) as url:
+        # filesystems are kept per process with the server that they were made for
+        listing = subprocess.run(
+            [sys.executable, "-c", LISTER],
+            env={**os.environ, **S3_KEYS, "AWS_ENDPOINT_URL": url},
+            capture_output=True,
+            encoding="utf-8",
+        )
+    assert told in listing.stdout + listing.stderr
+
+
+@contextmanager
+def refusing_server(status: int, code: str) -> Iterator[str]:
+    """Address of a server with the API of S3 that refuses each request."""
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 @contextmanager
