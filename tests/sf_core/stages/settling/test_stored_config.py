@@ -146,7 +146,7 @@ def test_a_form_that_sends_every_default_goes_on_with_what_is_stored(
         ({"policy": {"hidden_size": 32}}, "policy.hidden_size 64, not 32;"),
         (
             {"policy": {"warmstart": None}},
-            "policy.warmstart steps=None batch_size=64",
+            "policy.warmstart steps=None batch_size=32",
         ),
         ({"environment": {"reward": "a:c"}}, "environment.reward 'a:b', not 'a:c';"),
     ],
@@ -182,7 +182,7 @@ def test_a_judge_may_move_and_be_asked_otherwise_but_stays_the_same_model(tmp_pa
             said(judged(**change))
 
 
-def test_a_judge_whose_limit_is_left_open_keeps_that_of_its_run(tmp_path: Path) -> None:
+def test_a_judge_whose_limits_are_left_open_keeps_those_of_its_run(tmp_path: Path) -> None:
     def judged(**settings: Any) -> RunConfig:
         judge = {"url": "http://one:8000/v1"} | settings
         return configured(tmp_path, environment={"judges": {"quality": judge}})
@@ -190,8 +190,14 @@ def test_a_judge_whose_limit_is_left_open_keeps_that_of_its_run(tmp_path: Path) 
     run = RunDirectory(judged().run_dir)
     run.write_config(judged(max_tokens=256, timeout_s=60))  # as all runs of before have it
     commit(run, 0, "rollout")
-    assert said(judged(url="http://two:8000/v1"))[0].environment.judges["quality"] == JudgeConfig(
-        url="http://two:8000/v1", max_tokens=256
+    resumed, lines = said(judged())
+    assert resumed.environment.judges["quality"] == JudgeConfig(
+        url="http://one:8000/v1", max_tokens=256, timeout_s=60
+    )
+    assert lines == [], "nothing was changed"
+    moved, _ = said(judged(url="http://two:8000/v1", timeout_s=90))
+    assert moved.environment.judges["quality"] == JudgeConfig(
+        url="http://two:8000/v1", max_tokens=256, timeout_s=90
     )
 
 
