@@ -16,10 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import pytest
 
 from storage import files
 from storage.run_directory import RunDirectory
+from storage.tables.parquet import write_tables
 from storage.unfinished import OLD_S, list_unfinished, list_uploads
 from tests.bench.ages import age
 from tests.bench.commands import sf
@@ -65,6 +67,27 @@ def test_a_temporary_file_that_is_written_is_not_found(tmp_path: Path) -> None:
         age(tmp_path)
         assert len(os.listdir(tmp_path)) == 1 and list_unfinished(str(tmp_path)) == []
     assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("trajectories/iteration=4/x.parquet", "."),
+        ("metrics/train/iteration=4.parquet", "metrics"),
+        ("other/x.parquet", "other"),
+    ],
+)
+def test_a_table_is_written_beside_its_own_folder_only(tmp_path: Path, name: str, beside: str) -> None:
+    run = tmp_path / "iteration=3" / "runs" / "run"
+
+    def rows() -> Iterator[pa.Table]:
+        yield pa.table({"x": [1]})
+        [temporary] = tmp_path.rglob("*.tmp")
+        assert temporary.parent == run / beside
+        yield pa.table({"x": [2]})
+
+    write_tables(str(run / name), pa.schema({"x": pa.int64()}), rows())
+    assert (run / name).is_file() and not [*tmp_path.rglob("*.tmp")]
 
 
 def test_a_link_with_the_name_of_a_temporary_file_stays(tmp_path: Path) -> None:
