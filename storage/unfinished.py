@@ -5,6 +5,7 @@ Object stores of other kinds keep nothing of an upload that has not ended, or sh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -57,14 +58,22 @@ def list_unfinished(folder: str) -> list[str]:
 
 def list_uploads(folder: str, older_than_s: float = OLD_S) -> list[Upload]:
     """Uploads in parts into a folder on S3 and below that began this long ago, sorted. Of other storages, and
-    where the credentials do not allow to list them, none. Raises StorageError if the storage fails."""
+    where the credentials or the server do not allow to list them, none. Raises StorageError if the storage
+    fails."""
     fs, path = open_fs(folder)
     if "s3" not in fs.protocol:
         return []
     bucket, prefix, _ = fs.split_path(path)
-    with suppress(PermissionError, NotImplementedError), storage_errors(folder):
-        return sorted(_uploads(fs, bucket, prefix.rstrip("/") + "/", time.time() - older_than_s), key=str)
-    return []
+    with storage_errors(folder):
+        try:
+            return sorted(_uploads(fs, bucket, prefix.rstrip("/") + "/", time.time() - older_than_s), key=str)
+        except PermissionError:
+            return []
+        except OSError as error:
+            # some servers with the API of S3 cannot list them
+            if error.errno != errno.ENOSYS:
+                raise
+            return []
 
 
 def _uploads(fs: Any, bucket: str, prefix: str, before: float) -> Iterator[Upload]:

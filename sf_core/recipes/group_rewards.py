@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Hashable
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -29,14 +30,18 @@ def majority(task: Task, answers: list[Any]) -> list[float] | None:
     return [float(each == votes[0][0]) for each in told]
 
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.ASCII)
 
 
-def _comparable(answer: Any) -> str | Decimal | None:
-    """Equal for answers that are the same; None for one that is absent."""
+def _comparable(answer: Any) -> Hashable:
+    """Equal for answers that are the same, also within lists and objects; None for one that is absent."""
     if _is_absent(answer):
         return None
-    text = answer if isinstance(answer, str) else json.dumps(answer, sort_keys=True)
+    if isinstance(answer, dict):
+        return frozenset((name, _comparable(value)) for name, value in answer.items())
+    if isinstance(answer, list):
+        return tuple(map(_comparable, answer))
+    text = answer if isinstance(answer, str) else json.dumps(answer)
     text = " ".join(text.split()).casefold()
     if _NUMBER.fullmatch(text):
         with suppress(InvalidOperation):  # an exponent of more digits than numbers have

@@ -77,13 +77,14 @@ def read_judgements(run: RunDirectory, manifest: Manifest) -> pa.Table:
     it names none. Raises ValueError if a file is missing or broken."""
     # older manifests of evaluations name files in judgements/evaluations
     refs = [*manifest.files("judgements"), *manifest.files("evaluation_judgements")]
-    uris = [run.path(ref.uri) for ref in refs]
-    tables = [parquet.read_table(uri, SCHEMA.names, SCHEMA, optional=["discarded"]) for uri in uris]
-    return pa.concat_tables(map(_complete, tables)) if tables else SCHEMA.empty_table()
+    tables = [read_file(run.path(ref.uri)) for ref in refs]
+    return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
 
 
-def _complete(table: pa.Table) -> pa.Table:
-    """The columns of SCHEMA; earlier files have no `discarded`."""
+def read_file(uri: str) -> pa.Table:
+    """The judgements in a file, in the columns of SCHEMA; earlier files have no `discarded`. Raises
+    ValueError if the file is missing or broken."""
+    table = parquet.read_table(uri, SCHEMA.names, SCHEMA, optional=["discarded"])
     if "discarded" not in table.column_names:
         none = pa.array([[]] * len(table), SCHEMA.field("discarded").type)
         table = table.append_column("discarded", none)

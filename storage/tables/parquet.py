@@ -38,9 +38,10 @@ def write_table(uri: str, table: pa.Table) -> FileRef:
 
 def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> FileRef:
     """Write one row group per table as the tables arrive, so that never all of them are in memory."""
-    # not every reader of the folder would skip what a killed writer leaves in it
-    table, partition, _ = uri.rpartition("/iteration=")
-    with files.writer(uri, above=table if partition else None) as file:
+    # not every reader of the folder would skip what a killed writer leaves in it; a run may lie in a folder
+    # that has the name of a partition too
+    table, partition, rest = uri.rpartition("/iteration=")
+    with files.writer(uri, above=table if partition and rest.count("/") < 2 else None) as file:
         # a dictionary makes repeated names faster to write and read; repeated numbers get as small by zstd
         # alone: benchmarks/storage.py
         texts = ("messages", "output")

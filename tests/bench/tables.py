@@ -19,7 +19,8 @@ from storage.tables.trajectories import read_trajectories, write_trajectories
 from tests.bench.runs import configure, conversation, group_row
 
 TABLES = (
-    *("trajectories", "batches", "evaluations", "opened", "outcomes", "scores", "judgements"),
+    *("trajectories", "batches", "evaluations", "opened", "outcomes", "scores"),
+    *("judgements", "evaluation_judgements"),
     *(f"metrics/{kind}" for kind in KINDS),
 )
 """Folders of the run directory that are tables."""

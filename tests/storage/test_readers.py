@@ -20,8 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
+from storage import files
 from storage.run_directory import RunDirectory
+from storage.tables import parquet
 from storage.tables.batches import read_batch
+from storage.tables.judgements import Judgement, write_judgements
 from storage.tables.metrics import write_metrics
 from storage.tables.parquet import READ_VERSIONS, SCHEMA_VERSION
 from storage.unfinished import list_unfinished
@@ -174,6 +177,15 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         for kind in ("trajectories", "batches"):
             source = RunDirectory(str(DATA / f"v{version}")).partition(kind, ITERATION)
             shutil.copytree(source, run.partition(kind, version))
+    asked = [("s", Judgement(judge="fair", verdict="1", discarded=["length"]))]
+    for iteration, folder in enumerate(("judgements", "judgements/evaluations")):
+        ref = write_judgements(run, iteration, asked, "1")
+        # as earlier versions wrote them
+        earlier = pq.ParquetFile(run.path(ref.uri)).read().drop_columns(["discarded"])
+        files.remove_folder(run.partition("judgements", iteration))
+        parquet.write_table(f"{run.partition(folder, iteration)}/1.parquet", earlier)
+    write_judgements(run, 2, asked, "1")
+    write_judgements(run, 2, asked, "1", "evaluations")
     return run
 
 
@@ -190,11 +202,20 @@ def test_every_reader_opens_what_is_copied_of_several_schema_versions(
     mixed_run: RunDirectory, tmp_path: Path, read: Read, kind: str
 ) -> None:
     code, said = sf("export", mixed_run.uri, "--to", "parquet", str(tmp_path / "tables"))
-    assert (code, said) == (0, f"{tmp_path / 'tables'}: 12 rows of schema version {SCHEMA_VERSION}")
+    assert (code, said) == (0, f"{tmp_path / 'tables'}: 16 rows of schema version {SCHEMA_VERSION}")
     rows = read(str(tmp_path / "tables" / kind))
     assert sorted(len(row["reward_parts"]) for row in rows) == [0, 0, 2, 2, 2, 2]
     code, said = sf("export", mixed_run.uri, "--to", "parquet", str(tmp_path / "tables"))
     assert code == 2 and "tables is not empty; choose another folder or remove it" in said
+
+
+@pytest.mark.parametrize("kind", ["judgements", "evaluation_judgements"])
+def test_every_reader_opens_judgements_that_are_copied(
+    mixed_run: RunDirectory, tmp_path: Path, read: Read, kind: str
+) -> None:
+    assert sf("export", mixed_run.uri, "--to", "parquet", str(tmp_path / "tables"))[0] == 0
+    rows = read(str(tmp_path / "tables" / kind))
+    assert sorted(list(row["discarded"]) for row in rows) == [[], ["length"]]
 
 
 def test_a_folder_of_several_schema_versions_opens_without_the_column(mixed_run: RunDirectory) -> None:

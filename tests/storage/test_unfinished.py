@@ -12,11 +12,16 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pyarrow as pa
+import pytest
+
 from storage import files
 from storage.run_directory import RunDirectory
+from storage.tables.parquet import write_tables
 from storage.unfinished import OLD_S, list_unfinished, list_uploads
 from tests.bench.ages import age
 from tests.bench.commands import sf
@@ -33,6 +38,13 @@ with files.writer(sys.argv[1]) as file:
         file.write(bytes(2**20))
 """
 """Uploads a file in parts of 50, 50 and 10 MiB."""
+
+LISTER = """
+from storage.unfinished import list_uploads
+print(len(list_uploads("s3://bucket/run")), "uploads")
+"""
+
+S3_KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 def test_a_temporary_file_without_a_writer_is_found(run_anywhere: RunDirectory) -> None:
@@ -55,6 +67,27 @@ def test_a_temporary_file_that_is_written_is_not_found(tmp_path: Path) -> None:
         age(tmp_path)
         assert len(os.listdir(tmp_path)) == 1 and list_unfinished(str(tmp_path)) == []
     assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("trajectories/iteration=4/x.parquet", "."),
+        ("metrics/train/iteration=4.parquet", "metrics"),
+        ("other/x.parquet", "other"),
+    ],
+)
+def test_a_table_is_written_beside_its_own_folder_only(tmp_path: Path, name: str, beside: str) -> None:
+    run = tmp_path / "iteration=3" / "runs" / "run"
+
+    def rows() -> Iterator[pa.Table]:
+        yield pa.table({"x": [1]})
+        [temporary] = tmp_path.rglob("*.tmp")
+        assert temporary.parent == run / beside
+        yield pa.table({"x": [2]})
+
+    write_tables(str(run / name), pa.schema({"x": pa.int64()}), rows())
+    assert (run / name).is_file() and not [*tmp_path.rglob("*.tmp")]
 
 
 def test_a_link_with_the_name_of_a_temporary_file_stays(tmp_path: Path) -> None:
@@ -98,6 +131,50 @@ def test_an_upload_whose_process_was_killed_is_found_and_aborted(s3_bucket: str)
     assert list_uploads(run.uri) == [] and len(list_uploads(neighbour.uri)) == 1
     upload.abort()
     assert not files.exists(uri)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "told"),
+    [
+        (403, "AccessDenied", "0 uploads"),
+        (405, "MethodNotAllowed", "0 uploads"),
+        (501, "NotImplemented", "0 uploads"),
+        (404, "NoSuchBucket", "StorageError: s3://bucket/run: the bucket does not exist"),
+    ],
+)
+def test_a_server_that_lists_no_uploads_has_none(status: int, code: str, told: str) -> None:
+    with refusing_server(status, code) as url:
+        # filesystems are kept per process with the server that they were made for
+        listing = subprocess.run(
+            [sys.executable, "-c", LISTER],
+            env={**os.environ, **S3_KEYS, "AWS_ENDPOINT_URL": url},
+            capture_output=True,
+            encoding="utf-8",
+        )
+    assert told in listing.stdout + listing.stderr
+
+
+@contextmanager
+def refusing_server(status: int, code: str) -> Iterator[str]:
+    """Address of a server with the API of S3 that refuses each request."""
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 @contextmanager

@@ -45,8 +45,10 @@ def read_reply(choice: Mapping[str, Any], first_token: str | None = None) -> Sai
         return Said(text, "length")
     if end not in ("stop", "length"):
         return Said(text, "other")
-    if is_thinking or not text.strip():
-        reasons = is_thinking or mark or message.get("reasoning_content") or message.get("reasoning")
+    reasons = is_thinking or mark or message.get("reasoning_content") or message.get("reasoning")
+    # the one token that was asked for may be white space, and the log-probs beside it are an answer
+    is_space = end == "length" and bool(text and first_token and not first_token.strip() and not reasons)
+    if is_thinking or not (text.strip() or is_space):
         return Said(text, "reasoning" if reasons else "empty")
     return Said(text, "")
 

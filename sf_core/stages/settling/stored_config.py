@@ -124,18 +124,21 @@ def _changes_to_another(config: RunConfig) -> list[tuple[str, Any, Any]]:
 
 
 def _find_changes(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Key, former and new value of each setting that differs. A judge without `max_tokens` keeps that of the
-    run: every earlier run has one."""
+    """Key, former and new value of each setting that differs. A judge keeps the limits of the run where those
+    given are defaults, which differ from the defaults of earlier runs."""
     for key, before, given in find_differences(stored, config):
         if key == "environment.judges":
-            given = {
-                name: one.model_copy(update={"max_tokens": before[name].max_tokens})
-                if one.max_tokens is None and name in before
-                else one
-                for name, one in given.items()
-            }
+            given = {name: _keep_limits(before.get(name), one) for name, one in given.items()}
         if given != before:
             yield key, before, given
+
+
+def _keep_limits(before: JudgeConfig | None, given: JudgeConfig) -> JudgeConfig:
+    if before is None:
+        return given
+    defaults = {name: JudgeConfig.model_fields[name].default for name in ("max_tokens", "timeout_s")}
+    kept = [name for name, default in defaults.items() if getattr(given, name) == default]
+    return given.model_copy(update={name: getattr(before, name) for name in kept})
 
 
 def _are_same_judges(key: str, before: Any, given: Any) -> bool:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from decimal import Decimal
 from typing import Any
 
@@ -30,10 +31,19 @@ TASK = Task("t", "e", "?")
         (["1e99999999999999999999", "1E99999999999999999999", "1"], [1.0, 1.0, 0.0]),
         (["nan", "NaN", "inf"], [1.0, 1.0, 0.0]),
         ([True, "true", 1], [1.0, 1.0, 0.0]),
+        ([["4", {"x": "A"}], [4.0, {"x": " a\n"}], ["5", {"x": "A"}]], [1.0, 1.0, 0.0]),
     ],
 )
 def test_right_is_what_most_sessions_answer(answers: list[Any], rewards: list[float] | None) -> None:
     assert majority(TASK, answers) == rewards
+
+
+@pytest.mark.parametrize("end", ["x", ".x", "ex", "e1x"])
+def test_an_answer_of_many_digits_is_compared_in_the_time_of_reading_it(end: str) -> None:
+    started = time.process_time()
+    assert majority(TASK, ["1" * 30_000 + end, "1" * 30_000]) is None
+    # policies repeat digits; time that grew with the square of the length was 16 s
+    assert time.process_time() - started < 2
 
 
 @given(answers=st.lists(st.sampled_from("abc"), min_size=1))

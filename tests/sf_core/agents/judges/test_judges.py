@@ -278,6 +278,21 @@ def test_a_reply_of_one_token_that_begins_to_reason_is_no_choice(
     assert row.discarded == ["reasoning"] * client_module.TRIES
 
 
+def test_words_are_weighed_where_the_likeliest_token_is_white_space(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    likely = [{"token": "\n\n", "logprob": -0.7}, {"token": "Yes", "logprob": -1.2}]
+    reply = {
+        "finish_reason": "length",
+        "message": {"content": "\n\n"},
+        "logprobs": {"content": [{"token": "\n\n", "top_logprobs": likely}]},
+    }
+    monkeypatch.setattr("tests.bench.judge_server.answer", lambda body, _: {"choices": [reply]})
+    [chosen], [row] = ask(server, lambda judges: judges["taste"].choose("?", ["yes", "no"]))
+    assert chosen == {"yes": 1.0, "no": 0.0}
+    assert (row.attempts, row.discarded) == (1, [])
+
+
 @pytest.mark.parametrize(
     "content",
     [

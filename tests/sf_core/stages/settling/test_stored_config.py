@@ -207,7 +207,7 @@ def test_a_judge_may_move_and_be_asked_otherwise_but_stays_the_same_model(tmp_pa
             said(judged(**change))
 
 
-def test_a_judge_whose_limit_is_left_open_keeps_that_of_its_run(tmp_path: Path) -> None:
+def test_a_judge_whose_limits_are_left_open_keeps_those_of_its_run(tmp_path: Path) -> None:
     def judged(**settings: Any) -> RunConfig:
         judge = {"url": "http://one:8000/v1"} | settings
         return configured(tmp_path, environment={"judges": {"quality": judge}})
@@ -215,8 +215,14 @@ def test_a_judge_whose_limit_is_left_open_keeps_that_of_its_run(tmp_path: Path) 
     run = RunDirectory(judged().run_dir)
     run.write_config(judged(max_tokens=256, timeout_s=60))  # as all runs of before have it
     commit(run, 0, "rollout")
-    assert said(judged(url="http://two:8000/v1"))[0].environment.judges["quality"] == JudgeConfig(
-        url="http://two:8000/v1", max_tokens=256
+    resumed, lines = said(judged())
+    assert resumed.environment.judges["quality"] == JudgeConfig(
+        url="http://one:8000/v1", max_tokens=256, timeout_s=60
+    )
+    assert lines == [], "nothing was changed"
+    moved, _ = said(judged(url="http://two:8000/v1", timeout_s=90))
+    assert moved.environment.judges["quality"] == JudgeConfig(
+        url="http://two:8000/v1", max_tokens=256, timeout_s=90
     )
 
 
