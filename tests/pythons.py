@@ -94,19 +94,33 @@ def makes_environments(path: str, version: int) -> bool:
 
 def pin_lowest(target: Path) -> Path:
     """File of constraints: the lowest allowed version of each package that pyproject.toml names, and fitting
-    versions of all other packages. Raises SystemExit, one sentence per package, if another package needs more
-    than the lowest allowed version: nothing would ever test that bound."""
+    versions of all other packages. Raises SystemExit if another package needs more than the lowest allowed
+    version, or if any version is allowed: nothing would ever test that bound."""
     tool = ENVIRONMENTS / "uv"
     run([sys.executable, "-m", "venv", "--clear", str(tool)])
     run([str(tool / "bin" / "python"), "-m", "pip", "install", "--quiet", _UV])
     asked = [str(tool / "bin" / "uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
     asked += ["--python", sys.executable, "--resolution", "lowest-direct", "--extra", "dev"]
+    # else uv takes a newer version of ours where the newest version of another package asks for it
+    bounds = target.with_suffix(".bounds.txt")
+    bounds.write_text(
+        "".join(f"{name}=={first}\n" for name, first in lowest_allowed(REQUIREMENTS)), encoding="utf-8"
+    )
+    asked += ["--constraint", str(bounds)]
     # uv does not read pip's settings
     certificates = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
     run([*asked, "pyproject.toml", "--output-file", str(target)], **certificates)
     if untested := list(untested_bounds(REQUIREMENTS, target.read_text(encoding="utf-8"))):
         sys.exit("\n".join(untested))
     return target
+
+
+def lowest_allowed(requirements: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Name and lowest allowed version of each package for which requirements name one."""
+    for requirement in map(Requirement, requirements):
+        for one in requirement.specifier:
+            if one.operator in _FIRST:
+                yield canonicalize_name(requirement.name), one.version
 
 
 def untested_bounds(requirements: Iterable[str], pins: str) -> Iterator[str]:
