@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.sf_core.dataplane.prompts.folders import BEGINS
+from tests.sf_core.dataplane.prompts.folders import KINDS
 from tests.sf_core.dataplane.prompts.shapes import JSON, WRITERS, Call, Request, Said, Shape, is_object
 
 VLLM, TRANSFORMERS = "vLLM", "transformers"
@@ -115,8 +115,8 @@ def _must_call(case: Case) -> bool:
     return case.shape.must_call
 
 
-def _begins_twice(case: Case) -> bool:
-    return case.dialect == "responses" and case.tokenizer == BEGINS
+def _adds_tokens(case: Case) -> bool:
+    return case.dialect == "responses" and KINDS[case.kind].adds != ""
 
 
 def _has_billing_line(case: Case) -> bool:
@@ -166,8 +166,8 @@ ROWS = {
     "a call, if the template converts the whole `function` object to JSON": Row(
         _chat("mistral", _USER, _CALL, _FOUND, tools=(_FIND,)), transformers=_writes_whole_function
     ),
-    "any message, in Responses, if the tokenizer puts a token before each text": Row(
-        Case("llama3", BEGINS, "responses", Shape((_USER,))), _begins_twice
+    "any message, in Responses, if the tokenizer adds tokens to each text": Row(
+        Case("llama3", "byte_level", "responses", Shape((_USER,))), _adds_tokens
     ),
     "a forced call (`tool_choice`)": Row(
         Case("qwen3", "byte_level", "chat", Shape((_USER,), (_FIND,), must_call=True)), _must_call, _must_call

@@ -20,9 +20,6 @@ _TEMPLATES = (Path(__file__).parent / "templates", TEMPLATES)
 TOKENIZERS = ("byte_level", "first", "always", "never")
 """Families of tokenizers: byte-level BPE, and BPE with each of SentencePiece's `prepend_scheme`s."""
 
-BEGINS = "begins"
-"""Byte-level BPE whose post-processor puts a token before each text, as that of Llama 3."""
-
 SPECIAL = (
     *("<unk>", "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "[INST]", "[/INST]"),
@@ -74,7 +71,6 @@ KINDS = {
 FOLDERS = [(kind, "byte_level") for kind in KINDS] + [
     (kind, TOKENIZERS[1 + at % 3]) for at, kind in enumerate(KINDS)
 ]
-FOLDERS.append(("llama3", BEGINS))
 """Each template with the tokenizer of most models, and with one of the others."""
 
 
@@ -134,7 +130,7 @@ def _read(template: str) -> str:
 
 @cache
 def _tokenizer(name: str) -> Tokenizer:
-    if name in ("byte_level", BEGINS):
+    if name == "byte_level":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -157,9 +153,4 @@ def _tokenizer(name: str) -> Tokenizer:
     )
     backend.train_from_iterator(_CORPUS, trainer)
     backend.add_tokens([AddedToken(text, normalized=False) for text in _ADDED])
-    if name == BEGINS:
-        bos = KINDS["llama3"].bos
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
-        )
     return backend
