@@ -36,7 +36,9 @@ class Filling:
     """The passes that fill KV, from when this is made."""
 
     def __init__(self) -> None:
-        self.num_tokens, self.cpu_s, fill = 0, 0.0, DecoderModel.fill
+        self.num_tokens = 0
+        self.cpu_s = 0.0
+        fill = DecoderModel.fill
 
         def measure(model: DecoderModel, cache: Any, ids: torch.Tensor, *places: torch.Tensor) -> None:
             began = time.process_time()
@@ -49,7 +51,8 @@ class Filling:
     def take(self) -> dict[str, float]:
         """What was measured since the last time."""
         found = {"tokens": self.num_tokens, "cpu_s": round(self.cpu_s, 2)}
-        self.num_tokens, self.cpu_s = 0, 0.0
+        self.num_tokens = 0
+        self.cpu_s = 0.0
         return found
 
 
@@ -84,7 +87,8 @@ def main(
             fill_all(engine, resumed)
             found[name] = filling.take()
         engine.close()
-    ours, baseline = found["ours"], found["whole_prompts"]
+    ours = found["ours"]
+    baseline = found["whole_prompts"]
     line = {
         "parameters": size,
         "requests": len(requests),

@@ -15,8 +15,9 @@ have ended."""
 
 class Effort:
     def __init__(self) -> None:
-        """Of this process, whose event loop runs in this thread."""
-        self._thread, self.num_ended = threading.get_native_id(), 0
+        """Counts what this process spends from now on. Its event loop runs in the calling thread."""
+        self._thread = threading.get_native_id()
+        self.num_ended = 0
         self._before = self._sum()
 
     def spent(self) -> Spent:

@@ -18,9 +18,9 @@ from rich.console import Console
 from sf_core.cli.arguments.addresses import port_of
 from sf_core.cli.arguments.completion import complete_config, complete_override, complete_setting
 from sf_core.cli.arguments.groups import App, Commands
+from sf_core.cli.arguments.proxies import STARTING, check_proxies
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
-from sf_core.cli.proxies import STARTING, check_proxies
 from sf_core.cli.runs import RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands

@@ -86,7 +86,8 @@ class JudgeConfig(Settings):
             raise ValueError(
                 "`name` selects a model on the server at `url`, but this judge has no `url`: leave `name` out"
             )
-        budget, longest = self.max_tokens_per_iteration, self.max_tokens
+        budget = self.max_tokens_per_iteration
+        longest = self.max_tokens
         if budget is not None and longest is not None and budget < longest:
             raise ValueError(
                 f"max_tokens_per_iteration ({self.max_tokens_per_iteration}) is less than max_tokens of one "

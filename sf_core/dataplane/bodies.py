@@ -131,11 +131,7 @@ class Spent(Body):
         return self if min(spent.values()) < 0 else Spent(**spent)
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            cpu_s=self.cpu_s + other.cpu_s,
-            busy_s=self.busy_s + other.busy_s,
-            num_ended=self.num_ended + other.num_ended,
-        )
+        return Spent(**{name: value + getattr(other, name) for name, value in self})
 
 
 class ClaimBody(Body):

@@ -180,7 +180,8 @@ def find_unreached(shape: Mapping[str, Any]) -> tuple[float, list[str]]:
     last parts of their names, those with the most weights first."""
     from torch import nn
 
-    whole, apart = 0, dict[str, int]()
+    whole = 0
+    apart: dict[str, int] = {}
     for layer in _list_blocks(shape).values():
         reached = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Linear)}
         for name, weight in layer.named_parameters():

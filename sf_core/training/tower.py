@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from sf_core.models.language import TOWER
-from sf_core.models.pretrained.needed_weights import check_loaded
+from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.pictures.sight import KEPT_BYTES, read_sight
 from sf_core.training.packing import Microbatch
 from storage.media import PictureSpan, read_picture
@@ -38,16 +38,9 @@ class Tower:
             raise ValueError(f"{model_dir}: this model does not see pictures, but a trajectory has pictures")
         self.placeholder, self._media = sight.token_id, media
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).vision_config
-        self._network, found = _Vision.from_pretrained(
-            model_dir,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            key_mapping={rf"^{TOWER}": ""},
-            output_loading_info=True,
-        )
-        check_loaded(model_dir, self._network, found)
-        self._network.eval().requires_grad_(False).to(device)
+        renamed = {rf"^{TOWER}": ""}
+        self._network = load_model(_Vision, model_dir, config=config, dtype=dtype, key_mapping=renamed)
+        self._network.requires_grad_(False).to(device)
         # never torchvision's, which need not be there
         self._processor = Qwen2VLImageProcessorPil.from_pretrained(model_dir)
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.cli.proxies import check_proxies
+from sf_core.cli.arguments.proxies import check_proxies
 from sf_core.surroundings import ROOT, reach_directly
 from tests.bench.proxies import EXCEPTIONS, VARIABLES
 from tests.bench.refusals import check_sentence

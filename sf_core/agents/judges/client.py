@@ -100,7 +100,8 @@ class JudgeClient:
         asked = Judgement(judge=self.name, messages=orjson.dumps(question["messages"]).decode())
         async with self._places:
             started, error = time.monotonic(), ""
-            tokens, discarded = 0, list[str]()
+            tokens = 0
+            discarded: list[str] = []
 
             def tell(attempts: int, **found: Any) -> Judgement:
                 seconds = time.monotonic() - started

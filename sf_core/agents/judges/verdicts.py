@@ -30,7 +30,8 @@ def read_reply(choice: Mapping[str, Any], first_token: str | None = None) -> Sai
     """Read a choice of a chat completion. `first_token` is given if only the first token of the reply was
     asked for: such a reply may end with `length`. Raises LookupError, TypeError or AttributeError if this is
     no choice."""
-    message, end = choice["message"], choice.get("finish_reason")
+    message = choice["message"]
+    end = choice.get("finish_reason")
     content = _join(message.get("content"))
     _, mark, answer = content.partition(THINK_END)
     text = answer.lstrip() if mark else content

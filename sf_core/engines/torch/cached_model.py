@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from sf_core.models.decoder import (
     for_every_head,
     fuse,
 )
-from sf_core.models.pretrained.needed_weights import check_loaded
+from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.models.projections import fastest, has_fast_products
 
 
@@ -65,20 +65,16 @@ def open_model(
     whatever `check` raises, which is called between tensors."""
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     check_context(config.to_dict(), context_length)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    # its tensors are those of the mapped file
+    mapped = load_model(
+        AutoModelForCausalLM,
         weights_dir,
         config=config,
         # the engine draws by itself; by default the file is looked for beside the weights
         generation_config=GenerationConfig(),
         dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
     )
-    # its tensors are those of the mapped file
-    mapped, found = loaded
-    check_loaded(weights_dir, mapped, found)
-    mapped.eval().requires_grad_(False)
+    mapped.requires_grad_(False)
     saved = unmap_params(mapped)
     shapes = {name: tensor.shape for name, tensor in saved.items()}
     params = CopiedParams(shapes, saved.__getitem__, dtype, device, check)

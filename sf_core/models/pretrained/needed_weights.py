@@ -171,6 +171,16 @@ def _count(shape: str) -> int:
     return sum(parameter.numel() for parameter in _make_empty(json.loads(shape), part=True).parameters())
 
 
+def load_model(kind: Any, folder: str, **options: Any) -> Any:
+    """A model with the weights of a folder, in evaluation mode. `kind`: its class in transformers. Raises
+    ValueError as `check_loaded`."""
+    model, found = kind.from_pretrained(
+        folder, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+    )
+    check_loaded(folder, model, found)
+    return model.eval()
+
+
 def check_loaded(folder: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
     """Raises ValueError, one sentence, if the loader of transformers has drawn weights of a model at random.
     `found`: what it says of its loading."""
@@ -203,7 +213,8 @@ def _make_empty(shape: Mapping[str, Any], *, part: bool = False) -> PreTrainedMo
         raise UnknownModelError("its config.json names no model_type")
     try:
         config = AutoConfig.for_model(**shape)
-        known, causal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         if config.model_type in known and config.model_type not in causal and not part:
             kind = AutoModelForImageTextToText
         else:

@@ -30,7 +30,7 @@ from sf_core.models.decoder import (
     rotations,
 )
 from sf_core.models.language import language_model
-from sf_core.models.pretrained.needed_weights import check_loaded
+from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import Target, score
 from sf_core.training.packing import Microbatch
@@ -64,16 +64,7 @@ class Network:
         train an adapter of it and is missing."""
         # In evaluation mode: dropout would make these log-probs differ from the engine's.
         kind, config = language_model(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
-        self.model, found = kind.from_pretrained(
-            model_dir,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        check_loaded(model_dir, self.model, found)
-        self.model.eval()
+        self.model = load_model(kind, model_dir, config=config, dtype=dtype)
         self.tower = tower
         names = self.model._no_split_modules or ()
         self.blocks = [module for module in self.model.modules() if type(module).__name__ in names]

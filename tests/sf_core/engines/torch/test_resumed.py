@@ -73,7 +73,7 @@ def resume(request: GenerationRequest, sampled: list[int]) -> GenerationRequest:
 def differences(
     folder: str, engine: TorchEngine, requests: list[GenerationRequest], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Of the engine's log-probs, from those of a pass over whole sequences."""
+    """Differences between the engine's log-probs and those of a pass over whole sequences."""
     by_id = {request.request_id: request for request in requests}
     done = finish(engine, requests)
     assert done.keys() == by_id.keys()
@@ -114,7 +114,7 @@ def test_in_bfloat16_a_group_that_comes_back_is_as_exact_as_bfloat16_is(model_fo
 
 
 def differences_of_a_group(model_folders: ModelFolders, dtype: torch.dtype) -> torch.Tensor:
-    """Those of a group that comes back under other weights."""
+    """Differences of a group that continues under other weights."""
     (prompt,) = prompts(30)
     engine, requests = engine_of(model_folders(), max_running=12, dtype=dtype), group_of(prompt, 0)
     again = interrupt(engine, requests, SAMPLED)

@@ -29,7 +29,7 @@ RANK = 8
 
 @dataclass(frozen=True)
 class Phases:
-    """Bytes of all tensors in a step."""
+    """Counts the bytes of all tensors that live during a step."""
 
     before: int
     held: int
