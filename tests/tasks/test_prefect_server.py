@@ -1,7 +1,16 @@
 import asyncio
+from pathlib import Path
 
 import httpx
 import pytest
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.server.api.server import create_app
+from prefect.settings import (
+    PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_SERVER_ANALYTICS_ENABLED,
+    temporary_settings,
+)
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
@@ -49,6 +58,21 @@ def test_a_client_that_is_refused_again_and_again_is_told_later_times_until_it_w
     assert asyncio.run(told()) == 10.0
     clock[0] += 31
     assert asyncio.run(told()) == 0.1
+
+
+def test_the_installed_fastapi_takes_what_prefects_client_sends(tmp_path: Path) -> None:
+    """`prefect deploy` reads the workers of a pool; from fastapi 0.151 on, that is answered by status 422."""
+
+    async def read_workers() -> list[object]:
+        app = create_app(ephemeral=True, ignore_cache=True)
+        async with PrefectClient(app) as client:
+            await client.create_work_pool(WorkPoolCreate(name="sf", type="process"))
+            return list(await client.read_workers_for_work_pool("sf"))
+
+    database = f"sqlite+aiosqlite:///{tmp_path}/prefect.db"
+    settings = {PREFECT_API_DATABASE_CONNECTION_URL: database, PREFECT_SERVER_ANALYTICS_ENABLED: False}
+    with temporary_settings(settings):
+        assert asyncio.run(read_workers()) == []
 
 
 OWN = "127.0.0.1:4200"
