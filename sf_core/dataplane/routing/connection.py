@@ -58,6 +58,12 @@ class EngineConnection:
     """When it last sent something, or when an answer of it became due; in monotonic seconds."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it has yielded, or its connection is closed or given up."""
+    served_s: float = 0.0
+    """Seconds for which it could be given requests, up to the last `count_time`."""
+    free_s: float = 0.0
+    """Those of these seconds in which it had none."""
+    counted_at: float = field(default_factory=time.monotonic)
+    """When `count_time` was called last, in monotonic seconds."""
 
     @property
     def refuses(self) -> str:
@@ -148,6 +154,7 @@ class EngineConnection:
     def take(self, generation: Generation, num_prefill: int, num_decode: int) -> None:
         """Count a generation that is about to be submitted."""
         self._expect()
+        self.count_time()
         self.in_flight[generation.request_id] = self.unproven[generation.request_id] = generation
         generation.num_prefill, generation.num_decode = num_prefill, num_decode
         self.outstanding += num_prefill + num_decode
@@ -173,8 +180,18 @@ class EngineConnection:
         """Remove and return a generation that is no longer in flight here; None if it was not."""
         self.moving.discard(request_id)
         self.unproven.pop(request_id, None)
+        self.count_time()
         generation = self.in_flight.pop(request_id, None)
         if generation is not None:
             self.outstanding -= generation.num_prefill + generation.num_decode
             generation.num_prefill = generation.num_decode = 0
         return generation
+
+    def count_time(self) -> None:
+        """Count the time since the last call as the engine is now. It is called before each change of what it
+        reads."""
+        now = time.monotonic()
+        if self.is_routable:
+            self.served_s += now - self.counted_at
+            self.free_s += 0.0 if self.in_flight else now - self.counted_at
+        self.counted_at = now

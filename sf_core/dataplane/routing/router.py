@@ -229,6 +229,7 @@ class Router:
         if engine.version is None and version < engine.wanted_version:
             return
         engine.serving_since = engine.serving_since or engine.heard_at
+        engine.count_time()
         engine.version = version
         self._schedule()
         self._changed.notify()
@@ -261,6 +262,7 @@ class Router:
 
     def drain(self, engine: EngineConnection, reason: str) -> None:
         """Give the engine no new requests; it yields when it has finished those in flight."""
+        engine.count_time()
         engine.leaving = reason
         self._settle(engine)
 
@@ -320,6 +322,7 @@ class Router:
         for engine in self.engines:
             if engine.paused != self._is_paused(engine):
                 engine.tell(wire.pack(wire.Pause(not engine.paused)))
+                engine.count_time()
                 engine.paused = not engine.paused
                 engine.num_pauses_open += engine.paused
         self._changed.notify()

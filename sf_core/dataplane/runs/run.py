@@ -218,7 +218,7 @@ class ServedRun:
 
     def pass_time(self, seconds: float) -> None:
         """Let sessions grow older."""
-        self.effort.look(self.router.engines, seconds)
+        self.effort.look(self.router.engines)
         # they do not age while their agents are refused
         if self.router.is_serving and self.journal.failure is None:
             self.state.serving_s += seconds

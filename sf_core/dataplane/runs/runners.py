@@ -115,15 +115,18 @@ class Effort:
     def note(self, runner: str, spent: Spent) -> None:
         self._runners[runner] += spent
 
-    def look(self, engines: Iterable[EngineConnection], elapsed_s: float) -> None:
-        """Count the time since the last look as each engine is now: with or without a request."""
+    def look(self, engines: Iterable[EngineConnection]) -> None:
+        """Take over the times that engines have counted since the last look; those of a lost engine are
+        lost."""
         for engine in engines:
-            if engine.is_routable:
-                self._served_s += elapsed_s
-                self._free_s += 0.0 if engine.in_flight else elapsed_s
+            engine.count_time()
+            self._served_s += engine.served_s
+            self._free_s += engine.free_s
+            engine.served_s = engine.free_s = 0.0
 
-    def take(self) -> dict[str, Any]:
+    def take(self, engines: Iterable[EngineConnection]) -> dict[str, Any]:
         """The facts for the manifest of a batch; begins to count for the next one."""
+        self.look(engines)
         facts = {
             "runners": {name: spent.model_dump() for name, spent in self._runners.items()},
             "runners_seconds": round(time.monotonic() - self._since, 3),

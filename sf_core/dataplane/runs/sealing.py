@@ -114,7 +114,7 @@ class Sealer:
             "discarded": dict(state.recent.discarded),
             "last_error": state.recent.last_error,
             **state.recent.reports,
-            **run.effort.take(),
+            **run.effort.take(run.router.engines),
             "max_lag": index - min(min_versions, default=index),
         }
         state.recent.reports.clear()

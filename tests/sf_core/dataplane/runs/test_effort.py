@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -11,8 +12,10 @@ from sf_core.dataplane.bodies import Spent
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.routing.router import Router
+from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.dataplane.runs.runners import Effort
-from sf_core.types import Endpoint, Task
+from sf_core.types import Endpoint, GenerationRequest, Sampling, Task, WeightsRef
 from tests.bench.dataplane.planes import ServedPlane, converse, finish, say
 from tests.bench.dataplane.restarts import Restarts
 from tests.bench.runners import make_runner, run_until_ready
@@ -97,18 +100,69 @@ def sums(number: int) -> Spent:
 
 
 def engine(version: int | None = 0, **state: Any) -> EngineConnection:
-    return EngineConnection("e", "l", "r0", 1, 8, lambda frame: None, version=version, **state)
+    state = {"version": version, "counted_at": time.monotonic(), **state}
+    return EngineConnection("e", "l", "r0", 1, 8, lambda frame: None, **state)
 
 
-def test_engines_are_free_while_they_serve_without_a_request() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def ask(engine: EngineConnection, name: str) -> None:
+    engine.take(Generation(GenerationRequest(name, [1], 0, 1, (), Sampling()), floor=0), 0, 0)
+
+
+def test_engines_are_free_while_they_serve_without_a_request(clock: list[float]) -> None:
     effort, asked = Effort(), engine()
-    asked.in_flight["r"] = object.__new__(Generation)
-    effort.look([engine(), asked], 1.0)
-    effort.look([engine(), engine(), engine(None), engine(paused=True), engine(leaving="it trains")], 2.0)
-    assert effort.take()["engines_free"] == round(5 / 6, 4)
-    effort.look([asked], 1.0)
-    assert effort.take()["engines_free"] == 0.0
-    assert effort.take()["engines_free"] is None
+    others = [engine(), engine(None), engine(paused=True), engine(leaving="it trains")]
+    ask(asked, "r")
+    clock[0] += 1.0
+    assert effort.take([asked, *others])["engines_free"] == 0.5
+    clock[0] += 1.0
+    assert effort.take([asked])["engines_free"] == 0.0
+    assert effort.take([asked])["engines_free"] is None
+
+
+def test_requests_shorter_than_the_time_between_two_looks_are_counted(clock: list[float]) -> None:
+    effort, asked = Effort(), engine()
+    for number in range(10):
+        clock[0] += 0.25
+        ask(asked, f"first {number}")
+        clock[0] += 0.5
+        ask(asked, f"second {number}")
+        asked.drop(f"first {number}")
+        clock[0] += 0.25
+        asked.drop(f"second {number}")
+    effort.look([asked])
+    assert effort.take([])["engines_free"] == 0.25
+
+
+def test_an_engine_counts_no_time_before_its_weights_nor_of_a_pause_nor_after_it_was_told_to_leave(
+    clock: list[float],
+) -> None:
+    async def share() -> object:
+        router, effort, begun = Router(WeightsRef(0, ""), Limits(8, 60.0, 60.0)), Effort(), engine(None)
+        router.add(begun)
+        clock[0] += 8.0
+        router.confirm(begun, 0)
+        clock[0] += 1.0
+        ask(begun, "r")
+        clock[0] += 3.0
+        pause = asyncio.create_task(router.pause("freeze"))
+        await asyncio.sleep(0)
+        router.confirm_pause(begun)
+        await pause
+        clock[0] += 16.0
+        router.resume()
+        begun.drop("r")
+        router.drain(begun, "it trains")
+        clock[0] += 32.0
+        return effort.take([begun])["engines_free"]
+
+    assert asyncio.run(share()) == 0.25
 
 
 def test_efforts_add_up() -> None:
