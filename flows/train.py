@@ -45,7 +45,8 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         check_held_out(config)
         check_start(config, by_a_worker=True)
         plan = await_plan(scheduler_address(), config)
-        check_memory(sizes := PolicySizes.of(config), read_workers(scheduler_address()))
+        sizes = PolicySizes.of(config)
+        check_memory(sizes, read_workers(scheduler_address()))
         for sentence in (*foresee(config), *warn_of_rates(config, sizes)):
             tell(sentence)
         end_if_taken_over()

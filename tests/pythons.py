@@ -32,7 +32,8 @@ _FIRST = ("~=", ">=", "==")
 
 
 def main(which: str) -> int:
-    python, constraints = sys.executable, {}
+    python = sys.executable
+    constraints = {}
     folder = ENVIRONMENTS / which
     if which == "newest":
         version, python = newest_python()

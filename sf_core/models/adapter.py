@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sf_core.models.pretrained.needed_weights import make_empty
 from storage.files import join, read_bytes
 from storage.tensors.tensor_bytes import find_difference
 from storage.tensors.weights import (
@@ -195,14 +196,7 @@ def find_unreached(shape: Mapping[str, Any]) -> tuple[float, list[str]]:
 
 def _list_blocks(shape: Mapping[str, Any]) -> dict[str, nn.Module]:
     """The blocks of a model of this shape, by their names. They have no memory."""
-    import torch
-    from transformers import AutoConfig
-
-    from sf_core.models.language import language_model
-
-    kind, config = language_model(AutoConfig.for_model(**shape))
-    with torch.device("meta"):
-        model: Any = kind.from_config(config, trust_remote_code=False)
+    model = make_empty(shape, part=True)
     kinds = model._no_split_modules or ()
     return {name: layer for name, layer in model.named_modules() if type(layer).__name__ in kinds}
 

@@ -103,7 +103,8 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
 
 def _explain_agents(rollout: Mapping[str, Any]) -> str:
     """Why engines waited, if the code of the agents computed meanwhile; else empty."""
-    free, seconds = rollout.get("engines_free") or 0.0, rollout.get("runners_seconds") or math.inf
+    free = rollout.get("engines_free") or 0.0
+    seconds = rollout.get("runners_seconds") or math.inf
     busy = {
         name: spent
         for name, spent in runners_of(rollout).items()

@@ -24,5 +24,6 @@ def copy_example(page: str, folder: Path, **files: str) -> None:
 def check_learning(run: Path) -> None:
     """Check that the held-out reward of a finished run rose as that of an example must."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    before, after = summary["reward_before"], summary["reward_after"]
+    before = summary["reward_before"]
+    after = summary["reward_after"]
     assert before <= MOST_BEFORE and after >= LEAST_AFTER, f"{run.name}: {before:.3f} to {after:.3f}"

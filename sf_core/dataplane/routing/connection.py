@@ -59,9 +59,9 @@ class EngineConnection:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it has yielded, or its connection is closed or given up."""
     served_s: float = 0.0
-    """Seconds for which it could be given requests, up to the last `count_time`."""
+    """Seconds in which the engine took requests, up to the last `count_time`."""
     free_s: float = 0.0
-    """Those of these seconds in which it had none."""
+    """The part of `served_s` in which the engine had no request."""
     counted_at: float = field(default_factory=time.monotonic)
     """When `count_time` was called last, in monotonic seconds."""
 

@@ -116,7 +116,7 @@ def find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], *, 
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    model: Any = _make_empty(shape, part=part)
+    model: Any = make_empty(shape, part=part)
     num_needed = _count_tensors(model)
     tensors = {name: torch.empty(tuple(size), device="meta") for name, size in stored.items()}
     settings = LoadStateDictConfig(
@@ -140,7 +140,7 @@ def find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> Lac
     modules of which no tensor is there. Raises UnknownModelError."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    model: Any = _make_empty(shape)
+    model: Any = make_empty(shape)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
     needed = revert_weight_conversion(model, tensors)
     there = {_within(name).rpartition(".")[0] for name in stored}
@@ -168,7 +168,7 @@ def count_needed(shape: Mapping[str, Any]) -> int:
 
 @lru_cache(maxsize=16)
 def _count(shape: str) -> int:
-    return sum(parameter.numel() for parameter in _make_empty(json.loads(shape), part=True).parameters())
+    return sum(parameter.numel() for parameter in make_empty(json.loads(shape), part=True).parameters())
 
 
 def load_model(kind: Any, folder: str, **options: Any) -> Any:
@@ -200,8 +200,9 @@ def _in_order(names: Collection[str]) -> list[str]:
     return sorted(names, key=lambda name: [(part.isdigit(), part.zfill(9)) for part in name.split(".")])
 
 
-def _make_empty(shape: Mapping[str, Any], *, part: bool = False) -> PreTrainedModel:
-    """The model that a config.json describes, without memory."""
+def make_empty(shape: Mapping[str, Any], *, part: bool = False) -> PreTrainedModel:
+    """The model that a config.json describes, without memory. `part`: as that of `find_lack`. Raises
+    UnknownModelError."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (
@@ -220,7 +221,7 @@ def _make_empty(shape: Mapping[str, Any], *, part: bool = False) -> PreTrainedMo
         else:
             kind, config = language_model(config)
         with torch.device("meta"):
-            model: PreTrainedModel = kind.from_config(config)
+            model: PreTrainedModel = kind.from_config(config, trust_remote_code=False)
     # whatever the code of an architecture raises for a configuration that it cannot use
     except Exception as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())[:200]

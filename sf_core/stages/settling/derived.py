@@ -126,9 +126,12 @@ def _by_policy(
     prompts: Sequence[str],
     adapter: TrainedAdapter | None,
 ) -> dict[str, Derived]:
-    trained, num_trained, found = f"{parameters:,} parameters", parameters, dict[str, Derived]()
+    trained = f"{parameters:,} parameters"
+    num_trained = parameters
+    found: dict[str, Derived] = {}
     if adapter is not None:
-        num_trained, trained = adapter.parameters, f"{adapter.parameters:,} parameters that are trained"
+        num_trained = adapter.parameters
+        trained = f"{num_trained:,} parameters that are trained"
         found = _by_adapter(adapter)
     found["train.learning_rate"] = _rate(config, parameters)
     found["train.checkpoint_every"] = Derived(
@@ -148,7 +151,8 @@ def _rate(config: RunConfig, parameters: int) -> Derived:
     rate_of: Callable[..., float] = rate_for
     why = f"{parameters:,} parameters, 2e-5 x sqrt(135M / N)"
     if config.policy.model is None:
-        rate_of, why = rate_of_built_in, f"the built-in policy, {parameters:,} parameters"
+        rate_of = rate_of_built_in
+        why = f"the built-in policy, {parameters:,} parameters"
     of_all = rate_of(parameters)
     if config.train.lora is None:
         return Derived(of_all, why)

@@ -161,7 +161,8 @@ class PolicySizes:
 
 def _holds_weights(shape: Mapping[str, Any], config: RunConfig) -> bool:
     """Whether one rank holds all weights of the policy ready for the passes of a step."""
-    train, is_lean = config.train, shape.get("model_type") in (*LEAN_TYPES, *SEEING)
+    train = config.train
+    is_lean = shape.get("model_type") in (*LEAN_TYPES, *SEEING)
     return train.backend != "megatron" and train.workers == 1 and train.lora is None and is_lean
 
 

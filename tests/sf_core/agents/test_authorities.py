@@ -59,7 +59,8 @@ class Host:
     def trusted(self, client: str, environ: dict[str, str]) -> set[str]:
         """Names that a client trusts: httpx, httpx2 (the OpenAI SDK) or ssl itself."""
         file, folder = environ.get("SSL_CERT_FILE"), environ.get("SSL_CERT_DIR")
-        usual_file, usual_folder = self.paths.openssl_cafile, self.paths.openssl_capath
+        usual_file = self.paths.openssl_cafile
+        usual_folder = self.paths.openssl_capath
         if client == "ssl":
             found = {usual_file if file is None else file, usual_folder if folder is None else folder}
         elif file:

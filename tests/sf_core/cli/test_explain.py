@@ -180,7 +180,8 @@ def test_the_plan_is_made_of_the_workers_that_a_run_would_get(
 
 
 def test_the_plan_warns_of_a_rate_that_is_far_above_the_derived_one(write: Any, small_policy: str) -> None:
-    policy, workers = {"model": small_policy, "dtype": "float32"}, {"r0": R0, "t0": BOTH}
+    policy = {"model": small_policy, "dtype": "float32"}
+    workers = {"r0": R0, "t0": BOTH}
     code, lines = sf_plan(write(workers, policy=policy, train={"learning_rate": 0.06}))
     assert code == 0
     assert lines["look"].startswith(

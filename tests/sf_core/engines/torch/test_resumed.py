@@ -25,7 +25,8 @@ class Filled:
     """Number of tokens whose KV was computed before a token was sampled."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.num_tokens, fill = 0, DecoderModel.fill
+        self.num_tokens = 0
+        fill = DecoderModel.fill
 
         def count(
             model: DecoderModel, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor
