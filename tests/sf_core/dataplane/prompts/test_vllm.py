@@ -23,7 +23,7 @@ SHAPES = 30
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPrompts]:
+def vllm_renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPrompts]:
     try:
         served = VllmPrompts(FOLDERS, tmp_path_factory.mktemp("vllm") / "log")
     except FileNotFoundError as error:
@@ -35,18 +35,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPrompts]:
 
 
 @pytest.fixture(scope="module")
-def vllm_prompts(served: VllmPrompts) -> Callable[[Case], Ids | None]:
+def vllm_prompts(vllm_renderer: VllmPrompts) -> Callable[[Case], Ids | None]:
     """vLLM's prompt of a case; None: it refuses."""
-    return lambda case: served.ids(case.kind, case.tokenizer, case.request)
+    return lambda case: vllm_renderer.ids(case.kind, case.tokenizer, case.request)
 
 
 @pytest.mark.parametrize("at", FOLDERS, ids="-".join)
-def test_texts_to_continue_are_encoded_as_by_vllm(at: tuple[str, str], served: VllmPrompts) -> None:
+def test_texts_to_continue_are_encoded_as_by_vllm(at: tuple[str, str], vllm_renderer: VllmPrompts) -> None:
     for text, fields in TEXTS:
-        theirs = served.ids(*at, completion(text, **fields))
+        theirs = vllm_renderer.ids(*at, completion(text, **fields))
         assert theirs is not None and ours(*at, completion(text, **fields)) == theirs, text
         again = completion(theirs, **fields)
-        assert served.ids(*at, again) == ours(*at, again) == theirs, "ids are as they are"
+        assert vllm_renderer.ids(*at, again) == ours(*at, again) == theirs, "ids are as they are"
 
 
 @pytest.mark.parametrize("kind", KINDS)
