@@ -44,7 +44,7 @@ GROUPS = {f"tests/{name}.py": group for group, names in TOGETHER.items() for nam
 
 
 E2E = Path(__file__).parent / "e2e"
-STACKS = {"browser", "cluster", "podman", "vllm", "vllm_renderer"}
+STACKS = {"browser", "cluster", "podman", "vllm"}
 """Fixtures whose tests are system tests; `maker` has podman by a parameter."""
 
 

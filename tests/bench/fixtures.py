@@ -287,6 +287,20 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentProxy]:
         yield proxy
 
 
+@pytest.fixture(scope="session")
+def vllm() -> str:
+    """Python of the environment that has vLLM. Each test that needs vLLM requests this fixture, directly or
+    through another one; tests/conftest.py makes it a system test."""
+    from sf_core.surroundings import vllm_python
+
+    try:
+        return vllm_python()
+    except FileNotFoundError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Browser of one module: its event loop runs in the main thread, where other tests start theirs."""

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import psutil
-import pytest
 from safetensors.torch import load_file, save_file
 
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy, make_tokenizer
-from sf_core.surroundings import vllm_python
 from storage.run_directory import RunDirectory
 from storage.tables.judgements import read_judgements
 from storage.tables.metrics import read_metrics
@@ -31,11 +29,7 @@ def make_judge(folder: Path) -> str:
     return str(folder)
 
 
-def test_the_recipe_judges_every_answer_by_a_model_that_a_worker_serves(tmp_path: Path) -> None:
-    try:
-        vllm_python()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+def test_the_recipe_judges_every_answer_by_a_model_that_a_worker_serves(vllm: str, tmp_path: Path) -> None:
     small = options(
         run_id="judged",
         environment__judges__manners__model=make_judge(tmp_path / "judge"),

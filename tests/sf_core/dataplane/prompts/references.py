@@ -14,7 +14,7 @@ from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.gateway.normalised import normalise
 from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.dataplane.turns import opening
-from sf_core.surroundings import select_inherited, vllm_python
+from sf_core.surroundings import select_inherited
 from tests.sf_core.dataplane.prompts.folders import folder, renderer, transformers_tokenizer
 from tests.sf_core.dataplane.prompts.shapes import Request, Shape, chat, is_object
 
@@ -67,9 +67,8 @@ def transformers_ids(kind: str, tokenizer: str, shape: Shape) -> Ids | None:
 class VllmPrompts:
     """vLLM's render routes for some folders, in one process of its environment."""
 
-    def __init__(self, folders: list[tuple[str, str]], log: Path) -> None:
-        """Raises FileNotFoundError if there is no vLLM."""
-        command = [vllm_python(), str(Path(__file__).with_name("vllm_prompts.py"))]
+    def __init__(self, python: str, folders: list[tuple[str, str]], log: Path) -> None:
+        command = [python, str(Path(__file__).with_name("vllm_prompts.py"))]
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
         with log.open("w", encoding="utf-8") as said:
             self._process = subprocess.Popen(

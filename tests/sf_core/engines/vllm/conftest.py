@@ -3,7 +3,6 @@ its server by TCP."""
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import threading
@@ -21,7 +20,6 @@ from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake
-from sf_core.surroundings import vllm_python
 from sf_core.types import WeightsRef
 from tests.bench.engines.adapter_folders import AdapterFolders
 from tests.bench.engines.model_folders import SIZE, ModelFolders, write_tokenizer
@@ -105,21 +103,15 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, tied: Policies) -> Adapte
 
 
 @pytest.fixture(scope="session")
-def vllm() -> Iterator[None]:
+def vllm(vllm: str) -> Iterator[str]:
     """Has every server compute with one thread: with more they wait for each other on all cores."""
-    try:
-        vllm_python()
-    except FileNotFoundError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        yield
+        yield vllm
 
 
 @pytest.fixture(scope="session")
-def engine(vllm: None, tied: Policies) -> Iterator[Engine]:
+def engine(vllm: str, tied: Policies) -> Iterator[Engine]:
     """Its server is started by the first test."""
     engine = make_engine(config(), tied.folder(0))
     yield engine

@@ -35,7 +35,7 @@ MOST_GROWTH = 60e6
 
 
 @pytest.fixture(scope="module")
-def adapting(vllm: None, adapters: AdapterFolders) -> Iterator[Engine]:
+def adapting(vllm: str, adapters: AdapterFolders) -> Iterator[Engine]:
     """An engine whose server is started by the first test."""
     engine = make_engine(config(adapts=True), adapters.start(KIND))
     yield engine

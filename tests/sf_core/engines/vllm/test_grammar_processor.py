@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import sf_core
-from sf_core.surroundings import vllm_python
 from tests.bench.engines.model_folders import STOP, VOCABULARY, write_tokenizer
 from tests.patience import patience
 
@@ -78,12 +77,12 @@ print("held")
 """
 
 
-def test_slots_of_a_gpu_are_held_to_their_grammars(vllm: None, tmp_path: Path) -> None:
+def test_slots_of_a_gpu_are_held_to_their_grammars(vllm: str, tmp_path: Path) -> None:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "sf_core").symlink_to(Path(sf_core.__file__).parent)
     write_tokenizer(tmp_path)
     ended = subprocess.run(
-        [vllm_python(), "-c", SCRIPT, tmp_path, str(STOP), str(VOCABULARY.index("0")), str(len(VOCABULARY))],
+        [vllm, "-c", SCRIPT, tmp_path, str(STOP), str(VOCABULARY.index("0")), str(len(VOCABULARY))],
         env={"PYTHONPATH": str(tmp_path / "modules"), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,

@@ -43,7 +43,7 @@ def ask(endpoint: Endpoint) -> list[tuple[str, float]]:
 
 
 def test_a_judge_answers_who_has_the_key_and_is_back_after_a_kill(
-    vllm: None, small_policy: str, caplog: pytest.LogCaptureFixture
+    vllm: str, small_policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     judge, before = JudgeConfig(model=small_policy, concurrency=2), servers()
     with serve_judges({"a": (judge, small_policy)}) as endpoints:
@@ -76,7 +76,7 @@ def is_back(endpoint: Endpoint) -> bool:
 
 
 def test_a_judge_that_does_not_start_is_told_with_the_end_of_its_log(
-    vllm: None, small_policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm: str, small_policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(small_policy, tmp_path / "broken")
     config = tmp_path / "broken" / "config.json"

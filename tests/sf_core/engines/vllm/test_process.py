@@ -44,7 +44,7 @@ def check_logprobs(policy: Policies, chunks: list[Chunk]) -> None:
 
 
 @pytest.fixture(scope="module")
-def own(vllm: None, untied: Policies) -> Iterator[DrivenEngine]:
+def own(vllm: str, untied: Policies) -> Iterator[DrivenEngine]:
     """An engine that each test leaves without a server, so that the next one has it started again."""
     # at temperature 1 these are no others
     arguments = ["--logprobs-mode=raw_logprobs"]
@@ -73,7 +73,7 @@ def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_ser
 
 
 def test_a_server_computes_in_the_dtype_of_the_run_whatever_that_of_the_file_is(
-    vllm: None, tmp_path: Path
+    vllm: str, tmp_path: Path
 ) -> None:
     policies = Policies(tmp_path, tied=False)
     folder = policies.folder(0)
@@ -228,7 +228,7 @@ while True:
     "moment", ["starts", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("samples", "loads", "rests"))]
 )
 def test_a_worker_that_is_killed_while_its_server_works_leaves_no_process_of_it(
-    vllm: None, tied: Policies, moment: str
+    vllm: str, tied: Policies, moment: str
 ) -> None:
     command = [sys.executable, "-c", WORKER_PROCESS, moment, tied.folder(0), tied.folder(1)]
     worker = psutil.Popen(command, stdout=subprocess.PIPE)
@@ -245,7 +245,7 @@ def test_a_worker_that_is_killed_while_its_server_works_leaves_no_process_of_it(
 
 
 def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_without_its_keeper(
-    vllm: None, tied: Policies
+    vllm: str, tied: Policies
 ) -> None:
     before = servers()
     engine = DrivenEngine(make_engine(config(), tied.folder(0)))
@@ -264,7 +264,7 @@ def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_wit
 
 
 def test_a_server_gets_neither_our_settings_nor_keys_but_the_mark_of_its_stack_and_vllms_own(
-    vllm: None, tied: Policies, monkeypatch: pytest.MonkeyPatch
+    vllm: str, tied: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     withheld = (
         "SF_DATAPLANE_KEY",
@@ -302,7 +302,7 @@ def test_three_failed_starts_in_a_row_end_the_engine_with_the_last_lines_of_the_
 
 
 def test_a_policy_whose_heads_would_end_the_server_is_refused_where_its_engine_is_made(
-    vllm: None, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
+    vllm: str, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError) as refused:

@@ -39,7 +39,7 @@ def config_of(policies: SeeingPolicies, **sections: object) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def seeing(vllm: None, policies: SeeingPolicies) -> Iterator[Engine]:
+def seeing(vllm: str, policies: SeeingPolicies) -> Iterator[Engine]:
     """Its server is started by the first test."""
     engine = make_engine(config_of(policies), policies.start_dir)
     yield engine
@@ -178,7 +178,7 @@ class Start(ModelFolders):
 
 
 def test_adapters_of_the_language_part_sample_with_pictures(
-    vllm: None, policies: SeeingPolicies, tmp_path: Path
+    vllm: str, policies: SeeingPolicies, tmp_path: Path
 ) -> None:
     adapters = AdapterFolders(tmp_path, Start(policies))
     assert not any("visual" in name for name in adapters.factors("", 1))

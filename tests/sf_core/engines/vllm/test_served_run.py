@@ -10,14 +10,13 @@ from pathlib import Path
 import httpx
 
 from sf_core.cli.stack.local import free_port
-from sf_core.surroundings import vllm_python
 from tests.bench.policy_server import Served, check_answers, publish_run
 from tests.patience import patience, wait_until
 
 PAGE = Path(__file__).parents[4] / "docs" / "guides" / "training" / "exports.md"
 
 
-def test_a_stored_policy_is_served_by_vllm(vllm: None, tmp_path: Path) -> None:
+def test_a_stored_policy_is_served_by_vllm(vllm: str, tmp_path: Path) -> None:
     # its CPU build knows no narrower heads
     run = publish_run(tmp_path, hidden_size=64)
     served = Served(run.uri, "--engine", "vllm", log=tmp_path / "log")
@@ -28,12 +27,12 @@ def test_a_stored_policy_is_served_by_vllm(vllm: None, tmp_path: Path) -> None:
     assert (code, served.output.splitlines()[-1]) == (0, "stopped")
 
 
-def test_a_policy_is_served_by_vllm_itself_with_the_documented_command(vllm: None, tmp_path: Path) -> None:
+def test_a_policy_is_served_by_vllm_itself_with_the_documented_command(vllm: str, tmp_path: Path) -> None:
     """With the command for machines without a GPU, and a port."""
     folder, port = publish_run(tmp_path, hidden_size=64).start_dir, free_port()
     lines = PAGE.read_text(encoding="utf-8").replace("\\\n", "").splitlines()
     [line] = [line for line in lines if line.startswith(".venvs/vllm/bin/python ")]
-    command = [vllm_python(), *shlex.split(line.replace("runs/quickstart/policy", folder))[1:]]
+    command = [vllm, *shlex.split(line.replace("runs/quickstart/policy", folder))[1:]]
     command += ["--port", str(port)]
     with open(tmp_path / "log", "w", encoding="utf-8") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)

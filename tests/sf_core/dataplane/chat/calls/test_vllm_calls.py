@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from sf_core.surroundings import vllm_python
 from tests.patience import patience
 from tests.sf_core.dataplane.chat.calls.edge_cases import CASES, DIFFERENT, TOOLS, Case
 
-pytestmark = pytest.mark.system
 
-
-def vllm_calls() -> list[list[tuple[str, Any]]]:
+def vllm_calls(python: str) -> list[list[tuple[str, Any]]]:
     """The calls that vLLM reads in each case."""
-    try:
-        python = vllm_python()
-    except FileNotFoundError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
     texts = [(case.form.replace("_named", ""), case.text) for case in CASES]
     done = subprocess.run(
         [python, str(Path(__file__).with_name("vllm_calls.py"))],
@@ -50,8 +38,8 @@ def _expected(case: Case) -> list[tuple[str, Any]]:
     return DIFFERENT.get((case.form, case.title), (same, ""))[0]
 
 
-def test_vllm_reads_the_same_calls_but_for_the_differences_in_the_table() -> None:
-    read = {(case.form, case.title): calls for case, calls in zip(CASES, vllm_calls(), strict=True)}
+def test_vllm_reads_the_same_calls_but_for_the_differences_in_the_table(vllm: str) -> None:
+    read = {(case.form, case.title): calls for case, calls in zip(CASES, vllm_calls(vllm), strict=True)}
     # nan equals nothing
     assert {key: repr(calls) for key, calls in read.items()} == {
         (case.form, case.title): repr(_expected(case)) for case in CASES
