@@ -93,7 +93,7 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
 def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluster: Cluster) -> None:
     environment = {
         "tasks": "tests.e2e.echo_package:tasks",
-        "agent": "tests.e2e.echo_package:slowly_held_out",
+        "agent": "tests.e2e.echo_package:after_event",
         "reward": "tests.e2e.echo_package:reward_with_worker",
     }
     config = cluster.config(
@@ -113,18 +113,24 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
         runners = answer.json()["runners"] if answer.is_success else {}
         return {name.partition(":")[0] for name, runner in runners.items() if not runner["retiring"]}
 
-    with restored(cluster):
+    def await_holders(wanted: set[str]) -> None:
+        wait_until(lambda: holders() == wanted or process.poll() is not None, f"{wanted}", every_s=0.1)
+        assert process.poll() is None, cluster.log(config)[-2000:]
+
+    with restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
         start_worker(cluster, "a1", "agent")
         start_worker(cluster, "s0", "reward")
         wait_until(lambda: {"a1", "s0"} <= connected(cluster), "workers", every_s=0.2)
         process = cluster.start(config)
-        for wanted in ({"a0", "a1", "s0"}, {"a0", "s0"}):
-            wait_until(
-                lambda w=wanted: holders() == w or process.poll() is not None,
-                f"{wanted}",
-                every_s=0.1,
-            )
-            assert process.poll() is None, cluster.log(config)[-2000:]
+        # agents wait for these events, so each number of workers lasts until it was seen
+        held_out, trained = Event("echo-holdout", client=client), Event("echo-train", client=client)
+        await_holders({"a0", "s0"})
+        held_out.set()
+        await_holders({"a0", "a1", "s0"})
+        held_out.clear()
+        trained.set()
+        await_holders({"a0", "s0"})
+        held_out.set()
         cluster.finish(config, process)
     check_result(config)
     directory = RunDirectory(config.run_dir)

@@ -143,9 +143,12 @@ class DataPlane:
         return run
 
     def find_session(self, session_id: str, caller: Caller) -> tuple[ServedRun, Session]:
-        """An open session that the caller may read, reward and finish, and its run. Raises ApiError 503 while
-        the session is being closed, else as Lookup does."""
-        if (run := self.runs.get(run_of(session_id))) is not None and session_id not in run.sessions:
+        """An open session that the caller may read, reward and finish, and its run. Raises ApiError as Lookup
+        does, and 503 while the end of such a session is being recorded."""
+        run = self.runs.get(run_of(session_id))
+        if run is not None and session_id not in run.sessions and (session := run.closing.get(session_id)):
+            if not caller.owns(run.spec, session):
+                raise caller.refusal()
             run.closing.check(session_id)
         return self.sessions.owned_session(session_id, caller)
 
