@@ -53,7 +53,7 @@ vllm: $(VLLM)/.sees ## install vLLM into .venvs/vllm; VLLM_DEVICE=cuda or cpu ov
 $(VLLM)/.ready:
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	# what is half made would be taken for vLLM
-	{ $(VLLM_FROM_$(VLLM_DEVICE)); } || { rm -rf $(VLLM); exit 1; }
+	{ $(or $(VLLM_FROM_$(VLLM_DEVICE)),$(error VLLM_DEVICE is $(VLLM_DEVICE): set it to cuda or cpu)); } || { rm -rf $(VLLM); exit 1; }
 	$(VLLM)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VLLM)/lib || true
 	touch $@
 

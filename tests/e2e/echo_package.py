@@ -7,6 +7,7 @@ import asyncio
 from distributed import Event, get_client, get_worker
 
 from sf_core.types import Endpoint, Scored, Task
+from tests.patience import patience
 
 ASK = """
 import json, os, sys, urllib.request
@@ -41,9 +42,10 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
 
 
 async def after_event(task: Task, endpoint: Endpoint) -> dict[str, str]:
-    """It waits for the Dask event of the task's split, and tells the id of what it was answered."""
-    split = task.task_id.split("-")[1]
-    await asyncio.to_thread(lambda: Event(f"echo-{split}", client=get_client()).wait())
+    """Agent that asks once the Dask event of the task's split is set. It returns the answer and its id."""
+    event = Event("-".join(task.task_id.split("-")[:2]), client=get_client())
+    if not await asyncio.to_thread(event.wait, patience()):
+        raise TimeoutError(f"nobody set {event.name}")
     return await ask(task, endpoint)
 
 

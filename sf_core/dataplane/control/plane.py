@@ -143,8 +143,8 @@ class DataPlane:
         return run
 
     def find_session(self, session_id: str, caller: Caller) -> tuple[ServedRun, Session]:
-        """An open session that the caller may read, reward and finish, and its run. Raises ApiError as Lookup
-        does, and 503 while the end of such a session is being recorded."""
+        """An open session that the caller may read, reward and finish, and its run. Raises ApiError as
+        `Lookup.owned_session` does, and 503 while the end of such a session is being recorded."""
         run = self.runs.get(run_of(session_id))
         if run is not None and session_id not in run.sessions and (session := run.closing.get(session_id)):
             if not caller.owns(run.spec, session):
