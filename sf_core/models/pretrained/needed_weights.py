@@ -11,11 +11,11 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sf_core.models.language import language_model
+from sf_core.models.pretrained.apart import call_apart
 from storage.tensors.weights import open_weights
 
 if TYPE_CHECKING:
@@ -111,6 +111,14 @@ def check_weights(
 def find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], *, part: bool = False) -> Lack:
     """What weights of these names and shapes lack of the model that a config.json describes. `part`: they
     have no tower that sees, which versions of a policy do not have. Raises UnknownModelError."""
+    sizes = {name: [*size] for name, size in stored.items()}
+    found = call_apart(_find_lack, dict(shape), sizes, part, raises=[UnknownModelError])
+    _counted[_key(shape)] = found["parameters"]
+    return Lack(**found["lack"])
+
+
+def _find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], part: bool) -> dict[str, Any]:
+    """What they lack, and the number of parameters."""
     import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -132,12 +140,17 @@ def find_lack(shape: Mapping[str, Any], stored: Mapping[str, Sequence[int]], *, 
     missing = found.missing_keys - {name for name, of in _tied(model).items() if of in found.missing_keys}
     shapes = {name: (tuple(got), tuple(wanted)) for name, got, wanted in found.mismatched_keys}
     misshapen = {name: shapes[name] for name in _in_order(shapes)}
-    return Lack(str(shape["model_type"]), num_needed, _in_order(missing), misshapen)
+    lack = Lack(str(shape["model_type"]), num_needed, _in_order(missing), misshapen)
+    return {"lack": asdict(lack), "parameters": _count(shape)}
 
 
 def find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> Lack:
     """What weights of these names lack of the model that a config.json describes, if they are quantised:
     modules of which no tensor is there. Raises UnknownModelError."""
+    return Lack(**call_apart(_find_lack_of_codes, dict(shape), [*stored], raises=[UnknownModelError]))
+
+
+def _find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
     from transformers.core_model_loading import revert_weight_conversion
 
     model: Any = make_empty(shape)
@@ -146,7 +159,7 @@ def find_lack_of_codes(shape: Mapping[str, Any], stored: Collection[str]) -> Lac
     there = {_within(name).rpartition(".")[0] for name in stored}
     there |= {place.rpartition(".")[0] for place in there}
     missing = [name for name in needed if _within(name).rpartition(".")[0] not in there]
-    return Lack(str(shape["model_type"]), len(needed), _in_order(missing))
+    return asdict(Lack(str(shape["model_type"]), len(needed), _in_order(missing)))
 
 
 def _tied(model: Any) -> dict[str, str]:
@@ -163,12 +176,21 @@ def _within(name: str) -> str:
 def count_needed(shape: Mapping[str, Any]) -> int:
     """Number of parameters of the model that a config.json describes, without a tower that sees. Weights that
     are tied count once. Raises UnknownModelError."""
-    return _count(json.dumps(shape, sort_keys=True))
+    if (key := _key(shape)) not in _counted:
+        _counted[key] = call_apart(_count, dict(shape), raises=[UnknownModelError])
+    return _counted[key]
 
 
-@lru_cache(maxsize=16)
-def _count(shape: str) -> int:
-    return sum(parameter.numel() for parameter in make_empty(json.loads(shape), part=True).parameters())
+_counted: dict[str, int] = {}
+"""Numbers of parameters, by the text of a config.json."""
+
+
+def _key(shape: Mapping[str, Any]) -> str:
+    return json.dumps(shape, sort_keys=True)
+
+
+def _count(shape: Mapping[str, Any]) -> int:
+    return sum(parameter.numel() for parameter in make_empty(shape, part=True).parameters())
 
 
 def load_model(kind: Any, folder: str, **options: Any) -> Any:

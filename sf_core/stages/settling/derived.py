@@ -15,6 +15,7 @@ from sf_core.config.programs import Command
 from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for, rate_of_built_in
 from sf_core.environments.registry import draw_tasks
 from sf_core.models.context import longest_context
+from sf_core.models.pretrained.apart import call_apart
 from sf_core.stages.settling.lora import TrainedAdapter
 from sf_core.stages.settling.teacher import teacher_context
 from sf_core.training.policy_folder import read_model_config
@@ -194,9 +195,13 @@ def _context(tokens: int, folder: str, prompts: Sequence[str], most: int | None)
 
 
 def _dtype() -> Derived:
-    from sf_core.models.projections import fastest_dtype
-
-    dtype = fastest_dtype()
+    dtype: str = call_apart(_fastest_dtype)
     if dtype == "bfloat16":
         return Derived(dtype, "the device has instructions for it")
     return Derived(dtype, "the CPU has no instructions for bfloat16")
+
+
+def _fastest_dtype() -> str:
+    from sf_core.models.projections import fastest_dtype
+
+    return fastest_dtype()
