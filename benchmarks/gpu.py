@@ -27,7 +27,8 @@ from benchmarks.engines import Load, made, rates, run_engine, run_transformers
 from sf_core.config import TrainConfig
 from sf_core.engines.testing import awake
 from sf_core.engines.torch.torch_engine import local_device
-from sf_core.training.packing import pack, read_rows
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
 from sf_core.types import WeightsRef
@@ -113,7 +114,7 @@ class PlainTrainer:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(local_device())
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
         rows = read_rows(batch)
-        self._microbatches = list(pack(rows, TOKENS_PER_MICROBATCH))
+        self._microbatches = list(pack(rows, Packing(TOKENS_PER_MICROBATCH)))
         self._num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
 
     def step(self) -> float:

@@ -50,7 +50,8 @@ from sf_core.engines.vllm.policy_folder import PolicyFolder
 from sf_core.engines.vllm.server import VllmServer, make_arguments
 from sf_core.models.builtin import make_policy
 from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
-from sf_core.training.packing import SAMPLING, Row, pack
+from sf_core.training.packing.rows import SAMPLING, Row
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
 from sf_core.training.tower import Tower
 from storage.files import folder_bytes
@@ -301,7 +302,7 @@ def measure_trainer(folder: Path) -> Line:
         network = Network(model, tower=Tower(model, media))
         for which in seconds:
             start = time.perf_counter()
-            for microbatch in pack(rows, 4096):
+            for microbatch in pack(rows, Packing(4096)):
                 logprobs, _ = network.scores(microbatch)
                 (-logprobs.mean()).backward()
             seconds[which].append(time.perf_counter() - start)

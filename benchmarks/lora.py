@@ -53,7 +53,9 @@ from sf_core.engines.driven import DrivenEngine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake
 from sf_core.models.adapter import Adapter, list_linears, shape_factors
-from sf_core.training.packing import Microbatch, read_rows, share
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, share
+from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.trained_model import AdamSettings
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
@@ -186,7 +188,7 @@ def train_large(uri: str, threads: int) -> float:
 def forward_backward(run: RunDirectory) -> Callable[[], float]:
     """Measures the CPU seconds of both passes over a batch."""
     model = make_trainer(run, POLICY).model
-    rows = share(read_rows(batch(0, tokens=192)), 0, 1, 1 << 20)
+    rows = share(read_rows(batch(0, tokens=192)), 0, 1, Packing(1 << 20))
 
     def loss(microbatch: Microbatch, logprobs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return -(logprobs * microbatch.advantages).sum()

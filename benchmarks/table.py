@@ -70,7 +70,7 @@ FIGURES = {
 
 SECTIONS = {
     "Engine": ("engines", "engines_100m", "resumed", "schemas"),
-    "Trainer": ("trainer", "recipes", "teachers"),
+    "Trainer": ("trainer", "long_rows", "recipes", "teachers"),
     "Pictures": ("images",),
     "What is sampled": ("curricula", "group_sessions"),
     "Gateway": ("gateway", "gateway_turns", "streaming"),
@@ -183,6 +183,27 @@ def _client(result: str, name: str, what: str, shown: str) -> Row:
 
 
 CLIENT_MS = "{{{0}[cpu_ms_per_session]:.1f}}"
+
+
+def _long_rows(prompt: str) -> Row:
+    """Our step, that of the rule before and TRL's, after prompts of this length."""
+    lines = f"prompt_{prompt}"
+    ours, before, trl = (
+        f"{{{lines}[{side}][tokens_per_second]:,.0f}}; {{{lines}[{side}][peak_mb]:,.0f}}"
+        for side in ("ours", "before", "trl")
+    )
+    computed, computed_before = (
+        f"{{{lines}[{side}][computed_over_distinct]:.2f}}" for side in ("ours", "before")
+    )
+    return Row(
+        "long_rows",
+        "one optimiser step, 20M parameters, two groups of 8 completions of 256 to 512 tokens after prompts "
+        f"of {int(prompt):,} tokens: tokens/s; peak memory beside the weights in MB; tokens computed per "
+        "distinct token",
+        f"{ours}; {computed}",
+        f"{before}; {computed_before}, before decision 071; {trl}, TRL's `GRPOTrainer`",
+    )
+
 
 ROWS = (
     *_claims(),
@@ -311,6 +332,7 @@ ROWS = (
         "{151k[ours][tokens_per_second]:,.0f}; {151k[ours][peak_mb]:,.0f}",
         "{151k[trl][tokens_per_second]:,.0f}; {151k[trl][peak_mb]:,.0f}, TRL's `GRPOTrainer`",
     ),
+    *(_long_rows(prompt) for prompt in ("128", "2048", "8192")),
     Row(
         "recipes",
         "quickstart: trained tokens until a held-out reward of 0.8, three seeds: recipe `ppo`",

@@ -8,7 +8,13 @@ peak_mb is resident memory above that of the loaded model: gradients, AdamW's mo
 two_ranks: seconds of a warm step at the smaller vocabulary on two ranks of one thread each, sharded by FSDP2
 and split by Megatron-core into two tensor-parallel parts, and on one rank of two threads.
 
+With --prompts: 16 completions of half to all of `--sampled` tokens in groups of 8, after prompts of each of
+these lengths, at the smaller vocabulary. Ours packs rows by their distinct tokens, as by default; `before` by
+rows times the longest row, 8,192 tokens to a micro-batch, as before decision 071. computed_over_distinct
+counts the tokens that go through the network over the distinct ones.
+
     python -m benchmarks.trainer
+    python -m benchmarks.trainer --prompts 128,2048,8192 --sampled 512
 """
 
 from __future__ import annotations
@@ -20,8 +26,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +40,10 @@ from benchmarks import trl_side
 from benchmarks.peers.trl_step import THREADS, Meter, resident_bytes
 from benchmarks.results import ROOT
 from sf_core.config import TrainConfig
+from sf_core.config.train_config import PackingRule
 from sf_core.models.builtin import make_tokenizer
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import ModelTrainer
@@ -46,6 +56,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "151k": dict(vocab_size=151_936, hidden_size=128, intermediate_size=352, num_hidden_layers=2),
 }
 PROMPT_TOKENS, GROUP_SIZE, SHORTEST = 64, 4, 16
+LONG_GROUP_SIZE, LONG_GROUPS = 8, 2
+BEFORE = 8192
+"""Tokens of a micro-batch before decision 071, padding included."""
 
 
 def main(
@@ -54,22 +67,26 @@ def main(
     longest: int = 512,
     warm_steps: int = 2,
     micro_batches: str = "2,4,8,16",
+    prompts: str = "",
+    sampled: int = 512,
 ) -> None:
+    if prompts:
+        lengths = [int(prompt) for prompt in prompts.split(",")]
+        lines = {f"prompt_{length}": after_prompt(length, sampled, warm_steps) for length in lengths}
+        print(json.dumps({"sampled": sampled} | lines))
+        return
     line: dict[str, Any] = {}
     for size in sizes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             make_model(folder, size)
-            make_batch(folder, SIZES[size]["vocab_size"], completions, longest)
+            random = np.random.default_rng(0)
+            drawn = np.exp(random.uniform(math.log(SHORTEST), math.log(longest), completions))
+            lengths = drawn.round().astype(int).tolist()
+            make_batch(folder, SIZES[size]["vocab_size"], PROMPT_TOKENS, lengths, GROUP_SIZE)
             if "two_ranks" not in line:
                 line["two_ranks"] = on_two_ranks(folder, warm_steps)
-            ours = run([sys.executable, "-m", "benchmarks.trainer", "--step", folder, str(warm_steps)])
-            peer = [str(trl_side.ensure_venv()), "-m", "benchmarks.peers.trl_step", folder]
-            trl: dict[str, Any] = {"tokens_per_second": 0.0}
-            for micro in micro_batches.split(","):
-                candidate = {**run([*peer, micro, str(warm_steps)]), "micro_batch": int(micro)}
-                if candidate["tokens_per_second"] < trl["tokens_per_second"]:
-                    break  # larger ones pad more still
-                trl = candidate
+            ours = run_ours(folder, warm_steps, "distinct")
+            trl = run_trl(folder, warm_steps, micro_batches)
         line[size] = {
             "ours": ours,
             "trl": trl,
@@ -77,6 +94,40 @@ def main(
             "memory_ratio": round(ours["peak_mb"] / trl["peak_mb"], 3),
         }
     print(json.dumps(line))
+
+
+def after_prompt(prompt: int, sampled: int, warm_steps: int) -> dict[str, Any]:
+    """All sides on completions of this many tokens after prompts of this length."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(sampled // 2, sampled + 1, LONG_GROUPS * LONG_GROUP_SIZE).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(folder, "32k")
+        make_batch(folder, SIZES["32k"]["vocab_size"], prompt, lengths, LONG_GROUP_SIZE)
+        ours, before = (run_ours(folder, warm_steps, rule) for rule in ("distinct", "padded"))
+        trl = run_trl(folder, warm_steps, "1,2,4,8,16")
+    return {
+        "ours": ours,
+        "before": before,
+        "trl": trl,
+        "speed_ratio": round(ours["tokens_per_second"] / trl["tokens_per_second"], 2),
+        "memory_ratio": round(ours["peak_mb"] / trl["peak_mb"], 3),
+    }
+
+
+def run_ours(folder: str, warm_steps: int, rule: str) -> dict[str, Any]:
+    return run([sys.executable, "-m", "benchmarks.trainer", "--step", folder, str(warm_steps), rule])
+
+
+def run_trl(folder: str, warm_steps: int, micro_batches: str) -> dict[str, Any]:
+    """With the fastest of these numbers of rows to a micro-batch."""
+    peer = [str(trl_side.ensure_venv()), "-m", "benchmarks.peers.trl_step", folder]
+    trl: dict[str, Any] = {"tokens_per_second": 0.0}
+    for micro in micro_batches.split(","):
+        candidate = {**run([*peer, micro, str(warm_steps)]), "micro_batch": int(micro)}
+        if candidate["tokens_per_second"] < trl["tokens_per_second"]:
+            break  # larger ones pad more still
+        trl = candidate
+    return trl
 
 
 def on_two_ranks(folder: str, warm_steps: int) -> dict[str, float]:
@@ -116,17 +167,19 @@ def make_model(folder: str, size: str) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
-def make_batch(folder: str, vocabulary: int, completions: int, longest: int) -> None:
+def make_batch(
+    folder: str, vocabulary: int, prompt_tokens: int, lengths: Sequence[int], group_size: int
+) -> None:
+    """Completions of these lengths, of which each group has its own prompt."""
     random = np.random.default_rng(0)
     rows = []
-    for number in range(completions):
-        if number % GROUP_SIZE == 0:
-            prompt = random.integers(vocabulary, size=PROMPT_TOKENS).tolist()
-        length = round(math.exp(random.uniform(math.log(SHORTEST), math.log(longest))))
+    for number, length in enumerate(lengths):
+        if number % group_size == 0:
+            prompt = random.integers(vocabulary, size=prompt_tokens).tolist()
         completion = random.integers(vocabulary, size=length).tolist()
         rows.append({"prompt": prompt, "completion": completion, "advantage": float(random.normal())})
     (Path(folder) / "batch.json").write_text(
-        json.dumps({"group_size": GROUP_SIZE, "rows": rows}), encoding="utf-8"
+        json.dumps({"group_size": group_size, "rows": rows}), encoding="utf-8"
     )
 
 
@@ -137,18 +190,25 @@ def run(command: list[str]) -> dict[str, Any]:
     return line
 
 
-def step(folder: str, warm_steps: int) -> None:
-    """Our side."""
+def step(folder: str, warm_steps: int, rule: PackingRule) -> None:
+    """Our side, by this rule of packing."""
     torch.set_num_threads(THREADS)
     given = json.loads((Path(folder) / "batch.json").read_text(encoding="utf-8"))
     batch = as_table(given["rows"], given["group_size"])
-    trainer = ModelTrainer(functools.partial(TorchModel, folder), TrainConfig(), seed=0)
+    max_tokens = None if rule == "distinct" else BEFORE
+    config = TrainConfig(packing=rule, tokens_per_microbatch=max_tokens)
+    trainer = ModelTrainer(functools.partial(TorchModel, folder), config, seed=0)
     meter = Meter(sum(len(row["completion"]) for row in given["rows"]), resident_bytes())
     for _ in range(warm_steps + 1):
         meter.begin()
         trainer.step(batch)
         meter.end()
-    print(json.dumps(meter.line()))
+    rows = read_rows(batch)
+    computed, distinct = (
+        sum(len(microbatch.token_ids) for microbatch in pack(rows, packing))
+        for packing in (Packing(max_tokens, rule), Packing(1 << 40))
+    )
+    print(json.dumps({**meter.line(), "computed_over_distinct": round(computed / distinct, 3)}))
 
 
 def as_table(rows: list[dict[str, Any]], group_size: int) -> pa.Table:
@@ -181,6 +241,6 @@ def as_table(rows: list[dict[str, Any]], group_size: int) -> pa.Table:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--step"]:
-        step(sys.argv[2], int(sys.argv[3]))
+        step(sys.argv[2], int(sys.argv[3]), cast(PackingRule, sys.argv[4]))
     else:
         typer.run(main)

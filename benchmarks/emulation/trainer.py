@@ -6,7 +6,7 @@ Imports no library that computes. Ranks meet through the files of their try, as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,9 @@ class EmulatedTrainer:
             "reward_mean": float(pc.mean(batch["reward"].take(first_rows(batch["session_id"]))).as_py()),
             "seconds": seconds,
         }
+
+    def compare_engines(self, batch: pa.Table, stored: Collection[int]) -> dict[str, float]:
+        return {}
 
     def save_weights(self, folder: str, before: str) -> list[FileRef]:
         if self._ranks.rank:

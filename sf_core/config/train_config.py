@@ -20,6 +20,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 # the names in the registry of training, which settings must not import
 TrainerName = Literal["torch", "megatron", "emulated"]
 
+PackingRule = Literal["distinct", "padded"]
+
+DEFAULT_PASS_TOKENS = 8192
 
 SMALLEST_RATE, LARGEST_RATE = 1e-6, 3e-4
 
@@ -192,8 +195,14 @@ class TrainConfig(Settings):
     `engine.kv_on_update: keep` causes the difference."""
     minibatches: int = Field(1, ge=1)
     """Number of optimiser steps per batch. All sessions of a group are in the same optimiser step."""
-    tokens_per_microbatch: int = Field(8192, ge=64)
-    """Maximum number of tokens per forward and backward pass, including padding."""
+    tokens_per_microbatch: int | None = Field(None, ge=64)
+    """Maximum number of tokens per forward and backward pass. A prefix that several rows share counts once. A
+    row that is longer than the maximum has a pass of its own. Empty: 8192, or twice the longest row if this
+    is more."""
+    packing: PackingRule = "distinct"
+    """What `tokens_per_microbatch` counts. distinct: a prefix that several rows share counts once. padded:
+    the number of rows times the longest row, as in runs of earlier versions. Architectures that the trainer
+    runs with the code of transformers are always packed as padded."""
     recompute: bool = False
     """true: the backward pass recomputes the activations of each block of the network, instead of storing
     them. Training then takes about a third more computation, and the memory for activations hardly grows with
@@ -214,6 +223,11 @@ class TrainConfig(Settings):
     keep_every: int | None = Field(None, ge=1)
     """Number of iterations between checkpoints that are never removed. Empty: only the `keep_checkpoints`
     newest checkpoints are kept."""
+
+    @property
+    def pass_tokens(self) -> int:
+        """Most tokens of a pass over short rows."""
+        return self.tokens_per_microbatch or DEFAULT_PASS_TOKENS
 
     @property
     def rate(self) -> float:

@@ -16,12 +16,17 @@ import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
+from sf_core.models.projections import has_fast_products
 from sf_core.models.sampling import cutoff
 from sf_core.pictures.sight import PLACEHOLDER_BIAS
 
 CHUNK_BYTES = 64 << 20
 """Memory of the float32 logits that exist at a time, beside a copy. With less, the gradient of the whole head
 is read and written too often."""
+
+
+KEPT_BYTES = 2 * CHUNK_BYTES
+"""Most memory of products with a narrower head that stay for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ def score(
     split: Split | None = None,
     target: Target | None = None,
     never: int | None = None,
+    fast_head: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs [N] of token_ids [N], and the entropies [N] in nats of the distributions before top-k and
     top-p cut them; with a target also the divergences [N] in nats of these from the teacher's, over the same
@@ -67,14 +73,16 @@ def score(
     logits. A token outside the support, as other weights may have sampled it, widens the support down to
     itself, so that its log-prob stays finite and has a gradient. Of a split head, the gradient of the outputs
     is this process's part of a sum. `never`: an id that policy and target never sample, as its logit is
-    raised by PLACEHOLDER_BIAS, as engines do.
+    raised by PLACEHOLDER_BIAS, as engines do. `fast_head`: the products of the head's gradient are in the
+    dtype of the head where a CPU is faster in it, as those of all other weights are, and not in float32.
     """
     greedy = temperature == 0
     top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
     scale = torch.from_numpy(np.where(greedy, 1, temperature)).to(outputs.device, torch.float32)
     vocabulary = outputs.shape[1] if head is None else head.shape[0]
     theirs = (None, None, "") if target is None else _narrow(target, vocabulary)
-    return tuple(_Score.apply(outputs, head, token_ids, scale, top_p, top_k, split, never, *theirs))
+    settings = scale, top_p, top_k, split, never, fast_head
+    return tuple(_Score.apply(outputs, head, token_ids, *settings, *theirs))
 
 
 def _narrow(target: Target, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor | None, str]:
@@ -101,6 +109,7 @@ class _Score(torch.autograd.Function):
         top_k: npt.NDArray[np.int64],
         split: Split | None,
         never: int | None,
+        fast_head: bool,
         their_outputs: torch.Tensor | None,
         their_head: torch.Tensor | None,
         divergence: str,
@@ -112,7 +121,12 @@ class _Score(torch.autograd.Function):
         cut = (top_p < 1) | (top_k > 0)
         spare: torch.Tensor | None = None
         teacher = _predict(their_outputs, their_head, scale, never)
-        for (part, logits), theirs in zip(_chunks(outputs, head, scale, split, never), teacher, strict=False):
+        is_narrow = head is not None and head.dtype != torch.float32
+        kept: torch.Tensor | None = None
+        if head is not None and is_narrow and split is None and any(ctx.needs_input_grad):
+            kept = _room_for_products(outputs, head)
+        chunks = _chunks(outputs, head, scale, split, never, to=kept)
+        for (part, logits), theirs in zip(chunks, teacher, strict=False):
             chosen = logits.gather(1, token_ids[part].unsqueeze(1))
             spare = torch.empty_like(logits) if spare is None else spare
             all_logprobs = torch.log_softmax(logits, 1, out=spare[: len(logits)])
@@ -129,6 +143,8 @@ class _Score(torch.autograd.Function):
         ctx.save_for_backward(outputs, head, token_ids, scale, *made, their_outputs, their_head)
         ctx.set_materialize_grads(False)
         ctx.split, ctx.never, ctx.divergence = split, never, divergence
+        ctx.kept = kept
+        ctx.fast_head = fast_head and is_narrow and has_fast_products(outputs.dtype, outputs.device)
         return (logprobs, entropies) if divergences is None else (logprobs, entropies, divergences)
 
     @staticmethod
@@ -148,10 +164,14 @@ class _Score(torch.autograd.Function):
         to_outputs = torch.empty_like(outputs)
         # summed in float32, because there are many chunks; a frozen head has none
         is_learned = head is not None and ctx.needs_input_grad[1]
-        to_head = torch.zeros_like(head, dtype=torch.float32) if is_learned else None
+        # they are overwritten: a second backward pass makes others
+        kept, ctx.kept = ctx.kept, None
+        in_one = is_learned and ctx.fast_head and kept is not None
+        to_head = torch.zeros_like(head, dtype=torch.float32) if is_learned and not in_one else None
         their_outputs, their_head = theirs if of_divergences is not None else (None, None)
-        teacher, chunks = _predict(their_outputs, their_head, scale, ctx.never), (ctx.split, ctx.never)
-        for (part, logits), target in zip(_chunks(outputs, head, scale, *chunks), teacher, strict=False):
+        teacher = _predict(their_outputs, their_head, scale, ctx.never)
+        chunks = _chunks(outputs, head, scale, ctx.split, ctx.never, made=kept)
+        for (part, logits), target in zip(chunks, teacher, strict=False):
             others: torch.Tensor | None = None
             if of_entropies is not None:
                 others = _certainty(logits).mul_(of_entropies[part].unsqueeze(1))
@@ -173,11 +193,27 @@ class _Score(torch.autograd.Function):
             if head is None:
                 to_outputs[part] = surprise.mul_(-slope[part])
                 continue
-            to_outputs[part] = (surprise.to(head.dtype) @ head).mul_(-slope[part])
-            if to_head is not None:
-                to_head.addmm_(surprise.t(), outputs[part].float() * -slope[part])
-        of_head = None if to_head is None else to_head.to(head.dtype)
-        return to_outputs, of_head, *[None] * 9
+            narrow = surprise.to(head.dtype) if kept is None else kept[part].copy_(surprise)
+            to_outputs[part] = (narrow @ head).mul_(-slope[part])
+            if to_head is None:
+                continue
+            weighed = outputs[part].float() * -slope[part]
+            if ctx.fast_head:
+                to_head.add_(narrow.t() @ weighed.to(head.dtype))
+            else:
+                to_head.addmm_(surprise.t(), weighed)
+        if in_one:
+            of_head = kept.t() @ (outputs.float() * -slope).to(head.dtype)
+        else:
+            of_head = None if to_head is None else to_head.to(head.dtype)
+        return to_outputs, of_head, *[None] * 10
+
+
+def _room_for_products(outputs: torch.Tensor, head: torch.Tensor) -> torch.Tensor | None:
+    """For those of all outputs [N, vocabulary], which a backward pass would make again; None if they are
+    large."""
+    num_bytes = len(outputs) * head.shape[0] * outputs.element_size()
+    return outputs.new_empty((len(outputs), head.shape[0])) if num_bytes <= KEPT_BYTES else None
 
 
 def _certainty(logits: torch.Tensor) -> torch.Tensor:
@@ -230,9 +266,13 @@ def _chunks(
     scale: torch.Tensor,
     split: Split | None,
     never: int | None,
+    *,
+    to: torch.Tensor | None = None,
+    made: torch.Tensor | None = None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Logits over temperature, in float32, for some tokens at a time. All are given in the same memory, since
-    taking 64 MiB from the system and returning it costs half as much as computing them."""
+    taking 64 MiB from the system and returning it costs half as much as computing them. `to`: takes the
+    products [N, vocabulary] with a narrower head. `made`: has them from an earlier pass."""
     vocabulary = outputs.shape[1] if head is None else split.vocabulary if split else head.shape[0]
     rows = max(1, CHUNK_BYTES // (4 * vocabulary))
     buffer = scale.new_empty((min(rows, len(outputs)), vocabulary))
@@ -246,8 +286,11 @@ def _chunks(
             logits.copy_(split.gather(outputs[part] @ head.t()))
         elif head.dtype == logits.dtype:
             torch.mm(outputs[part], head.t(), out=logits)
+        elif made is not None:
+            logits.copy_(made[part])
         else:
-            logits.copy_(outputs[part] @ head.t())
+            room = None if to is None else to[part]
+            logits.copy_(torch.mm(outputs[part], head.t(), out=room))
         if never is not None:
             logits[:, never] += PLACEHOLDER_BIAS
         yield part, logits.div_(scale[part].unsqueeze(1)) if scaled else logits

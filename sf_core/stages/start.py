@@ -185,8 +185,9 @@ def _recipe_files(environment: Environment) -> list[Path]:
     from sf_core.training import demonstrations, packing, tower, warmstart
     from sf_core.training.torch import network
 
-    modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
+    modules = (builtin, warmstart, demonstrations, network, cache_size, decoder, projections)
     parts: list[Any] = [*modules, context, language, names, needed_weights, token_bytes, tool_loop, tower]
-    whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat, pictures)]
+    packages = (sf_core.environments, chat, pictures, packing)
+    whole = [Path(package.__path__[0]).rglob("*.py") for package in packages]
     found = map(inspect.getfile, [*parts, *environment.classes])
     return [*map(Path, found), *sorted(chain(*whole))]

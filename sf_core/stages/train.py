@@ -57,6 +57,9 @@ def train(worker: WorkerState, ref: RunRef, iteration: int, seat: RankAssignment
 _COMPARED_TOKENS = 64
 """Fewest tokens whose mean difference says something: in bfloat16 single ones differ by up to half a nat."""
 
+_COMPARED_EVERY = 10
+"""Number of iterations between comparisons of engines on tokens of an earlier version."""
+
 
 @contextmanager
 def _step(
@@ -79,6 +82,9 @@ def _step(
             metrics = trainer.step(batch)
         # what comes until the next step needs no room for activations
         trim_memory()
+        if _compares_earlier(iteration, metrics):
+            with timeline.record("busy", "compare engines", iteration):
+                metrics |= trainer.compare_engines(batch, list_comparable(run))
         check_engines(run.config, iteration, metrics)
         has_checkpoint = _is_due(run.config.train, trainer.version)
         # other tries write the same files, and may have committed them by now
@@ -120,14 +126,35 @@ def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, committed: i
             spare.remove()
 
 
-def check_engines(config: RunConfig, version: int, metrics: Mapping[str, float]) -> None:
-    """Raises ValueError if what engines reported of tokens of this version is not what the trainer computes:
-    the policy would be taught by the ratio of two different ones."""
-    difference, bound = metrics.get("engine_difference_mean", math.nan), config.train.max_engine_difference
-    is_known = metrics.get("engine_difference_tokens", 0) >= _COMPARED_TOKENS
-    if engine_kind(config).runs_policy and is_known and difference > bound:
+def _compares_earlier(iteration: int, metrics: Mapping[str, float]) -> bool:
+    """Whether engines are compared on tokens of an earlier version, because the step had too few of its own.
+    That loads the weights of this version, so it is done in the second iteration and in every tenth."""
+    return metrics.get("engine_difference_tokens", math.inf) < _COMPARED_TOKENS and (
+        iteration == 1 or iteration % _COMPARED_EVERY == 0
+    )
+
+
+def list_comparable(run: OpenRun) -> list[int]:
+    """Versions whose weights are stored; that of the start is apart from the others."""
+    return [0, *run.directory.list_versions("weights")]
+
+
+def check_engines(config: RunConfig, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Raises ValueError if what engines reported of tokens of a version is not what the trainer computes: the
+    policy would be taught by the ratio of two different ones."""
+    if not engine_kind(config).runs_policy:
+        return
+    _check_difference(config, iteration, metrics, "engine_difference")
+    earlier = metrics.get("lagged_difference_version", math.nan)
+    _check_difference(config, earlier, metrics, "lagged_difference")
+
+
+def _check_difference(config: RunConfig, version: float, metrics: Mapping[str, float], name: str) -> None:
+    difference, bound = metrics.get(f"{name}_mean", math.nan), config.train.max_engine_difference
+    is_known = metrics.get(f"{name}_tokens", 0) >= _COMPARED_TOKENS
+    if is_known and difference > bound:
         raise ValueError(
-            f"engines and trainer disagree on version {version}: the log-probs of its tokens differ by "
+            f"engines and trainer disagree on version {version:.0f}: the log-probs of its tokens differ by "
             f"{difference:.3g} on average, but train.max_engine_difference is {bound:g}; check that engines "
             "use the weights, dtype and pictures of the trainer, and do not return raw log-probs"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -50,6 +50,12 @@ class Trainer(Protocol):
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Train on a batch of storage.tables.batches, which makes the next version. Returns the metrics of
         the step, the same on every rank; after an error the trainer is not used again."""
+        ...
+
+    def compare_engines(self, batch: pa.Table, stored: Collection[int]) -> dict[str, float]:
+        """Called after the step on this batch, with the versions whose weights are stored. Returns metrics of
+        how far the log-probs that engines reported of an earlier version are from those of its weights, the
+        same on every rank; empty if that cannot be told."""
         ...
 
     def save_weights(self, folder: str, before: str) -> list[FileRef]:

@@ -49,8 +49,12 @@ def read_stored_batch(run: TrainedRun, iteration: int) -> pa.Table:
 def read_stored_settings(run: TrainedRun, iteration: int) -> TrainConfig:
     """Settings of a committed train step. Raises ValueError if its manifest holds something else."""
     manifest = run.directory.read_committed(iteration, "train")
+    settings = manifest.data.get("settings")
+    if isinstance(settings, dict):
+        # a step that was stored without a rule was packed by the only one that there was
+        settings = {"packing": "padded", **settings}
     try:
-        return TrainConfig.model_validate(manifest.data.get("settings"))
+        return TrainConfig.model_validate(settings)
     except ValidationError as error:
         uri = run.directory.manifest_file(iteration, "train")
         raise ValueError(f"{uri}: data.settings is invalid: {first_fault(error)}") from None

@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from sf_core.models.language import TOWER
 from sf_core.models.pretrained.needed_weights import load_model
 from sf_core.pictures.sight import KEPT_BYTES, read_sight
-from sf_core.training.packing import Microbatch
+from sf_core.training.packing.trie import Microbatch
 from storage.media import PictureSpan, read_picture
 
 

@@ -18,7 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.training.demonstrations import RATE_OF_BUILT_IN, Shown, demonstrations, encode
-from sf_core.training.packing import SAMPLING, Row, pack
+from sf_core.training.packing.rows import SAMPLING, Row
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
 
 BETAS = (0.9, 0.95)
@@ -64,7 +65,7 @@ class Blind:
 
     def predict(self, shown: list[Shown]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Logits of what the assistant says, and its tokens; of a part of what is shown at a time."""
-        for microbatch in pack([row_of(one) for one in shown], TOKENS_PER_MICROBATCH):
+        for microbatch in pack([row_of(one) for one in shown], Packing(TOKENS_PER_MICROBATCH)):
             yield self._network.logits(microbatch), microbatch.targets
 
 

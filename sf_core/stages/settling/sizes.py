@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.config.train_config import CHECKPOINT_BYTES
+from sf_core.config.train_config import CHECKPOINT_BYTES, DEFAULT_PASS_TOKENS
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, LEAN_TYPES, built_in_parameters, cache_bytes
 from sf_core.pictures.sight import KEPT_BYTES, SEEING
@@ -40,8 +40,13 @@ _HEAD_BYTES = {"float32": 4, "bfloat16": 6}
 _TIED_BYTES = 12
 """For each parameter of a head that is the embedding too, while its two gradients are added."""
 
+_PROCESSES_BYTES = 4_300_000_000
+"""What all processes of a run take beside weights and what is made of them (benchmarks.real_model)."""
+
 _TOO_FAST = 10
 """A learning rate of more than this many derived ones is warned of."""
+
+_SMALL_WIDTH = 1024
 
 _SURE_PART = 0.7
 """Part of the estimate of activations that is certain: of Qwen3-8B it is a third above what was counted."""
@@ -73,6 +78,8 @@ class PolicySizes:
     checkpoint: int
     parameters: int
     """Number of parameters of the policy."""
+    width: int
+    """The policy's hidden size; that of a small model if it is unknown."""
     activations: int
     """What a rank keeps of a micro-batch for the backward pass, about; 0 if the model's shape is unknown."""
     head: int
@@ -134,6 +141,7 @@ class PolicySizes:
             frozen=frozen,
             checkpoint=trained * CHECKPOINT_BYTES * networks,
             parameters=parameters,
+            width=_width(shape) or _SMALL_WIDTH,
             activations=_activation_bytes(shape, parameters, trained, holds, config),
             head=head,
             largest=largest,
@@ -208,8 +216,12 @@ def _activation_bytes(
         # they are counted with what stays for a step
         fused = 0
     batch = _batch_tokens(config)
-    tokens = min(train.tokens_per_microbatch, batch)
+    tokens = min(train.pass_tokens, batch)
     return int((tokens * kept + fused) * itemsize) // train.ranks_per_policy
+
+
+def _width(shape: Mapping[str, Any]) -> int:
+    return int((shape.get("text_config") or shape).get("hidden_size", 0))
 
 
 def _batch_tokens(config: RunConfig) -> int:
@@ -220,8 +232,15 @@ def _batch_tokens(config: RunConfig) -> int:
 def _feature_bytes(shape: Mapping[str, Any], config: RunConfig) -> int:
     if shape.get("model_type") not in SEEING:
         return 0
-    width = int((shape.get("text_config") or shape).get("hidden_size", 0))
-    return min(KEPT_BYTES, _batch_tokens(config) * width * DTYPE_BYTES[config.policy.dtype_name])
+    return min(KEPT_BYTES, _batch_tokens(config) * _width(shape) * DTYPE_BYTES[config.policy.dtype_name])
+
+
+def bytes_of_two_workers(sizes: PolicySizes | None) -> int:
+    """Memory that all processes of a run take, about, if one worker samples and another one trains on the
+    CPUs of a machine; 0 if the size of the policy is unknown."""
+    if sizes is None:
+        return 0
+    return _PROCESSES_BYTES + sizes.weights + sizes.cache + sizes.peak()
 
 
 def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
@@ -253,7 +272,7 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
                 f"about {_gb(sizes.peak() - sizes.rank)} for activations and intermediate gradients with "
                 "train.recompute "
                 f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
-                f"({train.tokens_per_microbatch})"
+                f"({train.pass_tokens})"
             )
 
 
@@ -283,7 +302,7 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         f", and about {_gb(sizes.peak() - sizes.rank)} of activations and intermediate gradients: "
         f"{_gb(sizes.peak())} at most"
     )
-    activations = peak if sizes.activations else ""
+    activations = peak + _explain_long_rows(sizes) if sizes.activations else ""
     features = f", and at most {_gb(sizes.features)} for features of pictures" if sizes.features else ""
     written, warm = "an adapter" if sizes.adapter else "weights", _warm_start(config, train.rate)
     return {
@@ -301,6 +320,15 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
             "iterations; trajectories need additional space"
         ),
     }
+
+
+def _explain_long_rows(sizes: PolicySizes) -> str:
+    """What passes over the longest rows take, if the maximum of a pass grows with them."""
+    longest = 2 * sizes.config.engine.context
+    if sizes.config.train.tokens_per_microbatch is not None or longest <= DEFAULT_PASS_TOKENS:
+        return ""
+    most = sizes.activations * longest // DEFAULT_PASS_TOKENS
+    return f", but up to {_gb(most)} of activations if rows are as long as engine.context_length"
 
 
 def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str, str]:

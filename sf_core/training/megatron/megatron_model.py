@@ -37,9 +37,9 @@ from sf_core.training.megatron.limits import check_shape
 from sf_core.training.megatron.mapping import VALUE_HEAD, ParameterParts
 from sf_core.training.megatron.network import MegatronNetwork
 from sf_core.training.megatron.on_cpu import cuda_means_cpu
-from sf_core.training.packing import Microbatch
+from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.ranks import Ranks, exchange
-from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss
+from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss, are_finite
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
 from storage.tensors.shards import Slice, Slices
 
@@ -82,6 +82,7 @@ class MegatronModel:
         self.device = torch.device(device)
         with self._exchange():
             groups = self._groups = make_groups(ranks, self.device, tensor, pipeline)
+            self.reads_tries = True
             self.num_shares, self.share = groups.dp.size(), groups.dp.rank()
             self.measures = groups.pp.rank() == pipeline - 1 and groups.tp.rank() == 0
             network = MegatronNetwork(
@@ -165,7 +166,7 @@ class MegatronModel:
         return grad_norm
 
     def is_finite(self) -> bool:
-        return all(bool(parameter.isfinite().all()) for parameter in self._pieces)
+        return are_finite(self._pieces)
 
     @property
     def places(self) -> dict[str, Slice]:

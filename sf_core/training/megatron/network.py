@@ -21,8 +21,8 @@ from torch import nn
 from sf_core.models.decoder import DecoderSpec
 from sf_core.models.scoring import Split, score
 from sf_core.training.megatron.mapping import vocabulary_rows
-from sf_core.training.packing import Microbatch
-from sf_core.training.torch.network import attention, rows
+from sf_core.training.packing.attention import RowAttention, rows
+from sf_core.training.packing.trie import Microbatch
 
 
 class MegatronNetwork(GPTModel):
@@ -43,7 +43,7 @@ class MegatronNetwork(GPTModel):
         stage, stages, parts = groups.pp.rank(), groups.pp.size(), groups.tp.size()
         qk_norm = config.model_type == "qwen3"
         layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
-        layer.submodules.self_attention.submodules.core_attention = _RowAttention
+        layer.submodules.self_attention.submodules.core_attention = _Attention
         super().__init__(
             TransformerConfig(
                 num_layers=spec.num_layers,
@@ -116,8 +116,9 @@ class MegatronNetwork(GPTModel):
         angles = microbatch.depths.unsqueeze(1) * self._frequencies.to(microbatch.depths.device)
         # [N, 1, 1, head_dim]: for a batch of one, and for all heads
         rotary = torch.cat((angles, angles), 1)[:, None, None, :]
+        attend = RowAttention(microbatch, self.config.params_dtype)
         # what comes as a bias reaches attention unchanged, also when a layer is computed again
-        x = self.decoder(x, None, rotary_pos_emb=rotary, attention_bias=microbatch)
+        x = self.decoder(x, None, rotary_pos_emb=rotary, attention_bias=attend)
         return self._scores(x, microbatch) if self.post_process else x
 
     def _scores(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, ...]:
@@ -151,8 +152,8 @@ def _split_of(vocabulary: int, group: Any) -> Split | None:
     return Split(vocabulary, vocabulary_rows(vocabulary, padded, group.rank()), gather)
 
 
-class _RowAttention(nn.Module):
-    """Attention along the rows of the microbatch that comes in the place of a bias."""
+class _Attention(nn.Module):
+    """Attention along the rows of a microbatch, which comes in the place of a bias."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -164,11 +165,11 @@ class _RowAttention(nn.Module):
         v: torch.Tensor,
         _: None,
         *,
-        attention_bias: Microbatch,
+        attention_bias: RowAttention,
         **__: Any,
     ) -> torch.Tensor:
         """[N, 1, heads * head_dim] for tokens [N, 1, heads, head_dim]."""
-        return attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), attention_bias).unsqueeze(1)
+        return attention_bias(q.squeeze(1), k.squeeze(1), v.squeeze(1)).unsqueeze(1)
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from sf_core.recipes.losses import Critic
-from sf_core.training.packing import Microbatch, Row
+from sf_core.training.packing.rows import Row
+from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
 from storage.tensors.checkpoints import PARTS
 from storage.tensors.shards import Slice, Slices

@@ -31,15 +31,12 @@ from sf_core.models.decoder import (
 )
 from sf_core.models.language import language_model
 from sf_core.models.pretrained.needed_weights import load_model
-from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import Target, score
-from sf_core.training.packing import Microbatch
+from sf_core.training.packing.attention import RowAttention, rows
+from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.held_weights import HeldLayer, HeldTensors, fuse_through
 from sf_core.training.tower import Tower, embed
 from storage.tensors.weights import load_adapter
-
-_SHORT = 256
-"""Most tokens of rows whose weights of attention may be kept."""
 
 
 class Network:
@@ -178,7 +175,8 @@ def _score(
 ) -> tuple[torch.Tensor, ...]:
     drawn, ids = microbatch.sampling, microbatch.targets
     how = drawn["temperature"], drawn["top_p"], drawn["top_k"]
-    return score(outputs, head, ids, *how, target=target, never=never)
+    is_fast = microbatch.rule == "distinct"
+    return score(outputs, head, ids, *how, target=target, never=never, fast_head=is_fast)
 
 
 class _Predicting(nn.Module):
@@ -221,12 +219,10 @@ class _Lean(_Predicting):
         return {"embedding": self.model.embed_tokens.weight, "norm": norm, "head": head}
 
     def outputs(self, microbatch: Microbatch) -> Outputs:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return attention(q, k, v, microbatch)
-
         around = self._around() if self.held is None else self.held.tensors
         turns = rotations(self.spec, microbatch.depths)
         x = embed(microbatch, around["embedding"])
+        attend = RowAttention(microbatch, x.dtype)
         for layer in self.model.layers:
             x = layer(x, turns, attend)
         x = F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
@@ -352,45 +348,3 @@ def head_is_last(model: Any) -> bool:
     with head.register_forward_hook(lambda *_: given.expand(1, 1, -1).clone()):
         answered = model(torch.zeros(1, 1, dtype=torch.long, device=given.device), use_cache=False).logits
     return torch.equal(answered.flatten().to(given.dtype), given)
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
-    """Causal attention along every row of the microbatch, [N, heads * head_dim] for its N tokens.
-
-    Only here are shared tokens repeated in each row: attention costs little beside the projections.
-    """
-
-    def by_row(tokens: torch.Tensor) -> torch.Tensor:
-        return rows(tokens, microbatch.grid).transpose(1, 2)
-
-    # in bfloat16 on a CPU the fused backward pass takes twice as long, and its gradients are less exact
-    short = microbatch.grid.shape[1] <= _SHORT
-    by_products = short and q.dtype == torch.bfloat16 and has_fast_products(q.dtype, q.device)
-    mixed = (_attend_by_products if by_products else _attend)(by_row(q), by_row(k), by_row(v))
-    return rows(mixed.transpose(1, 2).flatten(0, 1), microbatch.owners).flatten(1)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def _attend_by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by matrix products, with the softmax in float32. The weights of attention are kept for the
-    backward pass, so it is for short rows."""
-    heads, length, width = q.shape[1:]
-    # heads that share keys and values are as further queries of one head
-    shared = heads // k.shape[1]
-    queries, k, v = q.unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    scores = torch.bmm(queries, k.transpose(1, 2)).float() * width**-0.5
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-    weights = scores.masked_fill_(hidden.repeat(shared, 1), -torch.inf).softmax(-1)
-    return torch.bmm(weights.to(v.dtype), v).view(q.shape)
-
-
-def rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """tensor[index], where rows may be taken more than once.
-
-    The gradient of plain indexing is summed by threads in arbitrary order and rounds differently each time;
-    that of an embedding is summed in a fixed order.
-    """
-    return F.embedding(index, tensor.flatten(1)).unflatten(-1, tensor.shape[1:])

@@ -15,8 +15,8 @@ from storage.tensors.weights import DIGEST, pack_weights, save_adapter, save_ten
 
 
 class Publisher:
-    """Keeps the version stored last in memory, to compare the next one with. Where storage is remote, engines
-    on this host read it there."""
+    """Where storage is remote, it keeps the version stored last in shared memory: the next one is compared
+    with it, and engines on this host read it there."""
 
     def __init__(self, dtype: DtypeName, adapter: bytes = b"") -> None:
         """`adapter`: the content of `adapter_config.json`, if the weights are an adapter's."""
@@ -35,8 +35,10 @@ class Publisher:
         packed = pack_weights(weights, version, self.dtype)
         refs = save_tensors(folder, packed)
         delta = save_delta(folder, self._find_kept(version - 1) or open_base(before, packed), packed, version)
-        self._last = None  # before another copy is made
-        self._last = version, packed if is_local(folder) else share(packed, packed.header.metadata[DIGEST])
+        # before another copy is made
+        self._last = None
+        if not is_local(folder):
+            self._last = version, share(packed, packed.header.metadata[DIGEST])
         return [*refs, delta] if delta else refs
 
     def _find_kept(self, version: int) -> TensorBytes | None:

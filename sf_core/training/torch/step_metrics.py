@@ -15,7 +15,7 @@ import torch
 
 from sf_core.recipes.losses import Kl, PolicyLoss, Tokens
 from sf_core.recipes.samples import Score, Values
-from sf_core.training.packing import Row
+from sf_core.training.packing.rows import Row
 from storage.tables.trajectories import first_rows
 
 MEANS = {

@@ -19,9 +19,11 @@ from sf_core.recipes.losses import LossConfig, PolicyLoss, mean_over
 from sf_core.recipes.samples import Samples, Score, Values
 from sf_core.recipes.tables import samples_of
 from sf_core.recipes.weights import weigh
-from sf_core.training.packing import Microbatch, Row, share
+from sf_core.training.packing.rows import Row
+from sf_core.training.packing.rules import share
+from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.ranks import Ranks
-from sf_core.training.torch.trained_model import HeldModel, TrainedModel
+from sf_core.training.torch.trained_model import HeldModel, TrainedModel, packing_of
 from storage.tables.batches import select_training_rows
 from storage.tables.parquet import numpy_rows
 
@@ -57,6 +59,10 @@ class FrozenModels:
             self._held[role] = found
         return found[1]
 
+    def load(self, name: Name, trained: TrainedModel) -> HeldModel:
+        """The model of this name, which does not stay."""
+        return self._load(name, trained)[0]
+
     def digest_of(self, name: Name) -> str:
         """The digest of a model that is held; empty if it has none."""
         return next((digest for held, _, digest in self._held.values() if held == name), "")
@@ -86,14 +92,14 @@ def scores_of(
     needs, teacher = config.needs | config.loss.needs, config.teacher
     found: dict[Score, Values] = {}
     if needs & {"start", "entropy"}:
-        found["start"], found["entropy"] = _score_rows(rows, config, model, ranks)
+        found["start"], found["entropy"] = score_rows(rows, config, model, ranks)
     if "reference" in needs:
         reference = frozen.take("reference", config.loss.reference_of(version), model)
-        found["reference"], _ = _score_rows(rows, config, reference, ranks)
+        found["reference"], _ = score_rows(rows, config, reference, ranks)
     if "teacher" in needs and teacher is not None:
         if teacher.url is None:
             held = frozen.take("teacher", teacher.model or 0, model)
-            found["teacher"], _ = _score_rows(rows, config, held, ranks)
+            found["teacher"], _ = score_rows(rows, config, held, ranks)
         elif "teacher_logprobs" in batch.column_names:
             found["teacher"] = numpy_rows(select_training_rows(batch)["teacher_logprobs"])
         else:
@@ -102,7 +108,7 @@ def scores_of(
         if not np.isfinite(values).all():
             raise teacher_fault(row)
     if "values" in needs and critic is not None:
-        found["values"], _ = _score_rows(rows, config, critic, ranks)
+        found["values"], _ = score_rows(rows, config, critic, ranks)
     return found
 
 
@@ -114,7 +120,7 @@ def teacher_fault(row: Row) -> ValueError:
     )
 
 
-def _score_rows(
+def score_rows(
     rows: Sequence[Row], config: TrainConfig, model: HeldModel, ranks: Ranks
 ) -> tuple[Values, Values]:
     """Log-probs and entropies of all rows."""
@@ -126,7 +132,7 @@ def _score_rows(
             own[int(number)] = first[row == index], second[row == index]
         return logprobs.sum()
 
-    model.forward(share(rows, model.share, model.num_shares, config.tokens_per_microbatch), note)
+    model.forward(share(rows, model.share, model.num_shares, packing_of(config, model)), note)
     whole = {
         number: pair for part in ranks.gather(own if model.measures else {}) for number, pair in part.items()
     }

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sf_core.config.run_config import DtypeName
 from sf_core.engines.torch.transformers_model import unmap_params
-from sf_core.training.packing import Microbatch
+from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch.network import Network, Outputs
 from sf_core.training.torch.ranks import Ranks, exchange
-from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss
+from sf_core.training.torch.trained_model import AdamSettings, Targets, TokenLoss, are_finite
 from sf_core.training.tower import Tower
 from storage.tensors.checkpoints import EXP_AVG, EXP_AVG_SQ, MASTER
 from storage.tensors.shards import Slice, Slices
@@ -34,6 +34,7 @@ class _Held:
 
     def __init__(self, network: Network, ranks: Ranks) -> None:
         self.num_shares, self.share = ranks.size, ranks.rank
+        self.reads_tries = network.is_lean
         self.network, self._model = network, network.model
         self.device = self._model.device
 
@@ -108,6 +109,7 @@ class StandIn:
     def __init__(self, model: TorchModel, factors: Mapping[str, torch.Tensor]) -> None:
         self._model, self._factors = model, factors
         self.num_shares, self.share, self.measures = model.num_shares, model.share, model.measures
+        self.reads_tries = model.reads_tries
 
     def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
         with self._model.standing_in(self._factors):
@@ -186,7 +188,7 @@ class TorchModel(_Held):
         return grad_norm
 
     def is_finite(self) -> bool:
-        return all(bool(_own(p).isfinite().all()) for p in self._parameters.values())
+        return are_finite([_own(parameter) for parameter in self._parameters.values()])
 
     @property
     def places(self) -> dict[str, Slice]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from sf_core.config import TrainConfig
+from sf_core.config.train_config import PackingRule
 from sf_core.models.scoring import Target
-from sf_core.training.packing import Microbatch
+from sf_core.training.packing.rules import Packing
+from sf_core.training.packing.trie import Microbatch
 from storage.tensors.shards import Slice, Slices
 
 TokenLoss = Callable[..., torch.Tensor]
@@ -30,6 +33,16 @@ class AdamSettings:
     max_grad_norm: float
 
 
+@torch.no_grad()
+def are_finite(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether all elements of all tensors are finite. Their norms tell it several times faster, unless one
+    overflows."""
+    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    if not norms or bool(torch.stack(norms).isfinite().all()):
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
 class HeldModel(Protocol):
     """A model that the ranks of a gang hold together. Every rank makes the same calls in the same order; they
     raise ExchangeError if another rank is gone."""
@@ -38,6 +51,8 @@ class HeldModel(Protocol):
     """Number of parts into which the rows of an optimiser step are dealt."""
     share: int
     """The part that this rank works on."""
+    reads_tries: bool
+    """Whether a token that several rows share goes through it once; else it computes all rows, padded."""
     measures: bool
     """Whether this rank's scores of its share count: of the ranks that work on a share, one does."""
 
@@ -52,6 +67,12 @@ class HeldModel(Protocol):
     def wake(self) -> None:
         """Take what waits in the host's memory to the device."""
         ...
+
+
+def packing_of(config: TrainConfig, model: HeldModel) -> Packing:
+    """How the rows of a step are packed for this model."""
+    rule: PackingRule = config.packing if model.reads_tries else "padded"
+    return Packing(config.tokens_per_microbatch, rule)
 
 
 class TeacherModel(HeldModel, Protocol):

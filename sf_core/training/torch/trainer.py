@@ -3,9 +3,10 @@ what any of several ranks may do with it."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -16,10 +17,13 @@ import torch
 
 from sf_core.config import TrainConfig
 from sf_core.config.run_config import DtypeName
+from sf_core.engines.torch.loading import free_memory
 from sf_core.models.scoring import Target
 from sf_core.recipes.losses import PolicyLoss, Tokens
 from sf_core.training.background import Background
-from sf_core.training.packing import Microbatch, Row, read_rows, share, split_groups
+from sf_core.training.packing.rows import Row, read_rows, sampled_by_one_of
+from sf_core.training.packing.rules import share, split_groups
+from sf_core.training.packing.trie import Microbatch
 from sf_core.training.torch import teaching
 from sf_core.training.torch.critic import PolicyAndCritic, explained_variance, teach_values
 from sf_core.training.torch.publisher import Publisher
@@ -32,12 +36,18 @@ from sf_core.training.torch.step_metrics import (
     teacher_metrics,
     token_metrics,
 )
-from sf_core.training.torch.trained_model import AdamSettings, Targets, TeacherModel, TrainedModel
+from sf_core.training.torch.trained_model import AdamSettings, Targets, TeacherModel, TrainedModel, packing_of
 from storage.files import FileRef
 from storage.tensors.checkpoints import MASTER, PARTS, TrainerProgress, load_checkpoint, save_shard
 
 PerToken = dict[str, list[torch.Tensor]]
 """Metrics of every trained token, from each microbatch."""
+
+_COMPARED_TOKENS = 512
+"""Tokens of an earlier version that are compared with what engines reported of them, about."""
+
+_ROOM = 2.5
+"""Memory for a model that is loaded for that and not trained, in weights of the published dtype."""
 
 
 class ModelTrainer:
@@ -109,6 +119,34 @@ class ModelTrainer:
             "seconds": time.perf_counter() - started,
             "cpu_seconds": sum(cpu_seconds for _, cpu_seconds, _ in of_ranks),
         }
+
+    def compare_engines(self, batch: pa.Table, stored: Collection[int]) -> dict[str, float]:
+        """Metrics of how far the log-probs that engines reported of an earlier version are from those that
+        its weights give here, if they are among these stored versions. Empty if such a version sampled no
+        row by itself, or memory has no room for it. No part of the step: a replay needs neither those weights
+        nor the metrics."""
+        on_all_ranks = set.intersection(*map(set, self._ranks.gather(stored)))
+        earlier = [version for version in on_all_ranks if version < self.version - 1]
+        version, rows = sampled_by_one_of(read_rows(batch), earlier)
+        sampled = np.cumsum([row.loss_mask.sum() for row in rows])
+        rows = rows[: 1 + int(np.searchsorted(sampled, _COMPARED_TOKENS))]
+        if not rows or not all(self._ranks.gather(self._has_room())):
+            return {}
+        model = self._frozen.load(version, self.model)
+        logprobs, _ = teaching.score_rows(rows, self.config, model, self._ranks)
+        pairs = zip(rows, logprobs, strict=True)
+        found = np.concatenate([np.abs(own - row.logprobs)[row.loss_mask] for row, own in pairs])
+        return {
+            "lagged_difference_mean": float(found.mean(dtype=np.float64)),
+            "lagged_difference_max": float(found.max()),
+            "lagged_difference_tokens": float(found.size),
+            "lagged_difference_version": float(version),
+        }
+
+    def _has_room(self) -> bool:
+        """Whether this rank has memory for a second policy that is not trained."""
+        weights = sum(math.prod(place.shape) for place in self.model.places.values())
+        return free_memory(self.model.device) > _ROOM * weights * self._dtype.itemsize
 
     def _prepare_batch(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss, dict[str, float]]:
         """The rows of a batch with what they teach, the policy's part of their loss, and metrics of what a
@@ -185,7 +223,7 @@ class ModelTrainer:
 
     def _share(self, rows: list[Row]) -> list[Microbatch]:
         """This rank's part of the rows."""
-        return share(rows, self.model.share, self.model.num_shares, self.config.tokens_per_microbatch)
+        return share(rows, self.model.share, self.model.num_shares, packing_of(self.config, self.model))
 
     def _loss(
         self,

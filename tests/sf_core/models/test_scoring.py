@@ -237,6 +237,33 @@ def test_bfloat16_is_scored_in_float32_and_its_gradient_is_summed_in_float32(
         assert difference < 0.01
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_products_that_stay_for_the_backward_pass_change_nothing(
+    kept_bytes: int, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16. `is_fast`: the gradient of the head is made of products in bfloat16 too."""
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 8 * 4 * VOCABULARY)
+    monkeypatch.setattr(scoring, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(scoring, "has_fast_products", lambda *_: True)
+    hidden, head, token_ids, gradient = example(20)
+    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, head)]
+    whole = [tensor.detach().float().requires_grad_() for tensor in narrow]
+    settings = drawn([0.8], [0.9], [0], 20)
+    (exact, exact_entropies), (found, entropies) = (
+        score(*tensors, token_ids, *settings, fast_head=is_fast) for tensors in (whole, narrow)
+    )
+    torch.autograd.backward((exact, exact_entropies), (gradient, gradient))
+    for _ in range(2):
+        # the first pass overwrites what stayed, and the second one makes it again
+        of_hidden, of_head = torch.autograd.grad(
+            (found, entropies), narrow, (gradient, gradient), retain_graph=True
+        )
+        for ours, tensor in ((of_hidden, whole[0]), (of_head, whole[1])):
+            assert tensor.grad is not None and ours.dtype == torch.bfloat16
+            assert (ours.float() - tensor.grad).norm() < 0.02 * tensor.grad.norm()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
 def test_entropy_of_equal_logits_is_the_log_of_their_number(temperature: float) -> None:
     _, entropy = score(torch.zeros(1, 8), None, torch.tensor([3]), *drawn([temperature], [1.0], [0], 1))

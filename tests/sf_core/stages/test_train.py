@@ -34,3 +34,10 @@ def test_log_probs_that_no_policy_gave_are_not_compared() -> None:
 def test_a_few_tokens_end_no_step() -> None:
     """After an evaluation nearly all of a batch can be of the version before: one token says nothing."""
     check_engines(RunConfig(), 3, compared(4.3, tokens=1))
+
+
+def test_engines_that_served_other_weights_before_end_the_step_too() -> None:
+    metrics = compared(math.nan, tokens=0)
+    metrics |= {name.replace("engine", "lagged"): value for name, value in compared(4.3).items()}
+    with pytest.raises(ValueError, match=r"disagree on version 2: the log-probs of its tokens differ by 4"):
+        check_engines(RunConfig(), 3, metrics | {"lagged_difference_version": 2.0})

@@ -21,7 +21,8 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.engines.torch.transformers_model import unmap_params
 from sf_core.settings import load_object
-from sf_core.training.packing import Row, read_rows, share
+from sf_core.training.packing.rows import Row, read_rows
+from sf_core.training.packing.rules import Packing, share
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
@@ -80,7 +81,7 @@ def learn(setup: Setup, batch: pa.Table, max_tokens: int, ranks: Ranks, entropy:
         loss = -(logprobs * microbatch.advantages).sum()
         return loss + entropy * (entropies * microbatch.advantages).sum() if entropy else loss
 
-    own = share(read_rows(batch), model.share, model.num_shares, max_tokens)
+    own = share(read_rows(batch), model.share, model.num_shares, Packing(max_tokens))
     model.forward_backward(own, loss)
     given = ranks.gather(scores if model.measures else [])
     grad_norm = model.update(PLAIN)
@@ -103,7 +104,7 @@ def learn_values(setup: Setup, batch: pa.Table, max_tokens: int, ranks: Ranks) -
         slices = {name.removeprefix(f"{part}/"): one for name, one in model.slices([part]).items()}
         return {name: tensor.numpy().copy() for name, tensor in ranks.collect(slices, torch.float32).items()}
 
-    own = share(read_rows(batch), model.share, model.num_shares, max_tokens)
+    own = share(read_rows(batch), model.share, model.num_shares, Packing(max_tokens))
     model.forward_backward(own, loss)
     model.update(PLAIN)
     weights = whole(MASTER).get("value_head")

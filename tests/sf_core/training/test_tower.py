@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.training import tower as tower_module
-from sf_core.training.packing import pack, read_rows
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank
@@ -75,7 +76,7 @@ def test_scores_and_gradients_are_those_of_every_row_by_itself(
     wanted = seen_by_transformers(reference, policy, media, batch)
     advantages = torch.tensor([row[0] for row in batch["advantages"].to_pylist()])
     sum((own.sum() * by for own, by in zip(wanted, advantages, strict=True)), torch.tensor(0.0)).backward()
-    for microbatch in pack(read_rows(batch), data.draw(st.sampled_from([1 << 20, 60]))):
+    for microbatch in pack(read_rows(batch), Packing(data.draw(st.sampled_from([1 << 20, 60])))):
         logprobs, _ = network.scores(microbatch)
         (logprobs * microbatch.advantages).sum().backward()
         for line, number in enumerate(microbatch.numbers):
@@ -99,12 +100,12 @@ def test_a_prefix_is_shared_up_to_the_first_picture_that_differs(policy: str, me
     for second, shared in ((same, 3 + 4 + 2), (other, 3)):
         batch = seeing_batch(policy, media, [same, second])
         assert batch["token_ids"][0].as_py()[:9] == batch["token_ids"][1].as_py()[:9]
-        (microbatch,) = pack(read_rows(batch), 1 << 20)
+        (microbatch,) = pack(read_rows(batch), Packing(1 << 20))
         assert len(microbatch.token_ids) == 2 * (3 + 4 + 2 + 3) - shared
 
 
 def test_rows_without_pictures_are_as_those_of_a_policy_that_does_not_see(policy: str, media: str) -> None:
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), 1 << 20)
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([4], 5)], [([4], 3)]])), Packing(1 << 20))
     assert microbatch.depths.dim() == 1 and microbatch.shown is None
     tower = Tower(policy, media)
     logprobs, _ = Network(policy, tower=tower).scores(microbatch)
@@ -123,11 +124,11 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
     monkeypatch.setattr(tower._network, "forward", lambda *a, **k: (seen.append(1), see(*a, **k))[1])
     network = Network(policy, tower=tower)
     for _ in range(2):
-        for microbatch in pack(read_rows(seeing_batch(policy, media, rows)), 20):
+        for microbatch in pack(read_rows(seeing_batch(policy, media, rows)), Packing(20)):
             network.scores(microbatch)
     assert len(seen) == 3
     monkeypatch.setattr(tower_module, "KEPT_BYTES", 1)
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "3"], 2)]])), 20)
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "3"], 2)]])), Packing(20))
     network.scores(microbatch)
     # the others are forgotten
     assert len(tower._kept) == 1
@@ -135,9 +136,9 @@ def test_each_picture_is_seen_once(policy: str, media: str, monkeypatch: pytest.
 
 def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: str) -> None:
     text, shown = [([3], 4), (["5", 2], 0)], [([3, "0"], 4), (["5", 2], 0)]
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text])), 1 << 20)
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text])), Packing(1 << 20))
     assert microbatch.depths.dim() == 1 and microbatch.pictures == ()
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text, shown])), 1 << 20)
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [text, shown])), Packing(1 << 20))
     assert [picture.start for picture in microbatch.pictures] == [3]
     network = Network(policy, tower=Tower(policy, media))
     wanted = seen_by_transformers(loaded(policy), policy, media, seeing_batch(policy, media, [text, shown]))
@@ -147,7 +148,7 @@ def test_a_picture_after_the_last_trained_token_is_not_seen(policy: str, media: 
 
 
 def test_a_picture_that_is_lost_or_of_another_size_is_named(policy: str, media: str, tmp_path: Path) -> None:
-    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "0"], 2)]])), 20)
+    (microbatch,) = pack(read_rows(seeing_batch(policy, media, [[([2, "0"], 2)]])), Packing(20))
     with pytest.raises(
         ValueError, match=rf"{microbatch.pictures[0].sha256}\.png is missing, but a trajectory"
     ):

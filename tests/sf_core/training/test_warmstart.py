@@ -11,7 +11,7 @@ from sf_core.environments.quickstart import Quickstart
 from sf_core.environments.screen.environment import ScreenOfButtons
 from sf_core.models.builtin import make_policy, make_tokenizer
 from sf_core.training.demonstrations import encode
-from sf_core.training.packing import pack
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
 from sf_core.training.warmstart import Seeing, learning_rate, row_of, warmstart
 
@@ -59,7 +59,7 @@ def test_the_policy_comes_to_expect_the_demonstrations(tmp_path: Path) -> None:
     make_policy(str(tmp_path), PolicyConfig(hidden_size=64, num_layers=2), seed=0)
     renderer = open_renderer(str(tmp_path))
     rows = [row_of(encode(renderer, ENVIRONMENT.demonstrate(index))) for index in range(1000, 1032)]
-    (microbatch,) = pack(rows, 1 << 20)
+    (microbatch,) = pack(rows, Packing(1 << 20))
 
     def loss() -> float:
         with torch.no_grad():

@@ -17,7 +17,8 @@ from sf_core.models.builtin import make_policy
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
 from sf_core.stages.start import start_adapter
-from sf_core.training.packing import SAMPLING, Row, pack
+from sf_core.training.packing.rows import SAMPLING, Row
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.policy_folder import count_parameters, count_tower
 from sf_core.training.torch.network import Network
 from storage.files import folder_bytes
@@ -101,17 +102,21 @@ def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tm
     assert said.endswith(", and at most 51 kB for features of pictures")
 
 
-def kept_bytes(model: str, rows: int, dtype: torch.dtype) -> int:
-    """Bytes that a forward pass over rows of 100 tokens keeps, beside the parameters."""
+def kept_bytes(model: str, rows: int, dtype: torch.dtype, shared: int = 0) -> int:
+    """Bytes that a forward pass over rows keeps, beside the parameters: each has 100 tokens of its own after
+    `shared` tokens of a prompt."""
     network = Network(model)
     network.model.to(dtype)
-    sampling = np.full(100, np.array((1.0, 1.0, 0), SAMPLING))
-    nothing = np.zeros(100, np.float32)
-    ids = np.random.default_rng(0).integers(5, 90, (rows, 100)).astype(np.int32)
-    versions, is_trained = np.zeros(100, np.int32), np.arange(100) >= 50
+    length = shared + 100
+    sampling = np.full(length, np.array((1.0, 1.0, 0), SAMPLING))
+    nothing = np.zeros(length, np.float32)
+    random = np.random.default_rng(0)
+    ids = random.integers(5, 90, (rows, length)).astype(np.int32)
+    ids[:, :shared] = random.integers(5, 90, shared)
+    versions, is_trained = np.zeros(length, np.int32), np.arange(length) >= shared + 50
     [microbatch] = pack(
         [Row(own, is_trained, nothing, nothing, versions, sampling, nothing + 1, "g", "s") for own in ids],
-        100 * rows,
+        Packing(shared + 100 * rows),
     )
     parameters = {parameter.untyped_storage().data_ptr() for parameter in network.model.parameters()}
     kept: dict[int, int] = {}
@@ -126,6 +131,37 @@ def kept_bytes(model: str, rows: int, dtype: torch.dtype) -> int:
         scored = network.scores(microbatch)
     assert scored[0].requires_grad
     return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_with_a_long_prompt_keep_no_more_than_others_of_as_many_distinct_tokens(
+    tmp_path: Path, dtype: str
+) -> None:
+    make_policy(str(tmp_path), PolicyConfig(hidden_size=128, num_layers=6), seed=0)
+    alone, sharing = (
+        kept_bytes(str(tmp_path), rows, getattr(torch, dtype), shared)
+        for rows, shared in ((20, 0), (8, 1200))
+    )
+    assert sharing == pytest.approx(alone, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "context", "told"), [(None, 16384, True), (None, 4096, False), (8192, 16384, False)]
+)
+def test_what_the_longest_rows_may_take_is_told_where_passes_grow_with_them(
+    small_policy: str, given: int | None, context: int, told: bool
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "policy": {"model": small_policy, "dtype": "float32"},
+            "engine": {"context_length": context},
+            "train": {"tokens_per_microbatch": given},
+        }
+    )
+    sizes = PolicySizes.of(config)
+    assert sizes is not None
+    four_times = f"but up to {4 * sizes.activations / 1e6:,.0f} MB of activations if rows are as long as"
+    assert (four_times in explained(config)["memory"]) == told
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from sf_core.config.run_config import DtypeName
-from sf_core.training.packing import pack, read_rows
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch import network
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank
@@ -119,7 +120,7 @@ def test_the_base_is_held_once_in_its_dtype(tmp_path: Path, make: Any, dtype: Dt
     expected = base * getattr(torch, dtype).itemsize + factors
     # norms are fused and stay beside that, and there are tables of rotations
     assert expected <= held < 1.02 * expected
-    (microbatch,) = pack(read_rows(BATCHES[0]), 1 << 20)
+    (microbatch,) = pack(read_rows(BATCHES[0]), Packing(1 << 20))
     model.forward([microbatch], lambda _, logprobs, entropies: logprobs.sum())
     assert count_bytes() - before < 1.02 * expected
 
@@ -136,7 +137,7 @@ def count_bytes() -> int:
 
 def test_a_frozen_head_and_embedding_have_no_gradient_and_leave_that_of_the_factors(tmp_path: Path) -> None:
     folder = save_with_adapter(qwen, str(tmp_path))
-    (microbatch,) = pack(read_rows(BATCHES[0]), 1 << 20)
+    (microbatch,) = pack(read_rows(BATCHES[0]), Packing(1 << 20))
     found = []
     for is_frozen in (True, False):
         made = Network(folder, adapter=adapter_of(folder))
@@ -230,7 +231,7 @@ def test_another_version_stands_in_with_its_log_probs_and_the_factors_come_back_
     draw_adapter(f"{other}/adapter", folder, seed=1, dtype=dtype)
     model = make_trainer(folder, dtype).model
     assert isinstance(model, TorchModel)
-    (microbatch,) = pack(read_rows(BATCHES[0]), 1 << 20)
+    (microbatch,) = pack(read_rows(BATCHES[0]), Packing(1 << 20))
 
     def score(of: TorchModel) -> torch.Tensor:
         found: list[torch.Tensor] = []

@@ -14,7 +14,8 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import WorkerDevice
 from sf_core.config.run_config import DtypeName
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.packing import pack, read_rows
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.teacher_folder import find_teacher
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import Ranks, SingleRank
@@ -27,7 +28,7 @@ from tests.bench.trained_runs import BATCHES, start, train_run
 from tests.bench.training.adapters import adapter_of, save_with_adapter
 from tests.bench.training.policies import llama, neox, qwen
 
-(MICROBATCH,) = pack(read_rows(BATCHES[0]), 1 << 20)
+(MICROBATCH,) = pack(read_rows(BATCHES[0]), Packing(1 << 20))
 
 
 def scores_of(model: HeldModel) -> tuple[torch.Tensor, ...]:
@@ -71,7 +72,7 @@ def test_it_has_the_dtype_of_its_folder_and_every_weight_once(tmp_path: Path, dt
 class Nothing:
     """A model that counts how often it rests and wakes."""
 
-    num_shares, share, measures, rests, wakes = 1, 0, True, 0, 0
+    num_shares, share, measures, reads_tries, rests, wakes = 1, 0, True, True, 0, 0
 
     def forward(self, microbatches: Any, loss: Any) -> None:
         raise NotImplementedError

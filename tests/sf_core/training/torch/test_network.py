@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sf_core.models import scoring
-from sf_core.training.packing import pack, read_rows
-from sf_core.training.torch import network
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
 from tests.bench.training.batches import grouped_rows, make_batch
 from tests.bench.training.policies import COMMON, POLICIES, gpt2, qwen
@@ -29,7 +29,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def test_logits_and_gradients_are_those_of_every_row_by_itself(policy_folder: str) -> None:
     network, reference = Network(policy_folder), AutoModelForCausalLM.from_pretrained(policy_folder).eval()
     rows = read_rows(make_batch(grouped_rows(num_groups=3, group_size=4)))
-    for microbatch in pack(rows, max_tokens=120):
+    for microbatch in pack(rows, Packing(120)):
         logits = network.logits(microbatch)
         torch.nn.functional.cross_entropy(logits, microbatch.targets, reduction="sum").backward()
     for row in rows:
@@ -47,7 +47,7 @@ def test_scores_and_their_gradients_are_those_of_the_logits(
 ) -> None:
     monkeypatch.setattr(scoring, "CHUNK_BYTES", rows_at_a_time * 4 * COMMON["vocab_size"])
     batch = make_batch(grouped_rows(num_groups=3, group_size=4), sampling=(0.7, 1.0, 0))
-    (microbatch,) = pack(read_rows(batch), max_tokens=1 << 20)
+    (microbatch,) = pack(read_rows(batch), Packing(1 << 20))
     network, reference = Network(policy_folder), Network(policy_folder)
     logprobs, entropies = network.scores(microbatch)
     everything = (reference.logits(microbatch) / 0.7).log_softmax(-1)
@@ -67,21 +67,7 @@ def test_tokens_times_vocabulary_are_never_held(
     vocabulary = 32768
     make(vocab_size=vocabulary).save_pretrained(tmp_path)
     network = Network(str(tmp_path))
-    (microbatch,) = pack(read_rows(make_batch(grouped_rows(num_groups=32, group_size=8))), 1 << 20)
+    (microbatch,) = pack(read_rows(make_batch(grouped_rows(num_groups=32, group_size=8))), Packing(1 << 20))
     monkeypatch.setattr(scoring, "CHUNK_BYTES", 4 << 20)
     logits = 4 * vocabulary * len(microbatch.targets)
     assert peak_bytes(lambda: network.scores(microbatch)[0].sum().backward()) < logits / 2
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_by_products_is_that_of_the_fused_kernel(kv_heads: int) -> None:
-    torch.manual_seed(0)
-    shapes = [(3, heads, 17, 8) for heads in (4, kv_heads, kv_heads)]
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    taught = torch.randn(shapes[0])
-    found = []
-    for attend in (network._attend, network._attend_by_products):
-        mixed = attend(*inputs)
-        found.append([mixed, *torch.autograd.grad((mixed * taught).sum(), inputs)])
-    for fused, by_products in zip(*found, strict=True):
-        assert_rounded(by_products, fused, FORWARD)

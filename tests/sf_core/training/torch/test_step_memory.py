@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from sf_core.config import RunConfig
 from sf_core.stages.settling.sizes import PolicySizes
-from sf_core.training.packing import pack, read_rows
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trained_model import AdamSettings
@@ -48,7 +49,7 @@ def step(model: TorchModel) -> Phases:
     """The second step of the model: Adam's moments exist."""
     rows = read_rows(make_batch(grouped_rows(num_groups=2, group_size=1, prompt=2, sampled=2)))
     # activations take next to nothing
-    microbatches = list(pack(rows, max_tokens=4))
+    microbatches = list(pack(rows, Packing(4)))
     assert len(microbatches) == 2
     in_losses: list[int] = []
     with Memory() as memory:

@@ -19,7 +19,8 @@ from sf_core.cli.replay import replay
 from sf_core.config.devices import WorkerDevice
 from sf_core.config.run_config import DtypeName
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.packing import pack, read_rows
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.backend import TorchBackend
 from sf_core.training.torch.ranks import SingleRank
 from storage import files
@@ -60,7 +61,7 @@ def test_peft_loads_what_is_published_and_computes_what_the_trainer_does(
     if dtype == "bfloat16":
         base.to(torch.bfloat16).to(torch.float32)
     peft = PeftModel.from_pretrained(base, published).eval()
-    (microbatch,) = pack(read_rows(BATCHES[1]), 1 << 20)
+    (microbatch,) = pack(read_rows(BATCHES[1]), Packing(1 << 20))
     found: list[float] = []
 
     def note(_: Any, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.config import TrainConfig
 from sf_core.config.run_config import DtypeName
-from sf_core.training.packing import read_rows
+from sf_core.training.packing.rows import read_rows
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.teaching import FrozenModels, Name
 from sf_core.training.torch.torch_model import FrozenModel, StandIn, TorchModel

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import PolicyConfig, TrainConfig
 from sf_core.models.builtin import make_policy
 from sf_core.recipes.losses import LossConfig, Tokens
-from sf_core.training.packing import Row, read_rows
+from sf_core.training.packing.rows import Row, read_rows
 from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.teaching import FrozenModels
 from sf_core.training.torch.torch_model import FrozenModel, TorchModel

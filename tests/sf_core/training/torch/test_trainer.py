@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import TrainConfig
 from sf_core.models.scoring import score
 from sf_core.recipes.losses import Clip, Tokens
-from sf_core.training.packing import pack, read_rows
+from sf_core.training.packing.rows import read_rows
+from sf_core.training.packing.rules import Packing, pack
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.step_metrics import MAX_PARTS
 from sf_core.training.torch.torch_model import TorchModel
@@ -161,7 +162,7 @@ def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(
     trainer = make_trainer(two_layer_policy)
     drawn = make_batch(grouped_rows(num_groups=4, group_size=4), group_size=4, sampling=sampling)
     rows = read_rows(drawn)
-    (microbatch,) = pack(rows, max_tokens=1 << 20)
+    (microbatch,) = pack(rows, Packing(1 << 20))
     logits, how = Network(two_layer_policy).logits(microbatch), microbatch.sampling
     scores, _ = score(logits, None, microbatch.targets, how["temperature"], how["top_p"], how["top_k"])
     recorded = scores.tolist()
@@ -244,7 +245,7 @@ def test_rows_without_advantage_weigh_in_the_mean_and_the_metrics_and_have_no_gr
     found = trainer.step(batch)
     rows = read_rows(batch)
     network, losses = Network(two_layer_policy), []
-    for microbatch in pack(rows, 8192):
+    for microbatch in pack(rows, Packing(8192)):
         logprobs, _ = network.scores(microbatch)
         old, advantages = microbatch.logprobs, microbatch.advantages
         losses.append(Clip()(Tokens(logprobs, old, advantages, microbatch.row, len(microbatch.numbers))))
