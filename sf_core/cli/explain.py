@@ -21,8 +21,15 @@ from sf_core.scheduling.plan import (
     priority_of,
     trainer_order_key,
 )
+from sf_core.stages.settling.duration import Estimate
 from sf_core.stages.settling.first_tasks import foresee
-from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes, warn_of_rates
+from sf_core.stages.settling.sizes import (
+    PolicySizes,
+    bytes_of_two_workers,
+    check_memory,
+    explain_sizes,
+    warn_of_rates,
+)
 from sf_core.stages.settling.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import count_parameters, describe_policy, policy_folder
 from storage.tensors.weights import has_weights
@@ -32,10 +39,12 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     """The plan of a run on the workers of `scheduler`, else on those that the run would get.
 
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
-    workers = find_workers(config, scheduler)
+    sizes = PolicySizes.of(config)
+    takes = bytes_of_two_workers(sizes)
+    workers = find_workers(config, scheduler, takes)
     plan = make_plan(workers, config)
-    check_memory(sizes := PolicySizes.of(config), workers)
-    facts = [("pipeline", _pipeline(plan, config)), ("lag bound", _lag(config))]
+    check_memory(sizes, workers)
+    facts = [("pipeline", _pipeline(workers, plan, config)), ("lag bound", _lag(config))]
     folder = folder_to_start_from(config, by_a_worker=True) if config.policy.model else None
     if folder is not None:
         facts.append(("policy", describe_policy(folder)))
@@ -46,6 +55,8 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     if config.rollout.outside_groups:
         facts.append(("outside", _outside(plan, config)))
     facts += explain_sizes(config, sizes).items()
+    if scheduler is None and (duration := Estimate(config, sizes).tell()):
+        facts.append(("time", duration))
     facts += ((f"judge {name}", _judge(name, plan, config)) for name in config.environment.judges)
     facts += (("look at this", sentence) for sentence in (*foresee(config), *warn_of_rates(config, sizes)))
     able = list_able_to_train(workers, config)
@@ -55,7 +66,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
         facts.append(("unknown", f"the devices of {', '.join(unknown)}; {hint}"))
     address = scheduler or scheduler_of(config)
     if address is None:
-        facts.append(("devices", _devices(config)))
+        facts.append(("devices", _devices(config, takes)))
     if address and (held := tell_holders(address, config.run_id)):
         facts.append(("held", f"{held}; a run that starts now waits for them"))
     shown = make_table()
@@ -65,10 +76,10 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     return Group(_table(workers, plan, config), Text(), shown)
 
 
-def _devices(config: RunConfig) -> str:
+def _devices(config: RunConfig, takes: int) -> str:
     """The device of each worker that computes, if the run starts them here."""
     tags = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
-    computing = {n: w for n, w in workers_here(config).items() if tags & {*w.tags}}
+    computing = {n: w for n, w in workers_here(config, takes).items() if tags & {*w.tags}}
     found = ", ".join(f"{name} {worker.device}" for name, worker in computing.items())
     return f"{found}; all other workers use the CPU"
 
@@ -127,11 +138,13 @@ def _why_trainer(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
     return next(reason for reason, a, b in zip(reasons, last, next_best, strict=True) if a != b)
 
 
-def _pipeline(plan: Plan, config: RunConfig) -> str:
+def _pipeline(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
     trainers, others = ", ".join(plan.trainers), ", ".join(plan.rollout)
     lending = "train steps and rollout in turn" if plan.lent else "train steps only"
     meanwhile = f"; {others}: rollout{', during train steps too' if config.overlap else ''}" if others else ""
     decides = "tags and rollout.overlap"
+    if not plan.lent and all("rollout" in worker.tags for worker in workers if worker.name in plan.trainers):
+        decides = f"rollout.overlap; {trainers} would take cores from {others}"
     if lends(config) is False:
         decides = "rollout.overlap; vLLM with train.lora lends no trainer"
     named = config.pipeline or f"{_name(plan, config.overlap)} by {decides}"

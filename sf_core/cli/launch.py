@@ -35,8 +35,9 @@ from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of, w
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
+from sf_core.stages.settling.duration import Estimate
 from sf_core.stages.settling.first_tasks import check_held_out
-from sf_core.stages.settling.sizes import PolicySizes, check_memory, explain_sizes
+from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory, explain_sizes
 from sf_core.stages.settling.stored_config import settle_config
 from sf_core.surroundings import (
     CACHE_DIR,
@@ -94,12 +95,15 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         scheduler = scheduler_of(config)
         if scheduler:
             await_plan(scheduler, config, tell)
-        workers, sizes = find_workers(config), PolicySizes.of(config)
+        sizes = PolicySizes.of(config)
+        takes = bytes_of_two_workers(sizes)
+        workers = find_workers(config, takes=takes)
         if not scheduler:
             make_plan(workers, config)
         check_memory(sizes, workers)
         check_held_out(config, is_trained=flow == "train")
         explained = explain_sizes(config, sizes) if flow == "train" else {}
+        estimate = Estimate(config, sizes) if flow == "train" else None
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.local_dir)
@@ -121,7 +125,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         if scheduler_of(config) is not None:
             stack.stop_s = FREED_S
         try:
-            _run(flow, config, stack, ended, local, console)
+            _run(flow, config, takes, stack, ended, local, console, estimate)
         except StackError as error:
             raise LaunchError(str(error)) from None
         except KeyboardInterrupt:
@@ -147,7 +151,14 @@ def _check_surroundings(config: RunConfig) -> None:
 
 
 def _run(
-    flow: str, config: RunConfig, stack: Supervisor, ended: ExitStack, local: Path, console: Console
+    flow: str,
+    config: RunConfig,
+    takes: int,
+    stack: Supervisor,
+    ended: ExitStack,
+    local: Path,
+    console: Console,
+    estimate: Estimate | None,
 ) -> None:
     """Start the services and the flow, and wait for its end. `ended` is closed after the stack has ended."""
     dataplane = config.dataplane.url or dataplane_url()
@@ -158,7 +169,7 @@ def _run(
         ready = start_services(
             stack,
             local,
-            workers_here(config),
+            workers_here(config, takes),
             api=prefect_api_url(),
             scheduler=scheduler_of(config),
             dataplane=dataplane,
@@ -167,6 +178,8 @@ def _run(
         if dataplane is None:
             ended.callback(_note_end, config, services.dataplane)
         progress.note(f"watch it at {services.api.removesuffix('/api')}")
+        if estimate is not None and (told := estimate.tell()):
+            progress.note(told)
         if config.rollout.outside_groups:
             progress.note(f"agents outside find the data plane at {services.dataplane}")
         file = local / "flow.json"

@@ -225,8 +225,9 @@ class ClusterConfig(Settings):
         }
     )
     """Local workers by name. Not used if `scheduler` is set. The default has the worker r0 for rollout, and
-    the worker t0 for rollout and training. On a machine with one GPU, the default leaves out r0, unless
-    `pipeline` needs r0. Without r0, worker t0 alternates between rollout and training."""
+    the worker t0 for rollout and training. On a machine with one GPU, or without a GPU and with too little
+    memory for two workers, the default leaves out r0, unless `pipeline` needs r0. Without r0, worker t0
+    alternates between rollout and training."""
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
     """Preferred tags of training workers, and preferred tags of rollout workers. The tags have an effect if
     more than `train.workers` workers can train. With {"train": ["h800"], "rollout": ["h20"]}, workers tagged
@@ -294,7 +295,8 @@ class RunConfig(Settings):
     rollout and training. disaggregated: trainers only train, and rollout waits during train steps. async:
     trainers only train, and rollout continues during train steps. multiplexed: trainers also roll out between
     train steps, and the other rollout workers always roll out. Empty: the tags of the workers and
-    `rollout.overlap` decide; with `train.lora` and vLLM, trainers only train."""
+    `rollout.overlap` decide; with `train.lora` and vLLM, and on CPUs that trainers share with other rollout
+    workers, trainers only train."""
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -92,9 +92,9 @@ def scheduler_of(config: RunConfig) -> str | None:
     return config.cluster.scheduler or scheduler_address()
 
 
-def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker]:
-    """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). Raises
-    ValueError if the scheduler cannot be reached."""
+def find_workers(config: RunConfig, scheduler: str | None = None, takes: int = 0) -> list[Worker]:
+    """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). `takes`: as that
+    of `workers_here`. Raises ValueError if the scheduler cannot be reached."""
     if address := scheduler or scheduler_of(config):
         return read_workers(address)
     return [
@@ -103,14 +103,18 @@ def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker
             frozenset(worker.tags),
             find_device(worker.device_kind) if worker.device_kind else None,
             _memory_of(str(worker.device)),
+            "127.0.0.1" if worker.device == "cpu" and not worker.device_kind else None,
         )
-        for name, worker in workers_here(config).items()
+        for name, worker in workers_here(config, takes).items()
     ]
 
 
-def workers_here(config: RunConfig) -> dict[str, WorkerConfig]:
-    """The workers that this machine starts for a run, each with its device. Emulated ones compute nothing."""
-    return local_workers(config, 0 if config.engine.kind == "emulated" else count_gpus())
+def workers_here(config: RunConfig, takes: int = 0) -> dict[str, WorkerConfig]:
+    """The workers that this machine starts for a run, each with its device. Emulated ones compute nothing.
+    `takes`: bytes of the host's memory that all processes take, if one worker samples and another one trains
+    on CPUs."""
+    num_gpus = 0 if config.engine.kind == "emulated" else count_gpus()
+    return local_workers(config, num_gpus, has_room=takes <= int(MEMORY_LIMIT))
 
 
 def _memory_of(device: str) -> int | None:

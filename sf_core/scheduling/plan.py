@@ -58,6 +58,9 @@ class Worker:
     """None if the worker declared none."""
     memory: int | None = None
     """Memory of that device in bytes; None if the worker did not tell."""
+    shared_host: str | None = None
+    """The host on whose cores it computes, as others may; None if it declared a device, has a GPU, or did not
+    tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +100,15 @@ def worker_of(info: Mapping[str, Any]) -> Worker:
             f"a Dask worker with resources {sorted(resources)} needs exactly one resource @NAME; "
             'start it with --resources "TAG=1 @NAME=1"'
         )
-    return Worker(names[0], tags, Device(**device) if device else None, info.get("memory"))
+    own_device = Device(**device) if device else None
+    return Worker(names[0], tags, own_device, info.get("memory"), info.get("shared_host"))
 
 
-def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
+def local_workers(config: RunConfig, num_gpus: int, *, has_room: bool = True) -> dict[str, WorkerConfig]:
     """The workers that a machine with so many GPUs starts, each with its device. A device that is chosen
-    here is never stored: a run may resume on other hardware. Raises ValueError, one sentence, if these GPUs
-    are too few for trainers and engines."""
+    here is never stored: a run may resume on other hardware. `has_room`: whether CPUs have memory for a
+    worker that samples beside one that trains. Raises ValueError, one sentence, if these GPUs are too few for
+    trainers and engines."""
     workers = config.cluster.workers
     # vLLM serves the judges there
     takes = COMPUTING | {"reward"} if config.environment.served_judges else COMPUTING
@@ -115,7 +120,8 @@ def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
             "engine.kind out, so that the built-in engine samples and trains on the same GPU"
         )
     is_default = workers == ClusterConfig().workers
-    if is_default and num_gpus == 1 and config.pipeline in (None, "colocated") and not is_apart:
+    has_one_place = num_gpus == 1 or (num_gpus == 0 and not has_room)
+    if is_default and has_one_place and config.pipeline in (None, "colocated") and not is_apart:
         workers = {name: worker for name, worker in workers.items() if name != "r0"}
     named = {worker.device for worker in workers.values()}
     free = [device for n in range(num_gpus) if (device := f"cuda:{n}") not in named]
@@ -153,6 +159,10 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     names = {worker.name for worker in trainers}
     held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
     lent = lends(config) is not False and all("rollout" in w.tags for w in trainers)
+    computes = config.engine.kind in ("torch", "vllm")
+    if lends(config) is None and computes and _share_cores(trainers, workers, held["rollout"]):
+        # what trainers sample on these cores, the others sample less
+        lent = False
     if not held["rollout"] and not (lent and (trained is not None or config.pipeline != "multiplexed")):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         means += " (engine.kind vllm with train.lora)" if _keeps_engines_apart(config) else ""
@@ -177,6 +187,12 @@ def lends(config: RunConfig) -> bool | None:
     """Whether the pipeline lends trainers to rollout between train steps; None: if their tags allow it."""
     chosen = PIPELINES[config.pipeline].lent
     return False if chosen is None and _keeps_engines_apart(config) else chosen
+
+
+def _share_cores(trainers: Collection[Worker], workers: Collection[Worker], names: Collection[str]) -> bool:
+    """Whether every trainer has the cores of one of the workers of these names."""
+    hosts = {worker.shared_host for worker in workers if worker.name in names} - {None}
+    return all(worker.shared_host in hosts for worker in trainers)
 
 
 def _keeps_engines_apart(config: RunConfig) -> bool:
@@ -265,7 +281,7 @@ def priority_of(worker: Worker, config: RunConfig) -> float | None:
         return None
     return train_priority(
         worker.device,
-        tokens_per_microbatch=config.train.tokens_per_microbatch,
+        tokens_per_microbatch=config.train.pass_tokens,
         max_running=config.engine.max_running,
     )
 

@@ -40,19 +40,25 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
     own_device = Device(**json.loads(device)) if device else device_kind
     published = asdict(own_device) if own_device else None
     resources = worker.state.total_resources
-    memory = _device_memory() if COMPUTING & resources.keys() else None
+    memory, is_shared = _device_memory() if COMPUTING & resources.keys() else (None, False)
+    shared_host = worker.ip if is_shared and own_device is None else None
     # sent with every registration; the scheduler shows it in scheduler_info
-    worker.startup_information |= {"device": lambda _: published, "memory": lambda _: memory}
+    worker.startup_information |= {
+        "device": lambda _: published,
+        "memory": lambda _: memory,
+        "shared_host": lambda _: shared_host,
+    }
     state = WorkerState(worker_of({"resources": resources}).name, worker.ip, own_device)
     await worker.plugin_add(state, name=PLUGIN)
 
 
-def _device_memory() -> int | None:
-    """Memory of the worker's device in bytes; None if workers compute nothing (SF_EMULATED)."""
+def _device_memory() -> tuple[int | None, bool]:
+    """Memory of the worker's device in bytes, and whether the device is the host's CPU, which others use too;
+    None if workers compute nothing (SF_EMULATED)."""
     if computes_nothing():
-        return None
+        return None, False
     import torch
 
     if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(MEMORY_LIMIT)
+        return int(torch.cuda.get_device_properties(0).total_memory), False
+    return int(MEMORY_LIMIT), True

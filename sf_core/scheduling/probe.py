@@ -1,13 +1,19 @@
-"""Measures a device's two roofline figures, by a large matrix product and a large copy."""
+"""Measures devices: their two roofline figures, by a large matrix product and a large copy; and products of
+the shapes of a policy.
+
+    python -m sf_core.scheduling.probe DTYPE WIDTH ROWS
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 
 from sf_core.config.devices import Device
+from sf_core.models.projections import fastest
 
 
 def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device:
@@ -44,6 +50,14 @@ def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device
     )
 
 
+def measure_products(dtype: torch.dtype, width: int, rows: int, seconds: float = 0.2) -> float:
+    """FLOP/s of the CPU in products of [rows, width] by [width, 4 * width], as engines compute them."""
+    inputs, weights = torch.randn(rows, width, dtype=dtype), torch.randn(4 * width, width, dtype=dtype)
+    project = fastest(dtype, torch.device("cpu")).linear(weights, None)
+    taken = _fastest(lambda: project(inputs), lambda: None, seconds)
+    return 8.0 * rows * width**2 / taken
+
+
 def _fastest(work: Callable[[], object], finish: Callable[[], None], seconds: float) -> float:
     """Seconds of the fastest run, after one that warms up."""
     work()
@@ -58,3 +72,8 @@ def _fastest(work: Callable[[], object], finish: Callable[[], None], seconds: fl
         best = min(best, end - start)
         if end > deadline:
             return best
+
+
+if __name__ == "__main__":
+    kind, width, rows = sys.argv[1:]
+    print(measure_products(getattr(torch, kind), int(width), int(rows)))

@@ -36,3 +36,8 @@ def _sentence(output: str) -> str:
     # arguments that do not parse are refused by typer: in a box, below how the command is used
     _, _, box = output.partition("─ Error ─")
     return " ".join(re.sub(r"[─│╭╮╰╯]", " ", box).split())
+
+
+def without_time(plan: str) -> str:
+    """What `sf plan` prints, without the time, which is measured anew each time."""
+    return re.sub(r"time\s+(about|less than)\s.*?per\s+session", "", plan, flags=re.DOTALL)

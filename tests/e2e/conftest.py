@@ -177,10 +177,10 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def quickstart(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """The quickstart as configured, but of 12 iterations, evaluated before and after. For all tests that need
-    a run that learned; they only read it."""
+    """The quickstart as configured, but of 12 iterations, evaluated before and after, with a trainer that is
+    lent. For all tests that need a run that learned; they only read it."""
     folder = tmp_path_factory.mktemp("quickstart")
-    settings = options(run_id="quickstart", train__iterations=12, evaluate__every=12)
+    settings = options(run_id="quickstart", pipeline="multiplexed", train__iterations=12, evaluate__every=12)
     done = sf(folder, "train", CONFIG, *settings, on=cluster.services, quiet_s=540)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_stored_config(str(folder / "runs" / "quickstart"))

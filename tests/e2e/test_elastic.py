@@ -147,7 +147,7 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
 
 
 def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: Cluster) -> None:
-    config = cluster.config("trainer-lost", train={"iterations": 4, "gang_timeout_s": 5})
+    config = cluster.config("trainer-lost", "multiplexed", train={"iterations": 4, "gang_timeout_s": 5})
     with restored(cluster):
         process = cluster.start(config)
         wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
@@ -170,7 +170,7 @@ def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: 
 def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it_is_back(
     cluster: Cluster,
 ) -> None:
-    config = cluster.config("loan-lost", rollout={"overlap": False})
+    config = cluster.config("loan-lost", rollout={"overlap": False}, engine={"kind": "emulated"})
     plane, url = operator_client(cluster.services.dataplane), "/runs/loan-lost"
     with restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
         patience_s = client.run_on_scheduler(give_up_after, 3.0)
@@ -226,7 +226,7 @@ def test_a_run_without_a_trainer_fails_when_none_has_joined_by_its_deadline(clus
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_lease_that_never_began(cluster: Cluster) -> None:
-    config = cluster.config("never-began", train={"iterations": 1}, evaluate={"num_tasks": 1})
+    config = cluster.config("never-began", "multiplexed", train={"iterations": 1}, evaluate={"num_tasks": 1})
     with Client(cluster.services.scheduler, set_as_default=False) as client:
         over = Event("never-began", client=client)
         busy = client.submit(lambda: Event("never-began").wait(600), resources={"@r0": 1}, priority=1)

@@ -138,7 +138,6 @@ def test_conversations_rendered_again_give_the_exported_ids(quickstart: RunConfi
 
 
 def test_devices_sample_while_others_train(quickstart: RunConfig) -> None:
-    """Without a pipeline, tags and overlap make it multiplexed."""
     assert holders(quickstart, "rollout") == {"r0", "t0"}
     assert holders(quickstart, "train") == {"t0"}
     steps = spans(quickstart, "train")

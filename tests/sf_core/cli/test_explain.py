@@ -95,7 +95,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             },
         ),
         (
-            {"r0": R0, "t0": BOTH},
+            {"r0": R0, "t0": BOTH | {"device_kind": "h20"}},
             {},
             {
                 "pipeline": "multiplexed by tags and rollout.overlap; "
@@ -104,8 +104,16 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
                 "c0": "cpu filters, publishes, evaluates",
             },
         ),
+        (
+            {"r0": R0, "t0": BOTH},
+            {},
+            {
+                "pipeline": "async by rollout.overlap; t0 would take cores from r0; "
+                "t0: train steps only; r0: rollout, during train steps too",
+            },
+        ),
     ],
-    ids=["colocated", "outside", "disaggregated", "async", "multiplexed", "by-tags"],
+    ids=["colocated", "outside", "disaggregated", "async", "multiplexed", "by-tags", "shared-cores"],
 )
 def test_every_pipeline_is_put_into_words(
     write: Any, devices: dict[str, Any], settings: dict[str, Any], said: dict[str, str]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,6 +20,31 @@ def workers(**tags: str) -> list[Worker]:
 def test_the_quickstart_cluster_lends_its_trainer() -> None:
     plan = make_plan(workers(r0="rollout", t0="rollout train", a0="agent", c0="cpu"), RunConfig())
     assert (plan.rollout, plan.trainers, plan.lent, plan.agent) == (("r0",), ("t0",), True, ("a0",))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "is_lent"),
+    [
+        pytest.param({"t0": "a", "r0": "a"}, {}, False, id="one host"),
+        pytest.param({"t0": "a", "r0": "b"}, {}, True, id="two hosts"),
+        pytest.param({"t0": "a"}, {}, True, id="the other has a device of its own"),
+        pytest.param({}, {}, True, id="both have one"),
+        pytest.param({"t0": "a", "r0": "a"}, {"pipeline": "multiplexed"}, True, id="by the user's choice"),
+        pytest.param({"t0": "a", "r0": "a"}, {"engine": {"kind": "emulated"}}, True, id="nothing computes"),
+    ],
+)
+def test_a_trainer_whose_cores_sample_already_is_not_lent(
+    hosts: dict[str, str], settings: dict[str, Any], is_lent: bool
+) -> None:
+    found = [
+        replace(worker, shared_host=hosts.get(worker.name))
+        for worker in workers(r0="rollout", t0="rollout train", a0="agent", c0="cpu")
+    ]
+    plan = make_plan(found, RunConfig.model_validate(settings))
+    assert (plan.rollout, plan.trainers, plan.lent) == (("r0",), ("t0",), is_lent)
+    # it is lent where nobody else samples
+    alone = make_plan([worker for worker in found if worker.name != "r0"], RunConfig())
+    assert (alone.rollout, alone.trainers, alone.lent) == ((), ("t0",), True)
 
 
 def test_a_pure_trainer_is_preferred_and_never_lent() -> None:
@@ -375,6 +401,19 @@ def test_the_default_workers_of_any_machine_can_run_any_pipeline(num_gpus: int, 
     config = RunConfig.model_validate({"pipeline": pipeline})
     workers = [Worker(name, frozenset(w.tags)) for name, w in local_workers(config, num_gpus).items()]
     assert make_plan(workers, config).trainers == ("t0",)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2])
+def test_without_room_for_two_workers_a_cpu_has_one(num_gpus: int) -> None:
+    config = RunConfig()
+    assert ("r0" in local_workers(config, num_gpus, has_room=False)) == (num_gpus == 2)
+    assert "r0" in local_workers(config, 0)
+    own = {name: worker.model_dump() for name, worker in config.cluster.workers.items()}
+    own["r0"]["threads"] = 1
+    of_the_user = RunConfig.model_validate({"cluster": {"workers": own}})
+    assert "r0" in local_workers(of_the_user, num_gpus, has_room=False)
+    needs_both = RunConfig.model_validate({"pipeline": "async"})
+    assert "r0" in local_workers(needs_both, num_gpus, has_room=False)
 
 
 ADAPTER_IN_VLLM: dict[str, Any] = {"engine": {"kind": "vllm"}, "train": {"lora": {}}}

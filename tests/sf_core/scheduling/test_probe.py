@@ -1,7 +1,10 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from sf_core.scheduling.probe import measure_device
+from sf_core.scheduling.probe import measure_device, measure_products
 
 
 def test_a_probe_measures_this_machine_within_what_a_cpu_can_be() -> None:
@@ -14,6 +17,14 @@ def test_a_probe_measures_this_machine_within_what_a_cpu_can_be() -> None:
     # one core: from a busy small one to more than any has
     assert 1e8 < device.peak_flops < 1e13
     assert 1e8 < device.bandwidth < 1e12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_a_policy_are_measured_by_a_command(dtype: str) -> None:
+    assert 1e7 < measure_products(getattr(torch, dtype), 256, 64, seconds=0.01) < 1e14
+    command = [sys.executable, "-m", "sf_core.scheduling.probe", dtype, "256", "64"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert 1e7 < float(told) < 1e14
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -129,7 +129,7 @@ def test_a_worker_is_forked_from_a_template_that_has_its_modules_and_settings(
     worker_bench: WorkerBench,
 ) -> None:
     process = worker_bench.sf_worker("t2", "--tags", "train", "--threads", "3", SF_EMULATED="")
-    worker_bench.await_worker(process)
+    assert worker_bench.await_worker(process).shared_host == "127.0.0.1", "it computes on the host's CPU"
     await_nanny(worker_bench, "t2")
     nanny, template, first = psutil.Process(process.pid()), template_of(process.pid()), tasks_process(process)
     assert template is not None

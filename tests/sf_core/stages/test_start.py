@@ -303,7 +303,7 @@ def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
     file = tmp_path / "run.yaml"
     file.write_text(f"storage: {{root: {tmp_path}}}\nengine: {{max_running: 2000000000}}\n", encoding="utf-8")
     code, output = sf(command, str(file))
-    assert code != 0 and "worker r0 has " in output, output
+    assert code != 0 and "worker t0 has " in output, output
     assert "for the KV cache of 2000000000 requests (engine.max_running)" in output
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
