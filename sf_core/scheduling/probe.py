@@ -50,8 +50,10 @@ def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device
     )
 
 
-def measure_products(dtype: torch.dtype, width: int, rows: int, seconds: float = 0.2) -> float:
-    """FLOP/s of the CPU in products of [rows, width] by [width, 4 * width], as engines compute them."""
+def measure_products(dtype: torch.dtype, width: int, rows: int, seconds: float = 0.5) -> float:
+    """FLOP/s of one core in products of [rows, width] by [width, 4 * width], as engines compute them. One
+    thread, because several wait for each other where other processes run too."""
+    torch.set_num_threads(1)
     inputs, weights = torch.randn(rows, width, dtype=dtype), torch.randn(4 * width, width, dtype=dtype)
     project = fastest(dtype, torch.device("cpu")).linear(weights, None)
     taken = _fastest(lambda: project(inputs), lambda: None, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.environments.registry import draw_tasks
 from sf_core.scheduling.cluster import scheduler_of, workers_here
+from sf_core.scheduling.worker import MAX_THREADS
 from sf_core.stages.settling.sizes import PolicySizes
 
 _ANSWERED_PART = 0.5
@@ -17,7 +19,7 @@ _ANSWERED_PART = 0.5
 _CHARACTERS = 3
 """Characters of a prompt per token, about."""
 
-_SAMPLING_PART, _TRAINING_PART = 0.5, 0.65
+_SAMPLING_PART, _TRAINING_PART = 0.35, 0.48
 """Parts of the measured FLOP/s that sampling and training reach (benchmarks.real_model)."""
 
 _SESSION_S, _ITERATION_S, _START_S = 0.005, 1.0, 30.0
@@ -49,7 +51,7 @@ class Estimate:
             return None
         try:
             told, _ = self._process.communicate(timeout=_PATIENCE_S)
-            flops = float(told)
+            flops = float(told) * min(os.cpu_count() or 1, MAX_THREADS)
         except (subprocess.TimeoutExpired, ValueError):
             self._process.kill()
             return None

@@ -21,7 +21,11 @@ def test_a_probe_measures_this_machine_within_what_a_cpu_can_be() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_of_a_policy_are_measured_by_a_command(dtype: str) -> None:
-    assert 1e7 < measure_products(getattr(torch, dtype), 256, 64, seconds=0.01) < 1e14
+    threads = torch.get_num_threads()
+    try:
+        assert 1e7 < measure_products(getattr(torch, dtype), 256, 64, seconds=0.01) < 1e14
+    finally:
+        torch.set_num_threads(threads)
     command = [sys.executable, "-m", "sf_core.scheduling.probe", dtype, "256", "64"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert 1e7 < float(told) < 1e14
