@@ -119,7 +119,7 @@ def run_ours(folder: str, warm_steps: int, rule: str) -> dict[str, Any]:
 
 
 def run_trl(folder: str, warm_steps: int, micro_batches: str) -> dict[str, Any]:
-    """With the fastest of these numbers of rows to a micro-batch."""
+    """Figures of TRL with the number of rows per micro-batch that is fastest."""
     peer = [str(trl_side.ensure_venv()), "-m", "benchmarks.peers.trl_step", folder]
     trl: dict[str, Any] = {"tokens_per_second": 0.0}
     for micro in micro_batches.split(","):

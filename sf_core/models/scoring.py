@@ -165,7 +165,8 @@ class _Score(torch.autograd.Function):
         # summed in float32, because there are many chunks; a frozen head has none
         is_learned = head is not None and ctx.needs_input_grad[1]
         # they are overwritten: a second backward pass makes others
-        kept, ctx.kept = ctx.kept, None
+        kept = ctx.kept
+        ctx.kept = None
         in_one = is_learned and ctx.fast_head and kept is not None
         to_head = torch.zeros_like(head, dtype=torch.float32) if is_learned and not in_one else None
         their_outputs, their_head = theirs if of_divergences is not None else (None, None)

@@ -43,5 +43,6 @@ def _answer(call: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # what libraries print is no answer
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     json.dump(_answer(sys.stdin.read()), answers)

@@ -33,7 +33,8 @@ class Estimate:
     """Measures products of the policy's size, in a process of its own while others start."""
 
     def __init__(self, config: RunConfig, sizes: PolicySizes | None) -> None:
-        self._sizes, self._process = sizes, None
+        self._sizes = sizes
+        self._process: subprocess.Popen[str] | None = None
         if sizes is not None and _computes_here(config):
             self._process = subprocess.Popen(
                 [
@@ -79,7 +80,8 @@ def count_seconds(sizes: PolicySizes, flops: float) -> float:
     rollout, evaluate, iterations = config.rollout, config.evaluate, config.train.iterations
     answer = _ANSWERED_PART * rollout.turn_tokens
     prompt = _prompt_tokens(config)
-    groups, sessions = rollout.groups_per_batch, rollout.groups_per_batch * rollout.group_size
+    groups = rollout.groups_per_batch
+    sessions = groups * rollout.group_size
     per_token = 2.0 * sizes.parameters
     sampled = per_token * (groups * prompt + sessions * answer)
     trained = 3 * per_token * (groups * prompt + sessions * answer)

@@ -164,7 +164,9 @@ def _group(blocks: Sequence[_Block], most_keys: int) -> Iterator[list[_Block]]:
         if together and (is_other or is_padded or number * width > most_keys):
             yield together
             together = []
-            needed, longest, width = one.length * one.end, one.length, one.end
+            needed = one.length * one.end
+            longest = one.length
+            width = one.end
         together.append(one)
     yield together
 
@@ -221,7 +223,7 @@ class _Products(torch.autograd.Function):
 def _attend_in_whole_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: torch.Tensor | None
 ) -> torch.Tensor:
-    """By products as well, as steps were computed that `_starts_by_padded_tokens` packed."""
+    """Attention by products over whole rows. Steps with the rule `padded` are computed this way."""
     heads, length, width = q.shape[1:]
     shared = heads // k.shape[1]
     queries, k, v = q.unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
