@@ -37,7 +37,7 @@ COMMANDS = {
     "quickstart_vs_trl": "benchmarks.quickstart_vs_trl",
     "real_model": "benchmarks.real_model",
     "trainer": "benchmarks.trainer",
-    "long_rows": "benchmarks.trainer --prompts 128,2048,8192 --sampled 512",
+    "long_rows": "benchmarks.trainer --prompts 128,2048,8192 --sampled 512 --warm-steps 1",
     "recipes": "benchmarks.recipes",
     # after `sf train quickstart --set run_id=teacher`
     "teachers": "benchmarks.teachers runs/teacher@40",
