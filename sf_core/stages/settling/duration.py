@@ -77,7 +77,9 @@ def count_seconds(sizes: PolicySizes, flops: float) -> float:
     """Seconds of the run at so many FLOP/s. Each product counts 2 FLOP per weight and token; the backward
     pass has two for each of the forward pass."""
     config = sizes.config
-    rollout, evaluate, iterations = config.rollout, config.evaluate, config.train.iterations
+    rollout = config.rollout
+    evaluate = config.evaluate
+    iterations = config.train.iterations
     answer = _ANSWERED_PART * rollout.turn_tokens
     prompt = _prompt_tokens(config)
     groups = rollout.groups_per_batch

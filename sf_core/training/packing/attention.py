@@ -226,8 +226,9 @@ def _attend_in_whole_rows(
     """Attention by products over whole rows. Steps with the rule `padded` are computed this way."""
     heads, length, width = q.shape[1:]
     shared = heads // k.shape[1]
-    queries, k, v = q.unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    scores = torch.bmm(queries, k.transpose(1, 2)).float() * width**-0.5
+    queries = q.unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1)
+    keys = k.flatten(0, 1)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).float() * width**-0.5
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
     weights = scores.masked_fill_(hidden.repeat(shared, 1), -torch.inf).softmax(-1)
-    return torch.bmm(weights.to(v.dtype), v).view(q.shape)
+    return torch.bmm(weights.to(v.dtype), v.flatten(0, 1)).view(q.shape)

@@ -114,7 +114,8 @@ class Microbatch:
 def make_microbatch(rows: Sequence[Row], rule: PackingRule, bound: int) -> Microbatch:
     """The trie of rows that are sorted by their tokens."""
     grid = np.zeros((len(rows), max(row.length for row in rows)), dtype=np.int64)
-    starts, num_tokens = [], 0
+    starts = []
+    num_tokens = 0
     for line, row in enumerate(rows):
         shared = common_prefix(rows[line - 1], row) if line else 0
         grid[line, :shared] = grid[line - 1, :shared]
@@ -122,7 +123,8 @@ def make_microbatch(rows: Sequence[Row], rule: PackingRule, bound: int) -> Micro
         starts.append(shared)
         num_tokens += row.length - shared
     own = [np.arange(start, row.length) for start, row in zip(starts, rows, strict=True)]
-    depths, seen = own, {}
+    depths = own
+    seen = {}
     if any(row.seen for row in rows):
         depths = [place_tokens(row.length, row.seen)[i] for row, i in zip(rows, own, strict=True)]
         seen = _find_shown(rows, own)

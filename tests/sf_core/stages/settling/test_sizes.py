@@ -103,8 +103,8 @@ def test_the_tower_of_a_policy_that_sees_is_held_by_each_rank_and_not_trained(tm
 
 
 def kept_bytes(model: str, rows: int, dtype: torch.dtype, shared: int = 0) -> int:
-    """Bytes that a forward pass over rows keeps, beside the parameters: each has 100 tokens of its own after
-    `shared` tokens of a prompt."""
+    """Bytes that a forward pass over so many rows keeps for the backward pass, without the parameters. All
+    rows begin with the same `shared` tokens, and then each has 100 tokens of its own."""
     network = Network(model)
     network.model.to(dtype)
     length = shared + 100
