@@ -2,7 +2,8 @@
 hand-over from one tag to the other up to the first work done.
 
 Runs configs/quickstart.yaml like `make run`, with fewer iterations; the first two and the last do not count.
-No baseline: other trainers have no such iterations. Aims: 0.5 s without a stage at work, 10 % and 20 % idle.
+`lent` is the same with `pipeline=multiplexed`: the worker that trains also samples, on the same cores. Only
+there is a device handed over. Aims: 0.5 s without a stage at work, 10 % and 20 % idle.
 
     python -m benchmarks.quickstart
 """
@@ -31,6 +32,12 @@ WARMUP = 2
 
 
 def main(iterations: int = 23) -> None:
+    line = run_quickstart(iterations) | {"lent": run_quickstart(iterations, "multiplexed")}
+    print(json.dumps(line))
+
+
+def run_quickstart(iterations: int, pipeline: str = "") -> dict[str, object]:
+    """Figures of the quickstart with this pipeline; empty: the one that the run chooses."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         env = {
@@ -47,9 +54,11 @@ def main(iterations: int = 23) -> None:
                 "dataplane.url": services.dataplane,
                 "storage.root": folder,
             }
+            if pipeline:
+                places["pipeline"] = pipeline
             config = load_config(str(CONFIG), [f"{name}={value}" for name, value in places.items()])
             run_flow(config, folder, {**stack.env, **services.addresses})
-        print(json.dumps(measure(RunDirectory(config.run_dir))))
+        return measure(RunDirectory(config.run_dir))
 
 
 def measure(run: RunDirectory) -> dict[str, object]:
@@ -83,9 +92,11 @@ def _idle(figures: list[DeviceFigures], worker: str) -> float:
     return round(idle / sum(figure.seconds for figure in figures), 3)
 
 
-def _hand_over(figures: list[DeviceFigures], to: str) -> float:
+def _hand_over(figures: list[DeviceFigures], to: str) -> float | None:
+    """Mean seconds of a hand-over; None if no device was handed over."""
     costs = [switch.seconds for figure in figures for switch in figure.switches if switch.to == to]
-    return round(statistics.mean(cost for cost in costs if cost is not None), 3)
+    known = [cost for cost in costs if cost is not None]
+    return round(statistics.mean(known), 3) if known else None
 
 
 if __name__ == "__main__":

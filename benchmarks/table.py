@@ -249,13 +249,16 @@ ROWS = (
     Row(
         "quickstart",
         "quickstart: seconds per iteration, seconds per iteration without a running stage, idle share of the "
-        "worker that samples, idle share of the worker that also trains",
+        "worker that samples, idle share of the worker that trains on the same cores",
         "{seconds_per_iteration:.2f}, {seconds_without_a_stage:.2f}, {idle[r0]:.0%}, {idle[t0]:.0%}",
+        "{lent[seconds_per_iteration]:.2f}, {lent[seconds_without_a_stage]:.2f}, {lent[idle][r0]:.0%}, "
+        "{lent[idle][t0]:.0%}, `pipeline=multiplexed`",
     ),
     Row(
         "quickstart",
-        "quickstart: seconds from a switch to the first completed work: to training, back to sampling",
-        "{to_train_seconds:.2f}, {to_rollout_seconds:.2f}",
+        "quickstart with `pipeline=multiplexed`: seconds from a switch to the first completed work: to "
+        "training, back to sampling",
+        "{lent[to_train_seconds]:.2f}, {lent[to_rollout_seconds]:.2f}",
     ),
     *(
         Row(
