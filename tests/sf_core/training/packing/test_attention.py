@@ -70,5 +70,7 @@ def test_each_token_attends_to_its_row_once_and_its_gradients_are_those_of_all_r
             for attend in (RowAttention(microbatch, torch.float32), None):
                 mixed = of_each_row(*inputs, microbatch) if attend is None else attend(*inputs)
                 found.append([mixed, *torch.autograd.grad((mixed * taught).sum(), inputs)])
+            # where a token sees only itself, the gradient of its query is 0 or a rounding
+            scale = max(float(theirs.abs().max()) for theirs in found[1])
             for ours, theirs in zip(*found, strict=True):
-                assert_rounded(ours, theirs, FORWARD)
+                assert_rounded(ours, theirs, FORWARD, scale=scale)
