@@ -152,8 +152,8 @@ class M2po(PolicyLoss):
         kept = int(np.searchsorted(means, self.budget, side="right"))
         if kept == squares.size:
             return Clip(low=1.0, high=np.exp(MAX_LOG_RATIO), cap=None)
-        # the first that is beyond the bound is clipped to it, and so are equal ones
-        bound = float(np.sqrt(squares[kept - 1])) if kept else 0.0
+        # between the last that stays and the first that is clipped: at one of them, rounding would decide
+        bound = float(np.sqrt(squares[kept - 1]) + np.sqrt(squares[kept])) / 2 if kept else 0.0
         return Clip.model_construct(low=1.0 - np.exp(-bound), high=np.exp(bound) - 1.0, cap=None)
 
     def __call__(self, tokens: Tokens) -> Tensor:

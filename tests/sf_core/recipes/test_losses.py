@@ -136,12 +136,15 @@ def test_plain_has_no_ratio() -> None:
 
 
 def brute_force_bound(log_ratios: list[float], advantages: list[float], budget: float) -> float | None:
-    """Drop the largest of those that clipping could bind until the mean is within the budget."""
+    """Drop the largest of those that clipping could bind until the mean is within the budget. The bound is in
+    the middle between the largest that stays and the last that was dropped."""
     squares = sorted(r * r for r, a in zip(log_ratios, advantages, strict=True) if r * a > 0)
     whole = len(squares)
     while squares and sum(squares) / len(squares) > budget:
-        squares.pop()
-    return None if len(squares) == whole else math.sqrt(squares[-1]) if squares else 0.0
+        dropped = squares.pop()
+    if len(squares) == whole:
+        return None
+    return (math.sqrt(squares[-1]) + math.sqrt(dropped)) / 2 if squares else 0.0
 
 
 @given(
