@@ -30,7 +30,7 @@ differently: its weights differed by 6e-6 on an AMD EPYC, by the code of db999c5
 
 
 MADE_IN = Path("/tmp/readers/old/runs")
-"""Folder in which the run was made. Its journal names files there, so a resume needs them there."""
+"""Folder in which the run was made. Its journal names files there, so a resume of a copy needs it."""
 
 
 def unpack(folder: Path) -> RunDirectory:
@@ -45,9 +45,10 @@ def earlier(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def earlier_in_place() -> Iterator[RunDirectory]:
+def original() -> Iterator[None]:
     shutil.rmtree(MADE_IN, ignore_errors=True)
-    yield unpack(MADE_IN)
+    unpack(MADE_IN)
+    yield
     shutil.rmtree(MADE_IN)
 
 
@@ -80,10 +81,9 @@ def test_a_finished_run_with_maps_is_replayed_exported_inspected_and_reported(
 
 
 def test_a_stopped_run_with_maps_goes_on_with_lists(
-    cluster: Cluster, earlier_in_place: RunDirectory, tmp_path: Path
+    cluster: Cluster, earlier: RunDirectory, original: None, tmp_path: Path
 ) -> None:
     """It was killed before the filter of iteration 1, and while it wrote into a folder that readers open."""
-    earlier = earlier_in_place
     trained = earlier.read_committed(1, "train")
     for stage in ("filter", "train", "publish"):
         files.remove(earlier.manifest_file(1, stage))
