@@ -6,6 +6,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 import orjson
@@ -18,6 +19,7 @@ from sf_core.config import RolloutConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.endpoint import send_body
+from sf_core.engines.registry import ENGINES
 from storage.run_directory import RunDirectory
 
 LOOK_S = 0.5
@@ -33,7 +35,11 @@ def find_policy(place: str, engine: str) -> Policy:
     if uri and not version.isdecimal():
         uri = ""  # the @ is part of the name
     kind = "torch" if engine == "builtin" else engine
-    return open_stored(find_run(uri or place), int(version) if uri else None, kind)
+    run = find_run(uri or place)
+    if ENGINES[kind].needs_torch:
+        # this process loads it in any case, so what asks for torch on the way asks no other process
+        import_module("torch")
+    return open_stored(run, int(version) if uri else None, kind)
 
 
 def choose_key(host: str, key: str | None) -> str:

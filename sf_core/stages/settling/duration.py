@@ -28,6 +28,9 @@ _SESSION_S, _ITERATION_S, _START_S = 0.005, 1.0, 30.0
 _PROMPTS = 16
 _PATIENCE_S = 60.0
 
+_measured: dict[tuple[str, ...], float] = {}
+"""FLOP/s of one core, by dtype, width and rows of the products."""
+
 
 class Estimate:
     """Measures products of the policy's size, in a process of its own while others start."""
@@ -35,28 +38,33 @@ class Estimate:
     def __init__(self, config: RunConfig, sizes: PolicySizes | None) -> None:
         self._sizes = sizes
         self._process: subprocess.Popen[str] | None = None
+        self._products: tuple[str, ...] = ()
         if sizes is not None and _computes_here(config):
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "sf_core.scheduling.probe"),
-                    *(sizes.config.policy.dtype_name, f"{sizes.width}", f"{config.engine.max_running}"),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
+            self._products = (
+                sizes.config.policy.dtype_name,
+                f"{sizes.width}",
+                f"{config.engine.max_running}",
             )
+            if self._products not in _measured:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "sf_core.scheduling.probe", *self._products],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
 
     def tell(self) -> str | None:
         """The estimate, as a sentence; None if nothing was measured."""
-        if self._process is None or self._sizes is None:
+        if self._sizes is None or not self._products:
             return None
-        try:
-            told, _ = self._process.communicate(timeout=_PATIENCE_S)
-            flops = float(told) * min(os.cpu_count() or 1, MAX_THREADS)
-        except (subprocess.TimeoutExpired, ValueError):
-            self._process.kill()
-            return None
-        return describe(self._sizes, flops)
+        if self._process is not None:
+            try:
+                told, _ = self._process.communicate(timeout=_PATIENCE_S)
+                _measured[self._products] = float(told)
+            except (subprocess.TimeoutExpired, ValueError):
+                self._process.kill()
+                return None
+        return describe(self._sizes, _measured[self._products] * min(os.cpu_count() or 1, MAX_THREADS))
 
 
 def describe(sizes: PolicySizes, flops: float) -> str:

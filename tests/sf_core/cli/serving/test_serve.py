@@ -70,57 +70,45 @@ def test_the_newest_policy_answers_public_clients_and_leaves_nothing(
     assert list_files(published_run.uri) == files
 
 
-def test_sessions_are_recorded_only_in_the_folder_that_is_named(
+def test_a_session_is_recorded_in_the_folder_that_is_named_with_the_temperature_that_was_used(
     published_run: RunDirectory, tmp_path: Path
 ) -> None:
     record = tmp_path / "kept"
     served = Served(f"{published_run.uri}@2", "--record", str(record), log=tmp_path / "log")
+    own = {"Authorization": f"Bearer {KEY}"}
     try:
         assert '{"run_id": "kept"}' in served.output
-        with httpx.Client(
-            base_url=served.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=patience()
-        ) as http:
+        with httpx.Client(base_url=served.url, headers=own, timeout=patience()) as http:
             session = http.post("/sessions", json={"run_id": "kept", "task_id": "one"}).json()
             with openai.OpenAI(base_url=session["base_url"], api_key=KEY) as client:
                 client.chat.completions.create(
-                    model="policy", messages=[{"role": "user", "content": "hi"}], max_tokens=4
+                    model="policy",
+                    messages=[{"role": "user", "content": "hi"}],
+                    max_tokens=4,
+                    temperature=0.5,
                 )
-            report = {"status": "finished", "reward": 0.5}
-            ended = http.post(f"/sessions/{session['session_id']}/finish", json=report)
-            assert ended.status_code == 200, ended.text
-    finally:
-        served.end()
-    [uri] = RunDirectory(str(record)).list_partitions("opened")[2]
-    assert read_trajectories(uri)["task_id"].to_pylist() == ["one"]
-
-
-def test_no_temperature_ends_the_engine_and_what_is_used_is_recorded(
-    published_run: RunDirectory, tmp_path: Path
-) -> None:
-    record = tmp_path / "kept"
-    served = Served(published_run.uri, "--record", str(record), log=tmp_path / "log")
-    own = {"Authorization": f"Bearer {KEY}"}
-    try:
-        with httpx.Client(base_url=served.url, headers=own, timeout=patience()) as http:
-            session = http.post("/sessions", json={"run_id": "kept"}).json()["session_id"]
+            # temperatures at which a division by them overflows
             for temperature in (1e-38, 1e-44):
                 body = {"model": "policy", "temperature": temperature, "max_tokens": 4}
                 chat = body | {"messages": [{"role": "user", "content": "hi"}]}
                 for path, asked in (
                     ("/v1/completions", body | {"prompt": "hi", "top_p": 1e-44, "top_k": 2**63 - 1}),
                     ("/v1/messages", chat),
-                    (f"/sessions/{session}/v1/chat/completions", chat),
+                    (f"/sessions/{session['session_id']}/v1/chat/completions", chat),
                 ):
                     answered = http.post(path, json=asked)
                     assert answered.status_code == 200, answered.text
-            http.post(f"/sessions/{session}/finish", json={"status": "finished", "reward": 0.5})
+            report = {"status": "finished", "reward": 0.5}
+            ended = http.post(f"/sessions/{session['session_id']}/finish", json=report)
+            assert ended.status_code == 200, ended.text
         assert served.process.poll() is None
     finally:
         served.end()
-    [uri] = RunDirectory(str(record)).list_partitions("opened")[3]
-    [turns, *_] = read_trajectories(uri)["turns"].to_pylist()
-    sampled = [turn["temperature"] for turn in turns if turn["temperature"] is not None]
-    assert sampled == [pytest.approx(0.01)] * len(sampled) and sampled
+    [uri] = RunDirectory(str(record)).list_partitions("opened")[2]
+    recorded = read_trajectories(uri)
+    assert set(recorded["task_id"].to_pylist()) == {"one"}
+    used = {turn["temperature"] for turns in recorded["turns"].to_pylist() for turn in turns}
+    assert sorted(used - {None}) == pytest.approx([0.01, 0.5])
 
 
 def test_a_request_that_makes_the_forward_pass_fail_is_refused_and_the_engine_goes_on(
