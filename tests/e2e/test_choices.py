@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import read_outcomes
 from tests.e2e.conftest import Cluster
@@ -25,6 +27,8 @@ CHOOSING: dict[str, Any] = {
 }
 
 
+# kills are in test_resume.py, choices in tests/sf_core/dataplane/runs/test_curriculum_replay.py
+@pytest.mark.nightly
 def test_what_is_killed_in_the_second_stage_leaves_every_group_told_once(cluster: Cluster) -> None:
     none = dict.fromkeys(("tasks", "agent", "reward"))
     environment = {"name": "tests.e2e.parts_package:Echoes", **none}

@@ -19,6 +19,8 @@ ENVIRONMENT = {"name": "quickstart", "tasks": None, "agent": None, "reward": Non
 ENGINE = {"kind": "torch", "script": None}
 
 
+# kills are in test_resume.py, steps with a teacher in tests/sf_core/training/torch/test_teaching.py
+@pytest.mark.nightly
 def test_a_version_of_a_run_teaches_another_one_whatever_is_killed_and_each_step_can_be_replayed(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import psutil
+import pytest
 from safetensors.torch import load_file, save_file
 
 from sf_core.config import PolicyConfig
@@ -29,6 +30,8 @@ def make_judge(folder: Path) -> str:
     return str(folder)
 
 
+# its server is in tests/sf_core/engines/vllm/test_judge_server.py, judging in tests/sf_core/agents/judges
+@pytest.mark.nightly
 def test_the_recipe_judges_every_answer_by_a_model_that_a_worker_serves(vllm: str, tmp_path: Path) -> None:
     small = options(
         run_id="judged",

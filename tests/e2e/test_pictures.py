@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from safetensors.torch import load_file, save_file
 
 from sf_core.cli.replay import replay
@@ -77,6 +78,8 @@ def shown(config: RunConfig) -> list[dict[str, Any]]:
     return [span for row in rows for span in row["images"]]
 
 
+# kills are in test_resume.py, runs that see in tests/sf_core/stages/test_seeing_runs.py
+@pytest.mark.nightly
 def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_replayed(
     cluster: Cluster,
 ) -> None:

@@ -26,7 +26,7 @@ PACED = {
 }
 
 
-@pytest.mark.parametrize("pipeline", ["disaggregated", "async"])
+@pytest.mark.parametrize("pipeline", [pytest.param("disaggregated", marks=pytest.mark.nightly), "async"])
 def test_a_pipeline_says_who_samples_and_whether_training_is_waited_for(
     cluster: Cluster, pipeline: str
 ) -> None:

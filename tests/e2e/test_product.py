@@ -45,6 +45,8 @@ def files_of_sessions(config: RunConfig) -> Counter[str]:
     return found
 
 
+# sessions of clients are in tests/sf_core/dataplane/runs/test_external.py
+@pytest.mark.nightly
 def test_a_product_teaches_the_policy_whatever_is_killed(cluster: Cluster, desk: Desk) -> None:
     config = cluster.config(
         "product",

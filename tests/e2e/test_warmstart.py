@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from sf_core.cli.replay import replay
@@ -16,6 +17,8 @@ from tests.e2e.conftest import Cluster
 from tests.patience import wait_until
 
 
+# kills are in test_resume.py, warm starts in tests/sf_core/stages/test_warmstart.py
+@pytest.mark.nightly
 def test_a_model_is_warmed_up_whatever_is_killed_and_each_step_can_be_replayed(
     cluster: Cluster, tmp_path: Path
 ) -> None:

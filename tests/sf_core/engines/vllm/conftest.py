@@ -27,6 +27,16 @@ from tests.bench.engines.model_folders import SIZE, ModelFolders, write_tokenize
 CONTEXT = 320
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Servers with adapters or pictures keep what every engine promises too: that is checked nightly."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.stem in ("test_adapters", "test_seeing"):
+            assert isinstance(item, pytest.Function)
+            if item.function.__qualname__.startswith(("EngineTests.", "FolderEngineTests.")):
+                item.add_marker(pytest.mark.nightly)
+
+
 class Policies:
     """Weights by version; the folder of version 0 is the start folder."""
 
