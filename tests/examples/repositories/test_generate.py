@@ -79,5 +79,6 @@ def test_installed_libraries_give_two_hundred_instances_of_which_each_is_right(t
 
 
 def test_equal_seeds_make_equal_data_sets(generated: Path, libraries: list[Library], tmp_path: Path) -> None:
-    again = asyncio.run(generate(tmp_path / "again", libraries, per_library=2))
-    assert again.read_text(encoding="utf-8") == (generated / "dataset.jsonl").read_text(encoding="utf-8")
+    again = asyncio.run(generate(tmp_path / "again", libraries[:1], per_library=2))
+    lines = (generated / "dataset.jsonl").read_text(encoding="utf-8").splitlines()
+    assert again.read_text(encoding="utf-8").splitlines() == lines[:2]
