@@ -12,7 +12,8 @@ from uuid import UUID
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from tasks.page import RENEW_EVERY_S
-from tests.patience import patience, wait_until
+from tests.bench.pages import new_page
+from tests.patience import wait_until
 
 
 class PrefectUi:
@@ -85,8 +86,6 @@ class PrefectUi:
 @contextmanager
 def prefect_ui(browser: Browser, api: str) -> Iterator[PrefectUi]:
     """The Prefect UI in light colours."""
-    page = browser.new_page(viewport={"width": 1280, "height": 860})
-    page.set_default_timeout(patience() * 1000)
-    page.add_init_script("""localStorage.setItem("color-scheme", '"light"')""")
-    yield PrefectUi(page, api.removesuffix("/api"))
-    page.close()
+    with new_page(browser, viewport={"width": 1280, "height": 860}) as page:
+        page.add_init_script("""localStorage.setItem("color-scheme", '"light"')""")
+        yield PrefectUi(page, api.removesuffix("/api"))

@@ -11,7 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from playwright.sync_api import Browser, Page
 
-from tests.patience import join, patience
+from tests.bench.pages import new_page
+from tests.patience import join
 
 NAMES = ("evil.test", "127.0.0.1", "localhost")
 """Hosts of strangers' pages: another site, and another port of this machine, where a notebook or a web server
@@ -107,11 +108,9 @@ def stranger() -> Iterator[int]:
 
 @contextmanager
 def page_at(browser: Browser, url: str) -> Iterator[Page]:
-    page = browser.new_page()
-    page.set_default_timeout(patience() * 1000)
-    page.goto(url)
-    yield page
-    page.close()
+    with new_page(browser) as page:
+        page.goto(url)
+        yield page
 
 
 def rebound_page(browser: Browser, address: str) -> AbstractContextManager[Page]:

@@ -163,6 +163,8 @@ def test_a_command_is_chosen_as_agent_in_the_form(server: Server, browser: Brows
 
 
 @pytest.mark.timeout(900)
+# another choice is made in the form above; tests/flows/test_forms.py has the fields
+@pytest.mark.nightly
 def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
     server: Server, cluster: Cluster, browser: Browser
 ) -> None:

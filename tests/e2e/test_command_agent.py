@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import psutil
+import pytest
 
 from sf_core.config.failures import REASONS
 from tests.e2e.conftest import Cluster
@@ -13,6 +14,8 @@ from tests.e2e.invariants import check_result, trajectories
 from tests.e2e.quickstart import read
 
 
+# sessions of scripts are in tests/sf_core/agents/test_command_sessions.py
+@pytest.mark.nightly
 def test_a_script_trains_the_built_in_policy_and_what_it_wrote_is_shown(cluster: Cluster) -> None:
     script = cluster.folder / "ask.py"
     script.write_text(ASK, encoding="utf-8")

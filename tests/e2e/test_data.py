@@ -111,6 +111,8 @@ def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Clu
     assert list(manifests(config)) == [(0, "evaluate")]
 
 
+# comparisons are in tests/sf_core/reports/evaluations, one evaluation by a stack above
+@pytest.mark.nightly
 def test_versions_are_compared_on_other_tasks_and_in_other_ways(
     cluster: Cluster, quickstart_folder: Path, tmp_path: Path
 ) -> None:

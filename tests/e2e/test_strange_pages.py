@@ -25,6 +25,7 @@ from sf_core.cli.stack.local import free_port, local_stack
 from sf_core.cli.stack.processes import Part
 from tests.bench.dataplane.planes import ServedPlane, running_app
 from tests.bench.dataplane.specs import SPEC
+from tests.bench.pages import new_page
 from tests.e2e.conftest import ROOT, Cluster
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import DEPLOYMENTS, Server
@@ -141,6 +142,8 @@ def test_a_preflight_of_another_origin_allows_nothing(server: Server) -> None:
     assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
+# the UI is used at one name in test_browser.py, and at a configured one below
+@pytest.mark.nightly
 def test_the_ui_works_at_both_names_of_loopback(server: Server, browser: Browser) -> None:
     port = urlsplit(server.api).port
     for name in ("127.0.0.1", "localhost"):
@@ -166,11 +169,10 @@ def test_a_server_behind_another_name_serves_its_ui_once_the_name_is_configured(
         stack.await_ready(process, lambda: status_at(port, "127.0.0.1"), patience())
         hosts = ("localhost", "api.test", "gpu1", "ui.test", "evil.test")
         assert [status_at(port, host) for host in hosts] == [200, 200, 200, 200, 403]
-        page = browser.new_page()
-        with page.expect_response(lambda answer: answer.request.method == "POST") as posted:
-            page.goto(f"http://ui.test:{port}/deployments")
-        assert posted.value.ok and posted.value.url.startswith(f"http://ui.test:{port}/api/")
-        page.close()
+        with new_page(browser) as page:
+            with page.expect_response(lambda answer: answer.request.method == "POST") as posted:
+                page.goto(f"http://ui.test:{port}/deployments")
+            assert posted.value.ok and posted.value.url.startswith(f"http://ui.test:{port}/api/")
 
 
 def status_at(port: int, host: str) -> int:

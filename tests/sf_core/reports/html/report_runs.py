@@ -14,6 +14,7 @@ from storage.tables.batches import write_batch
 from storage.tables.outcomes import write_outcomes
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.tables.trajectories import read_trajectories, write_trajectories
+from tests.bench.pages import new_page
 from tests.bench.runs import mean_reward
 from tests.sf_core.reports.test_series import write_spans
 from tests.sf_core.reports.test_tables import trajectory
@@ -29,17 +30,16 @@ EOS = 256
 @contextmanager
 def opened(browser: Browser, page_file: str, **settings: Any) -> Iterator[Page]:
     """The page after drawing. Checks at the end that it requested only itself and logged nothing."""
-    page = browser.new_page(viewport={"width": 1240, "height": 900}, **settings)
-    asked, said = [], []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.goto(f"file://{page_file}")
-    page.wait_for_selector("html[data-ready]")
-    yield page
-    assert said == []
-    assert {url.split("#")[0] for url in asked} == {f"file://{page_file}"}
-    page.close()
+    with new_page(browser, viewport={"width": 1240, "height": 900}, **settings) as page:
+        asked, said = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(f"file://{page_file}")
+        page.wait_for_selector("html[data-ready]")
+        yield page
+        assert said == []
+        assert {url.split("#")[0] for url in asked} == {f"file://{page_file}"}
 
 
 def talk(session: str, said: str, answer: str, versions: list[int], **changes: Any) -> Trajectory:

@@ -12,6 +12,7 @@ from storage.run_directory import RunDirectory
 from storage.tables.outcomes import write_outcomes
 from storage.tables.trajectories import write_trajectories
 from tests.bench.commands import sf
+from tests.bench.pages import new_page
 from tests.bench.runs import commit, group_row
 from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, opened, talk
 from tests.sf_core.reports.test_tables import trajectory
@@ -237,11 +238,10 @@ def test_the_policy_of_the_page_allows_no_foreign_script(talking_run: RunDirecto
     Path(target).write_text(
         page_text.replace("<main>", "<script>document.title='owned'</script><main>"), encoding="utf-8"
     )
-    page = browser.new_page()
-    page.goto(f"file://{target}")
-    page.wait_for_selector("html[data-ready]")
-    assert page.title() == "run-1 - SeamlessFlow"
-    page.close()
+    with new_page(browser) as page:
+        page.goto(f"file://{target}")
+        page.wait_for_selector("html[data-ready]")
+        assert page.title() == "run-1 - SeamlessFlow"
 
 
 @pytest.mark.system
