@@ -55,6 +55,8 @@ def command_proxy() -> Iterator[SilentProxy]:
         yield proxy
 
 
+# tests/test_first_run.py has `sf train` with a kill
+@pytest.mark.nightly
 def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     tmp_path: Path, command_proxy: SilentProxy
 ) -> None:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import certifi
+import pytest
 
 from sf_core.agents.authorities import equal_folder
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster
 from tests.e2e.invariants import check_result, manifests
+
+# tests/sf_core/reports/test_concerns.py has the sentence
+pytestmark = pytest.mark.nightly
 
 BURNT_S = 0.4
 """CPU time of a costly session."""

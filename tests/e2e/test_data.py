@@ -76,6 +76,8 @@ def test_its_conversations_are_exported(quickstart: RunConfig, tmp_path: Path) -
     assert len(out.read_text(encoding="utf-8").splitlines()) == 3072
 
 
+# what gc keeps is in tests/sf_core/cli, replays in tests/sf_core/cli/test_replay.py
+@pytest.mark.nightly
 def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
     cluster: Cluster, quickstart_folder: Path, tmp_path: Path
 ) -> None:
@@ -93,6 +95,8 @@ def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
     assert (done.returncode, done.stdout) == (0, "iteration 12: the weights are equal, bit for bit\n")
 
 
+# evaluations are in tests/sf_core/reports/evaluations and in every run's last stage
+@pytest.mark.nightly
 def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Cluster, tmp_path: Path) -> None:
     config = cluster.config("measured")
     # it stopped when it had a policy

@@ -80,6 +80,8 @@ def test_a_finished_run_with_maps_is_replayed_exported_inspected_and_reported(
     assert (tmp_path / "report.html").stat().st_size > 2**16
 
 
+# the same files are replayed and read above
+@pytest.mark.nightly
 def test_a_stopped_run_with_maps_goes_on_with_lists(
     cluster: Cluster, earlier: RunDirectory, original: None, tmp_path: Path
 ) -> None:

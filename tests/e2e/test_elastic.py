@@ -59,6 +59,8 @@ def connected(cluster: Cluster) -> set[str]:
     return {worker.name for worker in read_workers(cluster.services.scheduler)}
 
 
+# workers that join and leave are below, too
+@pytest.mark.nightly
 def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lost(cluster: Cluster) -> None:
     config = cluster.config("elastic", "async", train={"iterations": 4})
     plane, url = operator_client(cluster.services.dataplane), "/runs/elastic"
@@ -90,6 +92,7 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
     assert min(span.version or 0 for span in sampled) >= 2
 
 
+@pytest.mark.nightly
 def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluster: Cluster) -> None:
     environment = {
         "tasks": "tests.e2e.echo_package:tasks",

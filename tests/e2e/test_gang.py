@@ -71,6 +71,8 @@ def test_two_lent_trainers_train_together(colocated: Cluster) -> None:
     assert ranks(config) == [2] * 3
 
 
+# a gang of two is below, a killed flow in test_resume.py
+@pytest.mark.nightly
 def test_colocated_devices_sample_and_train_in_turn_and_measure_what_a_killed_flow_left(
     colocated: Cluster,
 ) -> None:
@@ -116,6 +118,8 @@ def test_with_a_killed_rank_the_step_is_tried_again_by_as_many_as_the_plan_needs
     assert "training of iteration 1: attempt 0 failed" in colocated.log(config)
 
 
+# the rule is in tests/tasks
+@pytest.mark.nightly
 def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> None:
     config = colocated.config(
         "hanging",

@@ -89,6 +89,8 @@ def test_a_crash_is_reported_once_by_a_worker_of_any_type(server: Server, pool: 
     assert server.states(run)[-1] == state
 
 
+# two flows on one run are in test_resume.py
+@pytest.mark.nightly
 def test_a_process_whose_flow_run_was_taken_over_ends_without_a_state(
     server: Server, cluster: Cluster, tmp_path: Path
 ) -> None:

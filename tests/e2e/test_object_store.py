@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from sf_core.cli.command_lock import hold
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
@@ -13,6 +15,8 @@ from tests.e2e.conftest import Cluster
 from tests.e2e.quickstart import CONFIG, options, read, sf
 
 
+# tests of storage use a bucket
+@pytest.mark.nightly
 def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     cluster: Cluster, tmp_path: Path, s3_bucket: str
 ) -> None:

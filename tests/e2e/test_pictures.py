@@ -114,6 +114,8 @@ def test_a_run_that_sees_loses_nothing_whatever_is_killed_and_each_step_can_be_r
     assert replay(run.uri, 4).equal and replay(run.uri, 0).equal
 
 
+# a server that sees is in tests/sf_core/engines/vllm/test_seeing.py
+@pytest.mark.nightly
 def test_a_run_whose_engine_is_shown_other_pictures_ends_at_the_first_batch(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from sf_core.stages.settling.stored_config import read_stored_config
 from tests.e2e.invariants import check_result
 from tests.e2e.quickstart import options, sf
 
 
+# tests/sf_core/cli/test_project.py runs the tests of a project
+@pytest.mark.nightly
 def test_a_new_project_is_trained_as_its_page_says(tmp_path: Path) -> None:
     made = sf(tmp_path, "init", "till-agent")
     assert made.returncode == 0, made.stderr

@@ -20,6 +20,7 @@ SMALL = options(
 )
 
 
+@pytest.mark.nightly
 def test_a_pretrained_model_is_fetched_trained_and_compared(cluster: Cluster, tmp_path: Path) -> None:
     done = sf(tmp_path, "model", "smollm2", quiet_s=540)
     if "cannot be downloaded" in done.stderr:

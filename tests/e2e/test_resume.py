@@ -30,11 +30,23 @@ def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iterati
     assert flow.poll() is None, cluster.log(config)[-2000:]
 
 
-def test_a_flow_that_is_killed_in_each_stage_goes_on_where_it_was_killed(cluster: Cluster) -> None:
-    config = cluster.config("flow-killed")
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ((1, "train"),),
+        # each flow has a stage to end before that in which it is killed
+        pytest.param(
+            ((1, "rollout"), (1, "train"), (2, "filter"), (2, "publish")), marks=pytest.mark.nightly
+        ),
+    ],
+    ids=len,
+)
+def test_a_flow_that_is_killed_goes_on_in_the_stage_where_it_was_killed(
+    cluster: Cluster, kills: tuple[tuple[int, str], ...]
+) -> None:
+    config = cluster.config(f"flow-killed-{len(kills)}")
     before: dict[tuple[int, str], Any] = {}
-    # each flow has a stage to end before that in which it is killed
-    for iteration, stage in ((1, "rollout"), (1, "train"), (2, "filter"), (2, "publish")):
+    for iteration, stage in kills:
         process = cluster.start(config)
         await_stage(cluster, config, process, iteration, stage)
         process.kill()

@@ -55,6 +55,8 @@ def test_every_part_is_up_and_the_runs_can_be_started(standing_stack: Stack) -> 
     wait_until(is_online, "a process worker", every_s=0.5)
 
 
+# deployed runs are in test_deployments.py and test_browser.py
+@pytest.mark.nightly
 def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     standing_stack: Stack, tmp_path: Path
 ) -> None:
@@ -86,6 +88,8 @@ def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     assert {key: after[key] for key in before} == before
 
 
+# two flows on one run are in test_resume.py
+@pytest.mark.nightly
 def test_a_run_that_the_stack_has_open_is_not_continued_beside_it(
     standing_stack: Stack, tmp_path: Path
 ) -> None:

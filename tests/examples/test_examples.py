@@ -190,7 +190,7 @@ def test_the_loss_of_ten_lines_begins_as_a_policy_gradient_and_fades() -> None:
     assert float(far.abs().max()) < 0.01
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_own_loss(clone: Clone) -> None:
     clone.run(shortened(commands("own_loss")))
     mine, clipped = clone.read("mine"), clone.read("clipped")
@@ -200,7 +200,7 @@ def test_own_loss(clone: Clone) -> None:
     assert all(step["clip_fraction_low"] == 0 for step in mine.iterations().to_pylist())
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_curriculum(clone: Clone) -> None:
     said = clone.run(shortened(commands("curriculum"), {"train.iterations": 4, "evaluate.every": 4}))
     run = clone.read("curriculum")

@@ -29,9 +29,9 @@ CONTEXT = 320
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers with adapters or pictures keep what every engine promises too: that is checked nightly."""
+    """Servers with pictures keep what every engine promises too: that is checked nightly."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.stem in ("test_adapters", "test_seeing"):
+        if item.path == Path(__file__).with_name("test_seeing.py"):
             assert isinstance(item, pytest.Function)
             if item.function.__qualname__.startswith(("EngineTests.", "FolderEngineTests.")):
                 item.add_marker(pytest.mark.nightly)

@@ -26,7 +26,8 @@ from tests.bench.engines.model_folders import linears_of
 from tests.sf_core.engines.adapter_contract import AdapterEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT, config, own_socket, refusal, servers
 
-pytestmark = pytest.mark.system
+# what one server promises, all promise: test_contract.py and test_process.py
+pytestmark = pytest.mark.nightly
 
 KIND = "qwen3"
 
@@ -119,7 +120,6 @@ class TestContract(AdapterEngineTests):
             awake(engine, self.weights(3))
             self.check_effect(engine, 3)
 
-    @pytest.mark.nightly
     def test_sixty_versions_in_one_server_leave_its_memory_and_every_folder_that_it_knows(
         self, as_tcp: Callable[[str], str]
     ) -> None:

@@ -42,6 +42,8 @@ def ask(endpoint: Endpoint) -> list[tuple[str, float]]:
     return [(token.token, round(token.logprob, 4)) for token in logprobs.content[0].top_logprobs]
 
 
+# judges that fail are in tests/sf_core/agents/judges/test_failing_judge.py
+@pytest.mark.nightly
 def test_a_judge_answers_who_has_the_key_and_is_back_after_a_kill(
     vllm: str, small_policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:

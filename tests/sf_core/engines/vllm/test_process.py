@@ -72,6 +72,8 @@ def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_ser
     check_gone(processes)
 
 
+# each of these needs another start of the server
+@pytest.mark.nightly
 def test_a_server_computes_in_the_dtype_of_the_run_whatever_that_of_the_file_is(
     vllm: str, tmp_path: Path
 ) -> None:
@@ -86,6 +88,7 @@ def test_a_server_computes_in_the_dtype_of_the_run_whatever_that_of_the_file_is(
     engine.close()
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_while_it_starts_is_started_again(
     own: DrivenEngine, untied: Policies
 ) -> None:
@@ -96,6 +99,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(
     # and later tests
 
 
+@pytest.mark.nightly
 def test_a_server_whose_inner_process_is_killed_while_it_samples_is_lost(
     own: DrivenEngine, untied: Policies
 ) -> None:
@@ -104,6 +108,7 @@ def test_a_server_whose_inner_process_is_killed_while_it_samples_is_lost(
     check_gone(processes)
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_at_rest_is_started_again(own: DrivenEngine, untied: Policies) -> None:
     processes = serving(own, untied)
     own.rest()
@@ -113,6 +118,7 @@ def test_a_server_that_is_killed_at_rest_is_started_again(own: DrivenEngine, unt
     # and the next test
 
 
+@pytest.mark.nightly
 def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(
     own: DrivenEngine, untied: Policies
 ) -> None:

@@ -177,6 +177,8 @@ class Start(ModelFolders):
         return self._policies.start_dir
 
 
+# test_adapters.py is nightly, too
+@pytest.mark.nightly
 def test_adapters_of_the_language_part_sample_with_pictures(
     vllm: str, policies: SeeingPolicies, tmp_path: Path
 ) -> None:

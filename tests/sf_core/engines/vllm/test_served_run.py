@@ -8,12 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import pytest
 
 from sf_core.cli.stack.local import free_port
 from tests.bench.policy_server import Served, check_answers, publish_run
 from tests.patience import patience, wait_until
 
 PAGE = Path(__file__).parents[4] / "docs" / "guides" / "training" / "exports.md"
+
+# `sf serve` is in tests/sf_core/cli/serving, vLLM's server in test_process.py
+pytestmark = pytest.mark.nightly
 
 
 def test_a_stored_policy_is_served_by_vllm(vllm: str, tmp_path: Path) -> None:
