@@ -110,6 +110,8 @@ def test_prompts_have_the_same_ids_in_every_locale(configuration: Path, locale: 
     assert run(configuration, arguments, locale) == expected
 
 
+# a plan costs 25 CPU-seconds, most of them in imports
+@pytest.mark.parametrize("locale", ["C", pytest.param("latin_1", marks=pytest.mark.nightly)], indirect=True)
 def test_a_plan_is_the_same_in_every_locale(configuration: Path, locale: dict[str, str]) -> None:
     arguments = ["-m", "sf_core", "plan", str(configuration), "--set", "train.iterations=3"]
     expected, found = (
