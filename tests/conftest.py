@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ cluster, and what the comments say."""
 GROUPS = {f"tests/{name}.py": group for group, names in TOGETHER.items() for name in names}
 
 
+END = float(os.environ.get("SF_TESTS_END", "inf"))
+"""Unix time after which no test begins. `.ci/run` sets it, because a slow CI ends without a verdict."""
+
 E2E = Path(__file__).parent / "e2e"
 STACKS = {"browser", "cluster", "podman", "vllm"}
 """Fixtures whose tests are system tests; `maker` has podman by a parameter."""
@@ -67,6 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.system)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: "cluster" not in item.fixturenames)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.time() > END:
+        pytest.skip("not run: SF_TESTS_END has passed")
 
 
 def _needs_a_stack(item: pytest.Item) -> bool:

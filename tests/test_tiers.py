@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,14 @@ def test_a_flaky_test_is_open_until_its_last_column_says_what_mended_it() -> Non
     page = "| date | test | cause | mended by |\n|---|---|---|---|\n"
     page += "| 2026-11-25 | a | unknown | |\n| 2026-11-25 | b | a race | an event |\n"
     assert open_flaky(page) == ["a"]
+
+
+def test_no_test_begins_after_the_end_that_is_set() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_imports.py"]
+    env = os.environ | {"SF_TESTS_END": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^SKIPPED \[\d+\] tests/conftest.py:\d+: not run: SF_TESTS_END", done.stdout, re.M)
+    assert not re.search(r"\d passed", done.stdout)

@@ -46,6 +46,8 @@ def main(tier: str) -> int:
     elif (status := run([*pytest, *beside])) == 1:
         failed = read_failed()
         print("\nwhat failed runs once more, alone", flush=True)
+        # a test that failed in time is not skipped
+        os.environ.pop("SF_TESTS_END", None)
         status = run([*pytest, "--last-failed", "--last-failed-no-failures", "none"])
         flaky = sorted(failed - read_failed()) if status in (0, 1) else []
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -78,6 +78,8 @@ def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
     return list(status["engines"])
 
 
+# 600 s on slow cores; deployed runs are in test_deployments.py and test_lost_runs.py
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
     server: Server, cluster: Cluster, browser: Browser

@@ -228,6 +228,7 @@ def test_a_run_without_a_trainer_fails_when_none_has_joined_by_its_deadline(clus
     assert "for workers to train iteration 1: no worker is tagged train; workers: " in cluster.log(config)
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_run_does_not_wait_for_a_lease_that_never_began(cluster: Cluster) -> None:
     config = cluster.config("never-began", "multiplexed", train={"iterations": 1}, evaluate={"num_tasks": 1})
     with Client(cluster.services.scheduler, set_as_default=False) as client:

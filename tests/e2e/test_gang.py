@@ -94,6 +94,8 @@ def test_colocated_devices_sample_and_train_in_turn_and_measure_what_a_killed_fl
     assert overlap_s(spans(config, "rollout"), spans(config, "train")) <= 0
 
 
+# gangs of processes are in tests/sf_core/training
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("killed", "min_workers"),
     [

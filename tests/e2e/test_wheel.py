@@ -120,6 +120,8 @@ def test_its_metadata_name_licence_and_authors_and_no_address(wheel: Path) -> No
     assert ZipFile(wheel).read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
 
+# `make test-newest` trains after an install from nothing
+@pytest.mark.nightly
 def test_it_trains_the_quickstart_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     installed = make_installed(tmp_path, "--without-pip")
     python = str(installed.environment / "bin" / "python")

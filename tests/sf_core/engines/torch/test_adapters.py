@@ -34,7 +34,7 @@ LEAN, OTHER = "qwen3", "qwen3-moe"
 """Architectures that run by the lean decoder, and by transformers' own forward pass."""
 
 
-@pytest.mark.parametrize("kind", [LEAN, OTHER])
+@pytest.mark.parametrize("kind", [LEAN, pytest.param(OTHER, marks=pytest.mark.nightly)])
 class TestContract(AdapterEngineTests, GrammarEngineTests):
     @pytest.fixture(autouse=True)
     def _of(self, adapter_folders: AdapterFolders, kind: str) -> None:

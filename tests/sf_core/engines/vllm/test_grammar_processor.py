@@ -77,6 +77,7 @@ print("held")
 """
 
 
+@pytest.mark.nightly
 def test_slots_of_a_gpu_are_held_to_their_grammars(vllm: str, tmp_path: Path) -> None:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "sf_core").symlink_to(Path(sf_core.__file__).parent)

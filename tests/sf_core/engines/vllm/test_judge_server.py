@@ -77,6 +77,7 @@ def is_back(endpoint: Endpoint) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_a_judge_that_does_not_start_is_told_with_the_end_of_its_log(
     vllm: str, small_policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

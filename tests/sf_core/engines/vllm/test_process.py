@@ -53,6 +53,7 @@ def own(vllm: str, untied: Policies) -> Iterator[DrivenEngine]:
     engine.close()
 
 
+@pytest.mark.nightly
 def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_server_is_lost(
     own: DrivenEngine, untied: Policies, as_tcp: Callable[[str], str]
 ) -> None:
@@ -230,6 +231,7 @@ while True:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "moment", ["starts", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("samples", "loads", "rests"))]
 )

@@ -52,10 +52,15 @@ class TestContract(ModelTests):
     @pytest.fixture(
         params=[
             (qwen, ()),
-            (llama, ("q_proj", "v_proj", "up_proj")),
-            (qwen2, ("k_proj", "o_proj", "down_proj")),
             (neox, ()),
-            (granite, ("q_proj", "gate_proj")),
+            *(
+                pytest.param(policy, marks=pytest.mark.nightly)
+                for policy in (
+                    (llama, ("q_proj", "v_proj", "up_proj")),
+                    (qwen2, ("k_proj", "o_proj", "down_proj")),
+                    (granite, ("q_proj", "gate_proj")),
+                )
+            ),
         ],
         ids=lambda param: f"{param[0].__name__}, {' '.join(param[1]) or 'all'}",
     )

@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.patience import patience
 from tests.sf_core.dataplane.chat.calls.edge_cases import CASES, DIFFERENT, TOOLS, Case
 
@@ -38,6 +40,8 @@ def _expected(case: Case) -> list[tuple[str, Any]]:
     return DIFFERENT.get((case.form, case.title), (same, ""))[0]
 
 
+# needs vLLM's own parsers, 30 CPU-seconds of imports
+@pytest.mark.nightly
 def test_vllm_reads_the_same_calls_but_for_the_differences_in_the_table(vllm: str) -> None:
     read = {(case.form, case.title): calls for case, calls in zip(CASES, vllm_calls(vllm), strict=True)}
     # nan equals nothing
