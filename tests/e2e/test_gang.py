@@ -63,7 +63,8 @@ def kill_rank(cluster: Cluster, config: RunConfig, process: subprocess.Popen[byt
         worker.resume()
 
 
-@pytest.mark.nightly  # what follows trains so too
+# tests/sf_core/training has gangs without a stack
+@pytest.mark.nightly
 def test_two_lent_trainers_train_together(colocated: Cluster) -> None:
     config = gang_config(colocated, "gang")
     colocated.finish(config, colocated.start(config))
@@ -71,7 +72,6 @@ def test_two_lent_trainers_train_together(colocated: Cluster) -> None:
     assert ranks(config) == [2] * 3
 
 
-# a gang of two is below, a killed flow in test_resume.py
 @pytest.mark.nightly
 def test_colocated_devices_sample_and_train_in_turn_and_measure_what_a_killed_flow_left(
     colocated: Cluster,
@@ -94,16 +94,10 @@ def test_colocated_devices_sample_and_train_in_turn_and_measure_what_a_killed_fl
     assert overlap_s(spans(config, "rollout"), spans(config, "train")) <= 0
 
 
-# gangs of processes are in tests/sf_core/training
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("killed", "min_workers"),
-    [
-        pytest.param("t0", 2, marks=pytest.mark.nightly),
-        pytest.param("t1", 2, marks=pytest.mark.nightly),
-        pytest.param("t0", 1, marks=pytest.mark.nightly),
-        ("t1", 1),
-    ],
+    [("t0", 2), ("t1", 2), ("t0", 1), ("t1", 1)],
 )
 def test_with_a_killed_rank_the_step_is_tried_again_by_as_many_as_the_plan_needs(
     colocated: Cluster, killed: str, min_workers: int
@@ -120,8 +114,6 @@ def test_with_a_killed_rank_the_step_is_tried_again_by_as_many_as_the_plan_needs
     assert "training of iteration 1: attempt 0 failed" in colocated.log(config)
 
 
-# the rule is in tests/tasks
-@pytest.mark.nightly
 def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> None:
     config = colocated.config(
         "hanging",

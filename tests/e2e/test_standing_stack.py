@@ -55,7 +55,7 @@ def test_every_part_is_up_and_the_runs_can_be_started(standing_stack: Stack) -> 
     wait_until(is_online, "a process worker", every_s=0.5)
 
 
-# deployed runs are in test_deployments.py and test_browser.py
+# test_lost_runs.py has deployed runs that are lost
 @pytest.mark.nightly
 def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     standing_stack: Stack, tmp_path: Path

@@ -26,7 +26,7 @@ from tests.bench.engines.model_folders import linears_of
 from tests.sf_core.engines.adapter_contract import AdapterEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT, config, own_socket, refusal, servers
 
-# what one server promises, all promise: test_contract.py and test_process.py
+# test_contract.py has what every server promises
 pytestmark = pytest.mark.nightly
 
 KIND = "qwen3"

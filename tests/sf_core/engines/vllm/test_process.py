@@ -53,6 +53,7 @@ def own(vllm: str, untied: Policies) -> Iterator[DrivenEngine]:
     engine.close()
 
 
+# most tests here need a start of the server each, 90 CPU-seconds
 @pytest.mark.nightly
 def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_server_is_lost(
     own: DrivenEngine, untied: Policies, as_tcp: Callable[[str], str]
@@ -73,7 +74,6 @@ def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_ser
     check_gone(processes)
 
 
-# each of these needs another start of the server
 @pytest.mark.nightly
 def test_a_server_computes_in_the_dtype_of_the_run_whatever_that_of_the_file_is(
     vllm: str, tmp_path: Path
@@ -232,9 +232,7 @@ while True:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "moment", ["starts", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("samples", "loads", "rests"))]
-)
+@pytest.mark.parametrize("moment", ["starts", "samples", "loads", "rests"])
 def test_a_worker_that_is_killed_while_its_server_works_leaves_no_process_of_it(
     vllm: str, tied: Policies, moment: str
 ) -> None:

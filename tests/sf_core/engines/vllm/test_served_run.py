@@ -16,7 +16,7 @@ from tests.patience import patience, wait_until
 
 PAGE = Path(__file__).parents[4] / "docs" / "guides" / "training" / "exports.md"
 
-# `sf serve` is in tests/sf_core/cli/serving, vLLM's server in test_process.py
+# tests/sf_core/cli/serving has `sf serve`, test_contract.py has vLLM's server
 pytestmark = pytest.mark.nightly
 
 
