@@ -47,8 +47,9 @@ BOUND_S = 0.05
 REFERENCE_S = 0.014
 """CPU of `reference_s` on the machine on which the bound was chosen."""
 
-TRIES = 4
-"""The least of so many counts: another process may hold up the ticking thread."""
+TRIES_S = 30.0
+"""How long a try within the bound is waited for. Processes beside this one hold up the ticking thread and use
+the bandwidth of the memory. What costs too much does so in every try."""
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +98,9 @@ def reference_s() -> float:
     return time.process_time() - began
 
 
-def bound_s() -> float:
-    """BOUND_S for the present speed of this machine, which others may slow down."""
-    return BOUND_S * max(1.0, min(reference_s() for _ in range(3)) / REFERENCE_S)
+def bound_s(body: bytes) -> float:
+    """BOUND_S and the parse of a body, both at the present speed of this machine."""
+    return BOUND_S * max(1.0, min(reference_s() for _ in range(3)) / REFERENCE_S) + parse_s(body)
 
 
 def check(plane: ServedPlane, case: Worst) -> None:
@@ -107,16 +108,14 @@ def check(plane: ServedPlane, case: Worst) -> None:
 
 
 def check_body(plane: ServedPlane, case: str, path: str, body: bytes) -> None:
-    parsed_s = min(parse_s(body) for _ in range(2))
-    most_s = float("inf")
-    for _ in range(TRIES):
-        used_s, status = count(plane, path, body)
+    def try_it() -> bool:
+        # the bound is measured beside each try, because the load of the machine may change between them
+        bound, (used_s, status) = bound_s(body), count(plane, path, body)
+        print(f"{1000 * used_s:5.0f} ms of {1000 * bound:3.0f} ms, status {status}: {case}")
         assert status < 500, (case, status)
-        most_s = min(most_s, used_s)
-        if most_s <= BOUND_S:
-            break
-    print(f"{1000 * most_s:5.0f} ms, parse {1000 * parsed_s:3.0f} ms, status {status}: {case}")
-    assert most_s <= bound_s() + parsed_s, f"{case}: {1000 * most_s:.0f} ms between two ticks"
+        return used_s <= bound
+
+    wait_until(try_it, f"a try of {case} within its bound", quiet_s=TRIES_S)
 
 
 def test_every_field_that_a_dialect_reads_has_its_worst_bodies() -> None:
