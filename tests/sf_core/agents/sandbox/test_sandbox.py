@@ -123,7 +123,8 @@ raise ValueError("as in any Python")
 )
 def test_a_source_of_python_has_the_limits_of_a_command(source: str, ended_by: str) -> None:
     limits = SandboxLimits(memory_mb=128, output_mb=1)
-    ended = inside(lambda box: box.run_python(source, timeout_s=1), limits)
+    timeout_s = 1 if ended_by == "time" else patience()
+    ended = inside(lambda box: box.run_python(source, timeout_s=timeout_s), limits)
     assert (ended.ended_by, ended.status == 0) == (ended_by, False)
 
 
