@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.budgets import count_code_lines, open_flaky
 from tests.patience import patience
 
@@ -13,51 +15,68 @@ ROOT = Path(__file__).parents[1]
 TESTS = """
 import os, pathlib, pytest
 
-@pytest.mark.system
+{mark}
 def test_that_fails_beside_others():
     seen = pathlib.Path("seen")
     if not seen.exists():
         seen.touch()
         raise AssertionError
 
-@pytest.mark.system
+{mark}
 def test_that_sets_have_one_order():
     assert os.environ["PYTHONHASHSEED"] == "0"
 
-@pytest.mark.system
+{mark}
 def test_that_fails():
     assert not pathlib.Path("broken").exists()
 
+{others_mark}
 def test_of_the_other_tier():
     raise AssertionError
 """
+TESTS_OF = {
+    "fast": TESTS.format(mark="", others_mark="@pytest.mark.system"),
+    "system": TESTS.format(mark="@pytest.mark.system", others_mark=""),
+}
 
 
-def run_system_tier(folder: Path) -> subprocess.CompletedProcess[str]:
+def run_tier(tier: str, folder: Path, check: str = "true") -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers = system\n nightly\n gpu\naddopts = -p xdist\n", encoding="utf-8"
     )
-    (folder / "test_some.py").write_text(TESTS, encoding="utf-8")
+    (folder / "test_some.py").write_text(TESTS_OF[tier], encoding="utf-8")
+    (folder / "Makefile").write_text(f"check:\n\t@{check}\n", encoding="utf-8")
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "tests.tiers", "system"]
+    command = [sys.executable, "-m", "tests.tiers", tier]
     return subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience(), encoding="utf-8"
     )
 
 
-def test_a_test_that_fails_beside_others_and_passes_alone_is_named_as_flaky(tmp_path: Path) -> None:
-    done = run_system_tier(tmp_path)
+@pytest.mark.parametrize("tier", ["fast", "system"])
+def test_a_test_that_fails_beside_others_and_passes_alone_is_named_as_flaky(
+    tier: str, tmp_path: Path
+) -> None:
+    done = run_tier(tier, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "FLAKY: test_some.py::test_that_fails_beside_others"
     assert "CPU-seconds" in done.stdout.splitlines()[-2]
 
 
-def test_a_test_that_fails_twice_fails_the_tier(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["fast", "system"])
+def test_a_test_that_fails_twice_fails_the_tier(tier: str, tmp_path: Path) -> None:
     (tmp_path / "broken").touch()
     (tmp_path / "seen").touch()
-    done = run_system_tier(tmp_path)
+    done = run_tier(tier, tmp_path)
     assert done.returncode == 1
     assert "FLAKY" not in done.stdout
+
+
+def test_a_failed_check_fails_the_fast_tier(tmp_path: Path) -> None:
+    done = run_tier("fast", tmp_path, check="echo not formatted; false")
+    assert done.returncode == 2
+    assert "not formatted" in done.stdout
+    assert done.stdout.splitlines()[-1] == "FLAKY: test_some.py::test_that_fails_beside_others"
 
 
 def test_code_lines_are_counted_without_blanks_comments_and_docstrings() -> None:

@@ -1,7 +1,6 @@
 """Run a tier of the tests: `python -m tests.tiers fast`, `system` or `smoke`. The fast tier runs `make check`
 beside its tests. The smoke tier has a few folders, for other Pythons and packages (tests/pythons.py). The
-last lines say what the tier cost, and which tests of the other two are flaky: they failed beside others and
-passed alone."""
+last lines say what the tier cost, and which tests are flaky: they failed beside others and passed alone."""
 
 from __future__ import annotations
 
@@ -39,23 +38,26 @@ def main(tier: str) -> int:
         pytest += tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["tool"]["seamlessflow"]["smoke"]
     beside = ["--numprocesses", str(PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder"]
     flaky: list[str] = []
+    checked = 0
     if tier == "fast":
         # a test that needs vLLM fails on every machine here, as it does where `make vllm` was never run
         os.environ["SF_VLLM_PYTHON"] = "/vllm/is/for/the/system/tier"
-        status = run_with_check([*pytest, *beside])
-    elif (status := run([*pytest, *beside])) == 1:
+        tested, checked = run_with_check([*pytest, *beside])
+    else:
+        tested = run([*pytest, *beside])
+    if tested == 1:
         failed = read_failed()
         print("\nwhat failed runs once more, alone", flush=True)
         # a test that failed in time is not skipped
         os.environ.pop("SF_TESTS_END", None)
-        status = run([*pytest, "--last-failed", "--last-failed-no-failures", "none"])
-        flaky = sorted(failed - read_failed()) if status in (0, 1) else []
+        tested = run([*pytest, "--last-failed", "--last-failed-no-failures", "none"])
+        flaky = sorted(failed - read_failed()) if tested in (0, 1) else []
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = used.ru_utime + used.ru_stime
     print(f"{tier} tier: {time.monotonic() - began:.0f} s, {cpu_s:.0f} CPU-seconds", flush=True)
     for name in flaky:
         print(f"FLAKY: {name}", flush=True)
-    return status
+    return tested or checked
 
 
 def run(command: list[str]) -> int:
@@ -63,15 +65,16 @@ def run(command: list[str]) -> int:
     return status
 
 
-def run_with_check(command: list[str]) -> int:
-    """Run the tests, and `make check` in the time that they leave; print its output when both have ended."""
+def run_with_check(command: list[str]) -> list[int]:
+    """Run the tests, and `make check` in the time that they leave; print its output when both have ended.
+    Returns the exit codes of both."""
     check = ["nice", "-n", "19", "make", "--no-print-directory", "check"]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         checking = subprocess.Popen(check, stdout=said, stderr=subprocess.STDOUT)
-        tested, checked = await_ends(subprocess.Popen(command), checking)
+        codes = await_ends(subprocess.Popen(command), checking)
         said.seek(0)
         print(said.read(), flush=True)
-    return tested or checked
+    return codes
 
 
 def await_ends(*processes: subprocess.Popen[bytes]) -> list[int]:

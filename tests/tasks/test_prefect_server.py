@@ -7,7 +7,9 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.server.api.server import create_app
 from prefect.settings import (
+    PREFECT_API_BLOCKS_REGISTER_ON_START,
     PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_API_DATABASE_MIGRATE_ON_START,
     PREFECT_SERVER_ANALYTICS_ENABLED,
     temporary_settings,
 )
@@ -17,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
 from tasks.prefect_server import RefuseStrangers, RetrySoon
+from tests.e2e.prefect_home import make_prefect_home
 
 
 def answer(status: int) -> httpx.Response:
@@ -69,8 +72,14 @@ def test_the_installed_fastapi_takes_what_prefects_client_sends(tmp_path: Path) 
             await client.create_work_pool(WorkPoolCreate(name="sf", type="process"))
             return list(await client.read_workers_for_work_pool("sf"))
 
-    database = f"sqlite+aiosqlite:///{tmp_path}/prefect.db"
-    settings = {PREFECT_API_DATABASE_CONNECTION_URL: database, PREFECT_SERVER_ANALYTICS_ENABLED: False}
+    home = make_prefect_home(tmp_path / "home")
+    settings = {
+        PREFECT_API_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{home}/prefect.db",
+        # the client gives the application 30 s to start; migrations need half of that on two quiet cores
+        PREFECT_API_DATABASE_MIGRATE_ON_START: False,
+        PREFECT_API_BLOCKS_REGISTER_ON_START: False,
+        PREFECT_SERVER_ANALYTICS_ENABLED: False,
+    }
     with temporary_settings(settings):
         assert asyncio.run(read_workers()) == []
 
