@@ -29,6 +29,7 @@ from websockets.sync.client import ClientConnection, connect
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane.serving import server_config
 from sf_core.dataplane_key import account_key, operator_key
 from sf_core.engines.drivers.connection import HEARTBEAT_S
 from sf_core.engines.drivers.serve import serve_engine
@@ -257,15 +258,9 @@ def running_app(
 @contextlib.contextmanager
 def serving(app: Starlette, heartbeat_s: float = HEARTBEAT_S, port: int = 0) -> Iterator[str]:
     """Serve this app from a thread; yields its URL."""
-    config = uvicorn.Config(
-        app,
-        port=port,
-        log_level="warning",
-        ws="websockets-sansio",
-        ws_ping_interval=heartbeat_s,
-        ws_ping_timeout=heartbeat_s,
-        timeout_graceful_shutdown=1,
-    )
+    config = server_config(app)
+    config.port = port
+    config.ws_ping_interval = config.ws_ping_timeout = heartbeat_s
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
