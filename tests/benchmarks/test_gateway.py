@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-import uvicorn
 
 from benchmarks import gateway_client, gateway_floor, gateway_peers
 from benchmarks.emulation.engine import EmulatedEngine
@@ -25,7 +21,7 @@ from sf_core.cli.stack.supervisor import StackError
 from sf_core.engines.testing import awake
 from sf_core.models.builtin import make_tokenizer
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
-from tests.patience import join, wait_until
+from tests.bench.dataplane.planes import serving
 
 WINDOW_S = 3.0
 """Seconds of each load; sessions begin in its first quarter of a second, and a busy machine holds them up."""
@@ -36,20 +32,10 @@ def _no_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_client, "WARMUP_S", 0.0)
 
 
-@contextlib.contextmanager
-def serving(app: Any) -> Iterator[tuple[str, int]]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_until(lambda: server.started)
-    yield server.servers[0].sockets[0].getsockname()
-    server.should_exit = True
-    join(thread)
-
-
 def load_floor(path: str, load: Load, app: Any = gateway_floor.app) -> Measured:
-    with serving(app) as address:
-        return asyncio.run(measure(Target(address, "m", [path]), load, WINDOW_S / 3))
+    with serving(app) as url:
+        host, port = url.removeprefix("http://").split(":")
+        return asyncio.run(measure(Target((host, int(port)), "m", [path]), load, WINDOW_S / 3))
 
 
 def test_the_text_the_client_expects_is_that_of_the_emulated_tokens() -> None:
