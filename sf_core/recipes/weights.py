@@ -191,6 +191,7 @@ def _without(
 def _standard(samples: Samples, values: Values) -> Values:
     """Standard scores of the values among those of all trained tokens; 0 if all of these are equal."""
     tokens = samples.select_trained(values)
-    if not tokens.size or not (scale := tokens.std()):
+    if not tokens.size or not (scale := np.float32(tokens.std())):
         return [np.zeros_like(row) for row in values]
-    return [(row - tokens.mean()) / scale for row in values]
+    mean = np.float32(tokens.mean())
+    return [(row - mean) / scale for row in values]
