@@ -216,17 +216,16 @@ def plane_in_thread(
 
 
 @pytest.fixture(params=["s3", "without locks"])
-def shared_run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URI of a run where the owner's lock does not hold. Not in fsspec's memory: while a thread writes a file
-    there, others find half of it."""
+def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A run that no lock guards: in a bucket, or on a disk without locks. Not in fsspec's memory, where other
+    threads find a file that is still written."""
     root = request.getfixturevalue("s3_bucket") if request.param == "s3" else ""
     return f"{root}{tmp_path}/run"
 
 
 def test_a_superseded_data_plane_acknowledges_no_end(
-    tmp_path: Path, model_dir: str, renderer: Renderer, shared_run: str
+    tmp_path: Path, model_dir: str, renderer: Renderer, run_dir: str
 ) -> None:
-    run_dir = shared_run
     has_locks = not is_local(run_dir)
     with (
         plane_in_thread(tmp_path, model_dir, "a", has_locks=has_locks) as first,
@@ -254,9 +253,8 @@ def test_a_superseded_data_plane_acknowledges_no_end(
 
 
 def test_an_end_that_comes_while_a_flow_begins_another_attempt_is_acknowledged_once_it_is_registered(
-    tmp_path: Path, model_dir: str, renderer: Renderer, shared_run: str
+    tmp_path: Path, model_dir: str, renderer: Renderer, run_dir: str
 ) -> None:
-    run_dir = shared_run
     with plane_in_thread(tmp_path, model_dir, "a", has_locks=not is_local(run_dir)) as plane:
         begin(plane, renderer, 1, run_dir=run_dir)
         session_id = open_and_ask(plane)
