@@ -1,7 +1,5 @@
-"""The Prefect flows. Importing them fails if other packages shadow ours, whatever started the process."""
+"""The Prefect flows. Importing them decides where their process imports from, whatever started it."""
 
-import sys
+from sf_core.import_path import import_from, user_folders
 
-from sf_core.surroundings import check_names
-
-check_names(sys.path)
+import_from(user_folders())

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
+from sf_core.import_path import NAMES
+
 
 def _key(name: str, _: Any) -> str:
     """Label a field of the UI form with the name that it has in the YAML file and in messages."""
@@ -121,14 +123,16 @@ def load_object(reference: str) -> Callable[..., Any]:
     """Import package.module:name. Raises ValueError with one sentence if that fails or the object is not
     callable."""
     module, _, name = reference.partition(":")
+    package = module.partition(".")[0]
+    hint = f"; {package} is a package of SeamlessFlow: give yours another name" if package in NAMES else ""
     try:
         imported = importlib.import_module(module)
     except Exception as error:  # whatever the user's own lines raise
-        raise ValueError(f"{reference}: cannot import {module}: {describe(error)}") from error
+        raise ValueError(f"{reference}: cannot import {module}: {describe(error)}{hint}") from error
     try:
         found = getattr(imported, name)
     except AttributeError:
-        raise ValueError(f"{reference}: module {module} has no {name}") from None
+        raise ValueError(f"{reference}: module {module} has no {name}{hint}") from None
     if not callable(found):
         raise ValueError(f"{reference}: expected a function, got {type(found).__name__}")
     return cast(Callable[..., Any], found)

@@ -1,4 +1,4 @@
-"""Surroundings of this process: variables (other modules are passed their values), import path, limits."""
+"""Surroundings of this process: variables (other modules are passed their values), limits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Iterable
 from contextlib import suppress
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
+
+from sf_core.import_path import ROOT
 
 STACK_FOLDER = Path(".stack")
 """Folder of a stack that stays, below that in which `sf up` is called, if none is named."""
@@ -177,13 +177,6 @@ def gpu_memory(number: int) -> int | None:
         return None
 
 
-NAMES = ("seamlessflow", "flows", "tasks", "storage", "sf_core")
-"""Our top-level packages. Their names are common, and the first match on the path is imported."""
-
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
 OPEN_FILES = 4096
 """Requested limit: sockets count, and a data plane has one for each request that waits."""
 
@@ -196,27 +189,6 @@ PREFECT_HOME = ("PREFECT_HOME", "where Prefect keeps its database")
 
 
 CACHE_DIR = ("SF_CACHE_DIR", "where policies are kept that were warm-started or downloaded")
-
-
-def check_names(path: Iterable[str]) -> None:
-    """Raises ImportError, one sentence, if a process with these entries of `sys.path` would import other
-    packages under our names."""
-    places = list(path)
-    for name in NAMES:
-        spec = PathFinder.find_spec(name, places)
-        # None: an editable install, whose finder is asked after all entries of the path
-        if spec is None:
-            continue
-        # a folder without __init__.py, such as one with data, has no origin
-        found = Path(spec.origin or next(iter(spec.submodule_search_locations or [name]))).resolve()
-        found = found.parent if found.name == "__init__.py" else found
-        # not ROOT alone: from the folder above a clone named seamlessflow, its name is found and no package
-        if not found.is_relative_to(ROOT / name):
-            raise ImportError(
-                f"{found} has the same name as SeamlessFlow's package {name} ({ROOT / name}), so Python "
-                f"would import {found} instead: rename {found}, or run the command in another folder and "
-                f"remove {found.parent} from PYTHONPATH"
-            )
 
 
 def raise_open_files() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sf_core.surroundings import NAMES, ROOT
+from sf_core.import_path import NAMES, ROOT
 
 _OURS = tuple(ROOT / name for name in NAMES)
 _PYTHON = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")})

@@ -1,17 +1,18 @@
 """The real run of the fast tier: `sf train` with every process that it starts, the built-in engine and
-trainer on an untrained policy, and one kill."""
+trainer on an untrained policy, and one kill. The folder of the user has names of ours."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import yaml
 
 from sf_core.config.yaml_file import load_config
+from sf_core.import_path import python_module
+from tests.bench.namesakes import make_namesakes
 from tests.e2e.conftest import ROOT, is_committed
 from tests.e2e.invariants import check_result, weights
 from tests.e2e.prefect_home import make_prefect_home
@@ -20,7 +21,7 @@ from tests.patience import patience, wait_until
 RUN = {
     "run_id": "first",
     "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
-    "environment": {part: f"tests.varied_package:{part}" for part in ("tasks", "agent", "reward")},
+    "environment": {part: f"mine:{part}" for part in ("tasks", "agent", "reward")},
     "rollout": {"group_size": 4, "groups_per_batch": 4, "max_tokens": 12, "concurrency": 16},
     "train": {"iterations": 2},
     "engine": {"max_running": 16, "context_length": 128},
@@ -36,20 +37,23 @@ def kill_dataplane(command: int) -> None:
 
 
 def test_a_run_of_two_iterations_trains_although_its_data_plane_is_killed(tmp_path: Path) -> None:
+    make_namesakes(tmp_path)
+    (tmp_path / "mine.py").write_text("from tests.varied_package import *\n", encoding="utf-8")
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(RUN | {"storage": {"root": str(tmp_path / "runs")}}), encoding="utf-8")
     config = load_config(file)
     home = make_prefect_home(tmp_path / "prefect")
     env = os.environ | {"PREFECT_HOME": home, "PYTHONPATH": str(ROOT)}
     env.pop("PREFECT_API_URL", None)
-    command = [sys.executable, "-m", "sf_core", "train", str(file)]
+    command = python_module("sf_core", "train", str(file))
     with subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
     ) as process:
         wait_until(lambda: is_committed(config, 0, "rollout") or process.poll() is not None, "a batch")
         if process.poll() is None:
             kill_dataplane(process.pid)
         output, _ = process.communicate(timeout=patience())
     assert process.returncode == 0, output
+    assert output.startswith(f"note: this folder has a copy of SeamlessFlow, but {ROOT} runs\n")
     check_result(config)
     assert len(set(weights(config))) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +26,7 @@ from sf_core.config.failures import failures_text
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
 from sf_core.engines.registry import engine_kind
+from sf_core.import_path import python_module
 from sf_core.reports.evaluations.answers import side_by_side
 from sf_core.reports.states import is_finished
 from sf_core.reports.tables import answers_table
@@ -185,7 +185,7 @@ def _run(
         file = local / "flow.json"
         file.write_text(config.model_dump_json(), encoding="utf-8")
         # addresses are not in the stored configuration: the next attempt may have others
-        command = [sys.executable, "-m", f"flows.{flow}", str(file)]
+        command = python_module(f"flows.{flow}", str(file))
         part = Part(f"flow-{flow}", command, services.addresses, once=True)
         # this command does not start or end workers of a cluster that it did not start
         is_ours = scheduler_of(config) is None

@@ -246,14 +246,17 @@ def setup_server(
     ] = 540,
 ) -> None:
     """Create or update the work pool and the automations on the Prefect server at PREFECT_API_URL."""
+    from sf_core.import_path import module_environment, python_module
     from sf_core.surroundings import prefect_api_url
 
     if prefect_api_url() is None:
         _fail(
             "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
         )
-    command = [sys.executable, "-m", "tasks.server", pool, str(retries), str(silence_s)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
+    command = python_module("tasks.server", pool, str(retries), str(silence_s))
+    done = subprocess.run(
+        command, env=module_environment(), stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+    )
     if done.returncode:
         _fail(done.stderr.strip())
 
@@ -332,10 +335,11 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
         reward_of,
         tasks_of,
     )
+    from sf_core.import_path import import_from
     from sf_core.scheduling.cluster import scheduler_of
     from sf_core.stages.settling.start_folder import check_start
 
-    sys.path.insert(0, os.getcwd())
+    import_from([os.getcwd()])
     try:
         for checked in (environment_of, tasks_of, reward_of, group_reward_of, prepare_of):
             checked(config.environment)
@@ -367,28 +371,21 @@ def _launch(flow: str, config: RunConfig, output: Console = console, *, says_res
 
 
 def main() -> None:
-    from sf_core.surroundings import (
-        check_names,
-        dataplane_url,
-        prefect_api_url,
-        raise_open_files,
-        reach_directly,
-    )
+    from sf_core.import_path import ROOT, import_from, is_another_copy
+    from sf_core.surroundings import dataplane_url, prefect_api_url, raise_open_files, reach_directly
 
     if os.environ.get("_SF_COMPLETE", "").startswith("complete"):
         # a shell shows nothing but the words that fit
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             app(prog_name="sf")
     try:
-        # the path on which the processes of a command look for packages
-        check_names([os.getcwd(), *sys.path])
-    except ImportError as error:
-        say_error(str(error))
-        sys.exit(2)
+        import_from([os.getcwd()])
     except FileNotFoundError:
         say_error("the current folder does not exist any more: run the command in another folder")
         sys.exit(2)
     if STARTING.intersection(sys.argv[1:2]) and not {"--help", "-h"}.intersection(sys.argv):
+        if is_another_copy(Path.cwd()):
+            errors.print(f"note: this folder has a copy of SeamlessFlow, but {ROOT} runs", soft_wrap=True)
         try:
             check_proxies()
         except ValueError as error:

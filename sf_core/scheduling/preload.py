@@ -1,5 +1,5 @@
-"""Dask preload of every worker: refuses packages that shadow ours, imports what the worker's tags need,
-tells the scheduler which device the worker has, and sets up what the worker keeps.
+"""Dask preload of every worker: decides where it imports from, imports what its tags need, tells the
+scheduler which device it has, and sets up what it keeps.
 
 Its options come last: `dask worker ... --preload sf_core.scheduling.preload --device-kind h100`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -16,10 +15,11 @@ import click
 from distributed.system import MEMORY_LIMIT
 
 from sf_core.config.devices import Device, find_device
+from sf_core.import_path import import_from, user_folders
 from sf_core.scheduling.plan import COMPUTING, worker_of
 from sf_core.scheduling.template.nanny import heavy_modules
 from sf_core.scheduling.worker_state import PLUGIN, WorkerState
-from sf_core.surroundings import check_names, computes_nothing
+from sf_core.surroundings import computes_nothing
 
 
 def _kind(context: click.Context, option: click.Parameter, value: str | None) -> Device | None:
@@ -33,8 +33,7 @@ def _kind(context: click.Context, option: click.Parameter, value: str | None) ->
 @click.option("--device-kind", callback=_kind, help="What the device is; see sf_core/config/devices.py.")
 @click.option("--device", help="The same as figures: a roofline Device in JSON.")
 async def dask_setup(worker: Any, device_kind: Device | None, device: str | None) -> None:
-    """Raises ImportError if something else has the name of one of our packages."""
-    check_names(sys.path)
+    import_from(user_folders())
     for module in heavy_modules(worker.state.total_resources):
         importlib.import_module(module)
     own_device = Device(**json.loads(device)) if device else device_kind

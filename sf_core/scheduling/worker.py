@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.config.devices import Device, find_device
+from sf_core.import_path import module_environment, python_module
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.plan import COMPUTING
 from sf_core.scheduling.tls import require_tls
@@ -67,7 +67,7 @@ def worker_command(
     """The `dask worker` command; `scheduler` are the arguments that name the scheduler."""
     resources = " ".join([*(f"{tag}=1" for tag in tags), f"@{name}=1"])
     return [
-        *(sys.executable, "-m", "dask", "worker", *scheduler, "--host", host),
+        *python_module("dask", "worker", *scheduler, "--host", host),
         *("--name", name, "--resources", resources),
         *("--nthreads", "1", "--nworkers", "1", "--memory-limit", "0", *NO_DASHBOARD),
         *("--preload", "sf_core.scheduling.preload"),
@@ -121,7 +121,7 @@ def become_worker(
     own = worker_environment(worker, measured)
     if name in {other.name for other in read_workers(scheduler)}:
         raise ValueError(f"a worker named {name!r} is connected to {scheduler}; choose another --name")
-    environment = {**LOG_SETTINGS, **os.environ, **DASK_SETTINGS, **own}
+    environment = {**LOG_SETTINGS, **module_environment(), **DASK_SETTINGS, **own}
     command = worker_command(name, worker.tags, [scheduler], host=host)
     command += ["--death-timeout", f"{START_TIMEOUT_S:.0f}"]
     os.execvpe(command[0], command, environment)

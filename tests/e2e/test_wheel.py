@@ -16,8 +16,8 @@ from zipfile import ZipFile
 import pytest
 
 from sf_core.cli.stack.local import Ports
+from sf_core.import_path import NAMES
 from sf_core.stages.settling.stored_config import read_stored_config
-from sf_core.surroundings import NAMES
 from tests.e2e.invariants import check_result
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import PrefectApi

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sf_core.surroundings import ROOT, check_names, reach_directly
+from sf_core.surroundings import reach_directly
 from tests.bench.proxies import VARIABLES, SilentProxy
 from tests.bench.refusals import check_sentence
 from tests.patience import patience
@@ -46,50 +46,9 @@ def check_refused(done: subprocess.CompletedProcess[str], *names: str) -> None:
     check_sentence(done.stderr.removeprefix("error: ").strip(), *names)
 
 
-@pytest.mark.parametrize("name", ["tasks.py", "flows.py", "storage/__init__.py", "sf_core.py"])
-def test_a_file_that_would_be_imported_instead_of_ours_is_named(tmp_path: Path, name: str) -> None:
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("", encoding="utf-8")
-    package = file.relative_to(tmp_path).parts[0].removesuffix(".py")
-    found = file.parent if file.name == "__init__.py" else file
-    refused = call(tmp_path, SF, "settings")
-    check_refused(refused, f"rename {found},", f"{package} ({ROOT / package})", f"remove {tmp_path} from")
-
-
-def test_a_file_first_on_the_path_is_named_wherever_the_command_is_called(tmp_path: Path) -> None:
-    (tmp_path / "code").mkdir()
-    file = tmp_path / "code" / "storage.py"
-    file.write_text("", encoding="utf-8")
-    refused = call(tmp_path, SF, "settings", PYTHONPATH=str(file.parent))
-    check_refused(refused, str(file), f"remove {file.parent} from PYTHONPATH")
-
-
 def test_a_folder_that_is_gone_is_no_place_for_a_command(tmp_path: Path) -> None:
     script = f"mkdir gone; cd gone; rmdir ../gone; exec {SF} settings"
     check_refused(call(tmp_path, "sh", "-c", script), "the current folder does not exist any more")
-
-
-def test_a_process_that_somebody_else_started_refuses_too(tmp_path: Path) -> None:
-    (tmp_path / "storage.py").write_text("", encoding="utf-8")
-    for module in ("flows.train", "flows.evaluate"):
-        refused = call(tmp_path, sys.executable, "-m", module, "run.json")
-        [last] = refused.stderr.strip().splitlines()[-1:]
-        assert last.startswith(f"ImportError: {tmp_path / 'storage.py'} has the same name as "), last
-
-
-def test_where_ours_are_first_a_file_of_the_same_name_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "tasks.py").write_text("", encoding="utf-8")
-    check_names([str(ROOT), str(tmp_path)])
-    # a folder that is no package is passed over for one that is
-    (tmp_path / "data" / "storage").mkdir(parents=True)
-    check_names([str(tmp_path / "data"), str(ROOT)])
-
-
-def test_a_folder_above_a_clone_that_has_our_name_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "seamlessflow").mkdir()
-    with pytest.raises(ImportError, match=r"/seamlessflow has the same name as SeamlessFlow's package"):
-        check_names([str(tmp_path)])
 
 
 def test_what_is_elsewhere_is_still_asked_through_the_proxy(proxy: SilentProxy) -> None:

@@ -6,7 +6,6 @@ The address of a service is chosen before it starts and stays the same when it i
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import tempfile
@@ -23,6 +22,7 @@ from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.import_path import module_environment
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.worker import DASK_SETTINGS
 
@@ -44,8 +44,7 @@ def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[Su
 
 def stack_environment() -> dict[str, str]:
     """Environment variables of all parts, which find the user's modules in the current folder."""
-    paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS, "PYTHONPATH": paths}
+    return {**module_environment(), **DASK_SETTINGS, **PREFECT_SETTINGS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import certifi
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK, is_loopback
 from sf_core.dataplane.options import DataplaneOptions
+from sf_core.import_path import ROOT, python_module
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
 
 SERVER_SETTINGS = {
@@ -56,19 +56,21 @@ def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) ->
     env |= {"PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": own_ui}
     env |= {"PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true"}
     app = ("--factory", "tasks.prefect_server:create_app", "--log-level", "warning")
-    return Part("prefect-server", _module("uvicorn", *app, "--host", host, "--port", str(port)), env)
+    # by default uvicorn looks into the current folder first
+    app += ("--app-dir", str(ROOT))
+    return Part("prefect-server", python_module("uvicorn", *app, "--host", host, "--port", str(port)), env)
 
 
 def prefect_worker(pool: str) -> Part:
     """A Prefect worker: takes flow runs of the pool from PREFECT_API_URL and starts a process for each."""
-    command = _module("prefect", "worker", "start", "--pool", pool, "--type", "process")
+    command = python_module("prefect", "worker", "start", "--pool", pool, "--type", "process")
     # without it, a script that Prefect starts by its path would import the storage.py beside it, not ours
     return Part(PREFECT_WORKER, command, {"PYTHONSAFEPATH": "1"})
 
 
 def dask_scheduler(port: int, *, host: str = LOOPBACK) -> Part:
     """A Dask scheduler; with TLS if other machines can reach it."""
-    command = _module("dask", "scheduler", "--host", host, "--port", str(port), *NO_DASHBOARD)
+    command = python_module("dask", "scheduler", "--host", host, "--port", str(port), *NO_DASHBOARD)
     protocol = [] if is_loopback(host) else ["--protocol", "tls"]
     return Part("dask-scheduler", [*command, *protocol])
 
@@ -88,7 +90,7 @@ def dataplane(directory: Path, port: int, *, memory_mb: float = DataplaneOptions
     """A data plane with its journal in the directory."""
     options = ["--port", str(port), "--journal-dir", str(directory / "dataplane")]
     options += ["--memory-mb", str(memory_mb)]
-    return Part("dataplane", _module("sf_core", "dataplane", *options))
+    return Part("dataplane", python_module("sf_core", "dataplane", *options))
 
 
 def client_settings(authority: Path) -> dict[str, str]:
@@ -97,7 +99,3 @@ def client_settings(authority: Path) -> dict[str, str]:
     end = "-----END CERTIFICATE-----\n"
     authority.write_text(certifi.contents().partition(end)[0] + end, encoding="utf-8")
     return {"PREFECT_API_SSL_CERT_FILE": str(authority), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true"}
-
-
-def _module(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", name, *arguments]

