@@ -330,12 +330,13 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     for concern in summary.get("concerns", ()):
         console.print(f"look at this     {concern}", soft_wrap=True)
     try:
-        pairs = side_by_side(RunView(directory), 0, summary["iterations"])
+        examples = side_by_side(RunView(directory), 0, summary["iterations"])
     except ValueError as error:  # a file was removed or damaged since
         console.print(f"answers cannot be shown: {error}", soft_wrap=True)
     else:
-        if pairs:
-            console.print(answers_table(pairs, "before", "after"))
+        if examples.pairs:
+            console.print(f"answers          {examples.told}", soft_wrap=True)
+            console.print(answers_table(examples.pairs, "before", "after"))
 
 
 def _tokens(summary: Mapping[str, float]) -> str:

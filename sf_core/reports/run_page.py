@@ -102,11 +102,12 @@ class RunPage:
 
     def _answers(self) -> list[str]:
         """Answers of the first and the newest version that were measured, to the same tasks."""
-        first, last, pairs = compare_ends(RunView(self._run), self._held_out)
-        if not pairs:
+        first, last, examples = compare_ends(RunView(self._run), self._held_out)
+        if not examples.pairs:
             return []
-        rows = [[_cell(new.prompt), _show_answer(old), _show_answer(new)] for old, new in pairs]
-        return ["## Answers to held-out tasks", _table(["task", f"version {first}", f"version {last}"], rows)]
+        rows = [[_cell(new.prompt), _show_answer(old), _show_answer(new)] for old, new in examples.pairs]
+        table = _table(["task", f"version {first}", f"version {last}"], rows)
+        return ["## Answers to held-out tasks", f"{examples.told.capitalize()}.", table]
 
     def _judges(self, view: RunView) -> list[str]:
         told = sum_judges(map(view.iteration, sorted(self._rows)))

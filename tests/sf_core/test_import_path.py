@@ -90,7 +90,7 @@ def test_a_command_says_that_it_does_not_run_the_copy_of_its_folder(tmp_path: Pa
         ("tasks:make", "tasks:make: module tasks has no make"),
         (
             "tasks.mine:make",
-            "tasks.mine:make: cannot import tasks.mine: ModuleNotFoundError: No module named",
+            "tasks.mine:make: cannot import tasks.mine: ModuleNotFoundError: ",
         ),
     ],
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -14,8 +15,8 @@ from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.reports.view import RunView
 from storage.tables.trajectories import read_trajectories
 
-SHOWN = 4
-"""How many tasks are shown: the first ones, whatever they earned."""
+SHOWN = 8
+"""How many tasks are shown."""
 
 _COLUMNS = ["task_id", "session_id", "branch_id", "messages", "reward", "status"]
 
@@ -58,22 +59,80 @@ def answers_of(view: RunView, version: int) -> dict[str, list[GivenAnswer]]:
     return read_answers(found.uris) if found is not None and found.uris else {}
 
 
+Answers = Mapping[str, Sequence[GivenAnswer]]
 Pair = tuple[GivenAnswer, GivenAnswer]
 
 
-def compare_ends(view: RunView, versions: Collection[int]) -> tuple[int | None, int | None, list[Pair]]:
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Answers of two versions to a few held-out tasks: tasks that became better and tasks that became worse,
+    in the proportion of all tasks. Tasks that earned the same fill the rows that are left."""
+
+    pairs: list[Pair]
+    tasks: int = 0
+    """Tasks that both versions have answered."""
+    better: int = 0
+    """Tasks that earned more with the later version."""
+    worse: int = 0
+
+    @property
+    def told(self) -> str:
+        """How the shown tasks were chosen, in one sentence."""
+        more, less = share_rows(self.better, self.worse)
+        same = len(self.pairs) - more - less
+        return (
+            f"of {self.tasks} held-out tasks, {self.better} became better and {self.worse} became worse; "
+            f"{more} and {less} of them are shown" + (f", and {same} of the others" if same else "")
+        )
+
+
+def compare_ends(view: RunView, versions: Collection[int]) -> tuple[int | None, int | None, Examples]:
     """The first and the last of these versions, and what `side_by_side` has of them; nothing of one alone."""
     if len(versions) < 2:
-        return None, None, []
+        return None, None, Examples([])
     before, after = min(versions), max(versions)
     return before, after, side_by_side(view, before, after)
 
 
-def side_by_side(view: RunView, before: int, after: int) -> list[Pair]:
-    """First answers of two versions to the same few held-out tasks; nothing unless both were evaluated."""
-    old, new = answers_of(view, before), answers_of(view, after)
-    both = [task for task in old if task in new]
-    return [(old[task][0], new[task][0]) for task in both[:SHOWN]]
+def side_by_side(view: RunView, before: int, after: int) -> Examples:
+    """Answers of two versions to the same few held-out tasks; nothing unless both were evaluated."""
+    return choose_examples(answers_of(view, before), answers_of(view, after))
+
+
+def choose_examples(old: Answers, new: Answers) -> Examples:
+    """Examples among the tasks of both, the first ones of each kind."""
+    gains = {task: _gain(old[task], new[task]) for task in old if task in new}
+    better = [task for task, gain in gains.items() if gain > 0]
+    worse = [task for task, gain in gains.items() if gain < 0]
+    more, less = share_rows(len(better), len(worse))
+    same = [task for task, gain in gains.items() if gain == 0][: SHOWN - more - less]
+    shown = [*better[:more], *worse[:less], *same]
+    pairs = [_typical_pair(old[task], new[task], gains[task]) for task in shown]
+    return Examples(pairs, len(gains), len(better), len(worse))
+
+
+def share_rows(better: int, worse: int, rows: int = SHOWN) -> tuple[int, int]:
+    """How many of so many better and worse tasks are shown: in their proportion, and at least one of each.
+
+    >>> share_rows(30, 4), share_rows(200, 1), share_rows(2, 3), share_rows(0, 9)
+    ((7, 1), (7, 1), (2, 3), (0, 8))
+    """
+    if better + worse <= rows:
+        return better, worse
+    less = min(max(round(rows * worse / (better + worse)), min(worse, 1)), rows - min(better, 1))
+    return rows - less, less
+
+
+def _gain(old: Sequence[GivenAnswer], new: Sequence[GivenAnswer]) -> float:
+    """What a task earned more on average; nothing if one version's answers were not judged."""
+    before, after = ([answer.reward for answer in own if answer.reward is not None] for own in (old, new))
+    return fmean(after) - fmean(before) if before and after else 0.0
+
+
+def _typical_pair(old: Sequence[GivenAnswer], new: Sequence[GivenAnswer], gain: float) -> Pair:
+    """The first answers of a task that differ in reward as the task does, else the first ones."""
+    pairs = list(zip(old, new, strict=False))
+    return next((pair for pair in pairs if gain * _gain(pair[:1], pair[1:]) > 0), pairs[0])
 
 
 def _text(message: Message) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import orjson
 
 from sf_core.config import RunConfig
-from sf_core.reports.evaluations.answers import SHOWN, GivenAnswer, answers_of
+from sf_core.reports.evaluations.answers import SHOWN, Answers, GivenAnswer, answers_of, choose_examples
 from sf_core.reports.view import open_run
 from storage import files
 from storage.run_directory import RunDirectory
@@ -54,10 +54,7 @@ class Comparison:
     """Tasks that earned more after than before."""
     lost: int = 0
     examples: list[tuple[GivenAnswer | None, GivenAnswer]] = field(default_factory=list)
-    """First answers before and after to the first tasks."""
-
-
-Answers = Mapping[str, Sequence[GivenAnswer]]
+    """Answers before and after to a few tasks."""
 
 
 def compare(after: str, before: str | None, changed: Sequence[str]) -> Comparison:
@@ -75,8 +72,7 @@ def compare(after: str, before: str | None, changed: Sequence[str]) -> Compariso
     if before is None:
         return alone
     old = _open(before)
-    both = [task for task in new.answers if task in old.answers]
-    if not both:
+    if not new.answers.keys() & old.answers.keys():
         raise ValueError(f"{before} and {after} have no answered task in common")
     # of a task that one of them did not answer, that one has what a failed session is worth
     tasks = [*new.answers, *(task for task in old.answers if task not in new.answers)]
@@ -90,7 +86,7 @@ def compare(after: str, before: str | None, changed: Sequence[str]) -> Compariso
         interval=bootstrap(gains),
         won=int((gains > 0).sum()),
         lost=int((gains < 0).sum()),
-        examples=[(old.answers[task][0], new.answers[task][0]) for task in both[:SHOWN]],
+        examples=[*choose_examples(old.answers, new.answers).pairs],
     )
 
 

@@ -52,12 +52,13 @@ def run_figures(view: RunView) -> dict[str, Any]:
         }
         for number, iteration in enumerate(series.iterations)
     ]
-    before, after, answers = compare_ends(view, series.held_out)
-    pairs = [[asdict(old), asdict(new)] for old, new in answers]
+    before, after, examples = compare_ends(view, series.held_out)
+    pairs = [[asdict(old), asdict(new)] for old, new in examples.pairs]
+    answers = {"before": before, "after": after, "pairs": pairs, "told": examples.told}
     return {
         "iterations": rows,
         "held_out": sorted(series.held_out.items()),
-        "answers": {"before": before, "after": after, "pairs": pairs},
+        "answers": answers,
         "comparisons": read_comparisons(view.run.measured_dir),
         "timeline": _timeline(series.spans, series.windows.values()),
         "tokens_sampled": series.tokens_sampled,
