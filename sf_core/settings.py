@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from reprlib import Repr
 from typing import Annotated, Any, Self, cast
 
@@ -136,6 +137,12 @@ def load_object(reference: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{reference}: expected a function, got {type(found).__name__}")
     return cast(Callable[..., Any], found)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence that names similar names; empty if there are none."""
+    near = get_close_matches(name, names)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def describe(error: Exception) -> str:

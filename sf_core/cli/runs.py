@@ -25,9 +25,8 @@ commands = App()
 
 def find_run(run: str) -> str:
     """Directory of a run that is given by its directory, or by its name in the default of `storage.root`."""
-    root = StorageConfig().root
     is_name = "/" not in run and not os.path.exists(run)
-    return os.path.join(root, run) if is_name and os.path.isdir(root) else run
+    return os.path.join(StorageConfig().root, run) if is_name else run
 
 
 RunDir = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
@@ -31,6 +32,10 @@ _EXPECTED = {
     "tuple_type": "expected a list",
 }
 """Messages that replace pydantic's messages for errors of these types."""
+
+
+LIKENESS = 0.7
+"""Least likeness of names of which one may be meant by the other."""
 
 
 class SettingPlace(NamedTuple):
@@ -90,7 +95,9 @@ def worker_config(**options: Any) -> WorkerConfig:
 def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        return f"{location}: unknown key; allowed here: {', '.join(section.model_fields) or 'none'}"
+        near = near_settings(location, section.model_fields)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        return f"{location}: unknown key; allowed here: {', '.join(section.model_fields) or 'none'}{hint}"
     if error["type"] == "union_tag_invalid":
         known = error["ctx"]["expected_tags"].replace("'", "")
         return f"{location}.kind: expected one of {known}, got {quote(error['ctx']['tag'])}"
@@ -152,3 +159,30 @@ def _choices(annotation: Any) -> dict[str, Any]:
 
 def _bare(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def list_settings(model: type[BaseModel] = RunConfig, within: str = "", value: Any = None) -> Iterator[str]:
+    """Paths of all settings and sections, those of every kind included, in the order of the page. A mapping
+    whose keys the user names has the keys of its default."""
+    value = RunConfig() if value is None and model is RunConfig else value
+    for name, field in model.model_fields.items():
+        yield (path := f"{within}{name}")
+        own = getattr(value, name, None)
+        if get_origin(field.annotation) is dict:
+            models, places = models_of(get_args(field.annotation)[1]), [f"{path}.{key}." for key in own or ()]
+        else:
+            models, places = models_of(field.annotation), [f"{path}."]
+        for part in models:
+            for place in places:
+                yield from list_settings(part, place, own)
+
+
+def near_settings(path: str, names: Iterable[str] = ()) -> list[str]:
+    """Paths of settings that a wrong path may mean: those with its name in other sections, else those with a
+    similar name among the `names` of its section, else similar paths."""
+    within, dot, name = path.rpartition(".")
+    known = [*dict.fromkeys(list_settings())]
+    if same := [found for found in known if found.rpartition(".")[2] == name]:
+        return same[:3]
+    near = get_close_matches(name, names, cutoff=LIKENESS)
+    return [f"{within}{dot}{found}" for found in near] or get_close_matches(path, known, cutoff=LIKENESS)

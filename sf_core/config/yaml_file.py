@@ -17,7 +17,7 @@ from ruamel.yaml.nodes import MappingNode
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, models_of, validate_config, walk
-from sf_core.settings import Settings, quote
+from sf_core.settings import Settings, did_you_mean, quote
 
 BUILTIN = Path(__file__).parent / "builtin"
 """Folder of the built-in configurations: a link to `configs` in a clone, a folder in a wheel."""
@@ -50,13 +50,18 @@ def read_file(path: str | Path) -> tuple[str, dict[str, Any]]:
     """The text of a file or built-in configuration, and its settings. Raises ConfigError."""
     builtin = builtin_configs()
     file = path if os.path.isfile(path) else builtin.get(str(path), path)
+    if file is path and (run := _find_run(path)):
+        raise ConfigError(
+            f"{path} is a run, not a configuration; to continue the run, use `sf resume {run}`; its settings "
+            f"are in {run}/config.json"
+        )
     try:
         text = Path(file).read_text(encoding="utf-8")
         data = _parse(text) or {}
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; give the path of a YAML file or the name of a built-in configuration: "
-            f"{', '.join(builtin)}"
+            f"{', '.join(builtin)}{did_you_mean(str(path), [*builtin, *_yaml_files_beside(path)])}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
@@ -65,6 +70,18 @@ def read_file(path: str | Path) -> tuple[str, dict[str, Any]]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
     return text, data
+
+
+def _find_run(path: str | Path) -> str | None:
+    """The run directory that was given in place of a configuration: its path, or its name in the default of
+    `storage.root`."""
+    places = [str(path), os.path.join(RunConfig().storage.root, path)]
+    return next((place for place in places if os.path.isfile(os.path.join(place, "config.json"))), None)
+
+
+def _yaml_files_beside(path: str | Path) -> list[str]:
+    """YAML files in the folder of a file that does not exist."""
+    return sorted(str(file) for pattern in ("*.yaml", "*.yml") for file in Path(path).parent.glob(pattern))
 
 
 def override_config(config: RunConfig, overrides: list[str] | None, source: str) -> RunConfig:

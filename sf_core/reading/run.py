@@ -12,6 +12,7 @@ import pyarrow as pa
 from sf_core.reading.sessions import GROUPS, SESSIONS, TEXTS, all_sessions, groups_of, turns_of
 from sf_core.reports import view
 from sf_core.reports.view import RunView, failures_of, open_decoder, stage_time
+from sf_core.settings import did_you_mean
 from storage import files
 from storage.json_files import parse_json
 from storage.manifests import Manifest
@@ -141,7 +142,7 @@ class Run:
         """
         wanted = [name for name in SESSIONS.names if name not in TEXTS] if columns is None else list(columns)
         if unknown := [name for name in wanted if name not in SESSIONS.names]:
-            hint = view.did_you_mean(unknown[0], SESSIONS.names)
+            hint = did_you_mean(unknown[0], SESSIONS.names)
             raise ValueError(f"sessions have no column {unknown[0]!r}{hint}")
         return all_sessions(RunView(self._run).iter_session_sets(), wanted)
 
@@ -239,8 +240,8 @@ def open_run(uri: str | Path) -> Run:
     ```
     """
     uri = str(uri)
-    is_in_runs = "/" not in uri and not RunDirectory(uri).exists() and RunDirectory(f"runs/{uri}").exists()
-    return Run(f"runs/{uri}" if is_in_runs else uri)
+    is_name = "/" not in uri and not RunDirectory(uri).exists()
+    return Run(f"runs/{uri}" if is_name else uri)
 
 
 def _figures(manifest: Manifest) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from functools import cache
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -23,6 +23,7 @@ from sf_core.pictures.sight import read_sight
 from sf_core.recipes.gates import KINDS, Kind
 from sf_core.scheduling.figures import Window
 from sf_core.scheduling.leases import lease_of
+from sf_core.settings import did_you_mean
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
@@ -30,6 +31,9 @@ from storage.tables.outcomes import outcomes_of
 from storage.tables.schema import SEEING_SCHEMA, Trajectory
 from storage.tables.trajectories import read_trajectories, to_rows
 from storage.tensors.weights import has_weights
+
+LISTED_RUNS = 8
+"""Most runs that a message names."""
 
 Decode = Callable[[list[int]], str]
 """Text of token ids."""
@@ -272,16 +276,27 @@ class RunView:
 
 
 def open_run(uri: str) -> RunView:
-    """Open a run. Raises ValueError with one sentence, and similar names, if no run is there."""
+    """Open a run. Raises ValueError, one sentence with the runs in the same folder, if no run is there."""
     run = RunDirectory(uri)
     if run.exists():
         return RunView(run)
-    parent = run.uri.removesuffix("/" + run.run_id)
-    names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(parent)]
     if files.exists(logs := files.join(run.local_dir, "logs")):
         raise ValueError(f"{uri}: the run has not begun (config.json is missing); logs of its start: {logs}")
-    names = [name for name in names if name != run.run_id]
-    raise ValueError(f"{uri}: no run here (config.json is missing){did_you_mean(run.run_id, names)}")
+    folder = run.uri.removesuffix("/" + run.run_id)
+    raise ValueError(f"{uri}: no run here (config.json is missing); {_list_runs(folder, run.run_id)}")
+
+
+def _list_runs(folder: str, name: str) -> str:
+    """The runs in a folder, in words, those first whose names are most like this one."""
+    names = [found.rsplit("/", 1)[-1] for found in files.list_folders(folder)]
+    names.sort(key=lambda found: -SequenceMatcher(None, name, found).ratio())
+    are_runs = (found for found in names if RunDirectory(files.join(folder, found)).exists())
+    # each costs a request to a remote storage
+    runs = [*islice(are_runs, LISTED_RUNS + 1)]
+    if not runs:
+        return f"{folder} has no runs"
+    listed = ", ".join([*runs[:LISTED_RUNS], *("..." for _ in runs[LISTED_RUNS:])])
+    return f"{folder} has the runs {listed}{did_you_mean(name, runs[:LISTED_RUNS])}"
 
 
 def open_decoder(run: RunDirectory, sees: bool) -> Decode:
@@ -327,9 +342,3 @@ def kinds_in(manifest: Manifest | None) -> dict[Kind, int] | None:
 
 def kinds_text(kinds: Mapping[Kind, int] | None) -> str:
     return "" if kinds is None else "/".join(str(kinds[kind]) for kind in KINDS)
-
-
-def did_you_mean(name: str, names: list[str]) -> str:
-    """The end of a sentence that names similar names; empty if there are none."""
-    near = get_close_matches(name, names)
-    return f"; did you mean {', '.join(near)}?" if near else ""

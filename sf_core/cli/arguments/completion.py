@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sf_core.config import StorageConfig
-from sf_core.config.reference.page import list_settings
+from sf_core.config.validation import list_settings
 from sf_core.config.yaml_file import builtin_configs
 
 

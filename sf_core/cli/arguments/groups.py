@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from sf_core.settings import did_you_mean
+
 GROUPS: dict[str, tuple[str, ...]] = {
     "Prepare a run": ("init", "model", "settings", "plan", "try"),
     "Train and measure": ("train", "resume", "evaluate"),
@@ -58,6 +60,14 @@ class Commands(TyperGroup):
             for name in names:
                 command: Any = self.commands[name]
                 command.rich_help_panel = group
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # of typer's own suggestions, each version has others, and early versions have none
+        name = args[0]
+        if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
+            hint = did_you_mean(name, self.commands) or "; `sf --help` lists the commands"
+            ctx.fail(f"there is no command {name!r}{hint}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*self.commands]

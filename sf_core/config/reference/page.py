@@ -6,7 +6,6 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -15,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from sf_core.config import RunConfig
-from sf_core.config.validation import ConfigError, kinds_of, models_of
+from sf_core.config.validation import ConfigError, kinds_of, models_of, near_settings
 from sf_core.settings import Settings
 
 PAGE_WIDTH = 110
@@ -26,22 +25,6 @@ def settings_page(path: str = "") -> str:
     configuration. Raises ConfigError, one sentence with similar names, if there is no such setting."""
     lines = _part(path) if path else _section(RunConfig())
     return "\n".join(lines) + "\n"
-
-
-def list_settings(model: type[BaseModel] = RunConfig, within: str = "", value: Any = None) -> Iterator[str]:
-    """Paths of all settings and sections, those of every kind included, in the order of the page. A mapping
-    whose keys the user names has the keys of its default."""
-    value = RunConfig() if value is None and model is RunConfig else value
-    for name, field in model.model_fields.items():
-        yield (path := f"{within}{name}")
-        own = getattr(value, name, None)
-        if get_origin(field.annotation) is dict:
-            models, places = models_of(get_args(field.annotation)[1]), [f"{path}.{key}." for key in own or ()]
-        else:
-            models, places = models_of(field.annotation), [f"{path}."]
-        for part in models:
-            for place in places:
-                yield from list_settings(part, place, own)
 
 
 def _part(path: str) -> Iterator[str]:
@@ -92,10 +75,8 @@ def _tell(field: FieldInfo) -> str:
 
 
 def _unknown(path: str) -> ConfigError:
-    known = [*dict.fromkeys(list_settings())]
-    last = path.rpartition(".")[2]
-    near = [name for name in known if name.rpartition(".")[2] == last] or get_close_matches(path, known)
-    hint = f"did you mean {' or '.join(near[:3])}?" if near else "`sf settings` prints all settings"
+    near = near_settings(path)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`sf settings` prints all settings"
     return ConfigError(f"{path}: unknown setting; {hint}")
 
 

@@ -110,11 +110,10 @@ def test_a_session_is_shown_turn_by_turn(run: Run, directory: RunDirectory) -> N
 
 
 def test_what_is_not_there_is_named(run: Run, directory: RunDirectory) -> None:
-    with pytest.raises(ValueError, match=r"^run-1: no session 'run-1.g0.9'; did you mean run-1.g0.1, "):
+    with pytest.raises(ValueError, match=r"^run-1: no session 'run-1.g0.9'; did you mean run-1.g0.1 or "):
         run.session("run-1.g0.9")
-    with pytest.raises(
-        ValueError, match=r"run-2: no run here \(config.json is missing\); did you mean run-1\?$"
-    ):
+    missing = r"run-2: no run here \(config.json is missing\); .* has the runs run-1; did you mean run-1\?$"
+    with pytest.raises(ValueError, match=missing):
         open_run(directory.uri.removesuffix("1") + "2")
 
 
@@ -122,7 +121,7 @@ def test_a_run_in_the_folder_runs_has_a_short_name(tmp_path: Path, monkeypatch: 
     RunDirectory(str(tmp_path / "runs" / "one")).write_config(RunConfig(run_id="one"))
     monkeypatch.chdir(tmp_path)
     assert open_run("one").uri == open_run(Path("runs/one")).uri == str(tmp_path / "runs" / "one")
-    with pytest.raises(ValueError, match=r"^two: no run here"):
+    with pytest.raises(ValueError, match=r"^runs/two: no run here .*/runs has the runs one$"):
         open_run("two")
 
 

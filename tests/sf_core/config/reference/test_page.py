@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from sf_core.config import RunConfig
-from sf_core.config.reference.page import list_settings, settings_page
-from sf_core.config.validation import ConfigError, validate_config
+from sf_core.config.reference.page import settings_page
+from sf_core.config.validation import ConfigError, list_settings, validate_config
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Names that do not exist: what the user may have meant is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sf_core.cli.main import app
+from storage.run_directory import RunDirectory
+from tests.bench.commands import check_refused
+from tests.bench.runs import configure
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with two runs and a configuration."""
+    for name in ("mine", "yours"):
+        configure(RunDirectory(str(tmp_path / "runs" / name)))
+    (tmp_path / "train.yaml").write_text("train:\n  iteration: 3\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("trian", "did you mean train?"),
+        ("inspekt", "did you mean inspect?"),
+        ("colour", "`sf --help` lists the commands"),
+    ],
+)
+def test_a_command(here: Path, word: str, hint: str) -> None:
+    assert check_refused(here, [word, "x"]) == f"there is no command {word!r}; {hint}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("rollout.group_siz", "rollout.group_size"),
+        ("trian.iterations", "train"),
+        ("iterations", "train.iterations"),
+        ("train.learningrate", "train.learning_rate"),
+        ("train.group_size", "rollout.group_size"),
+        ("train.loss.policy.hihg", "train.loss.policy.high"),
+        ("cluster.workers.r0.tag", "cluster.workers.r0.tags"),
+        ("environment.setings", "environment.settings"),
+    ],
+)
+def test_a_setting(here: Path, setting: str, hint: str) -> None:
+    said = check_refused(here, ["plan", "quickstart", "--set", f"{setting}=3"])
+    assert said.startswith(f"--set {setting.partition('.')[0]}"), said
+    assert said.endswith(f"; did you mean {hint}?\n"), said
+
+
+def test_a_setting_that_is_like_no_other(here: Path) -> None:
+    said = check_refused(here, ["plan", "quickstart", "--set", "colour=red"])
+    assert "colour: unknown key; allowed here: run_id, " in said and "did you mean" not in said
+
+
+def test_a_key_of_a_file(here: Path) -> None:
+    said = check_refused(here, ["plan", "train.yaml"])
+    assert said.startswith("train.yaml line 2: train.iteration: unknown key; allowed here: ")
+    assert said.endswith("; did you mean train.iterations?\n")
+
+
+def test_a_file_and_a_builtin_configuration(here: Path) -> None:
+    assert check_refused(here, ["plan", "trian.yaml"]).endswith("; did you mean train.yaml?\n")
+    assert check_refused(here, ["plan", "quikstart"]).endswith("; did you mean quickstart?\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["inspect", "resume", "evaluate", "report", "gc", "serve", "export --to trl", "replay --iteration 0"],
+)
+def test_a_run(here: Path, command: str) -> None:
+    name, *options = command.split()
+    more = ["out.jsonl"] if name == "export" else []
+    said = check_refused(here, [name, "mien", *more, *options])
+    assert said == (
+        f"runs/mien: no run here (config.json is missing); {here}/runs has the runs mine, yours; "
+        "did you mean mine?\n"
+    )
+
+
+def test_a_folder_without_runs_is_named(here: Path) -> None:
+    said = check_refused(here, ["inspect", "elsewhere/mine"])
+    assert said == f"elsewhere/mine: no run here (config.json is missing); {here}/elsewhere has no runs\n"
+
+
+def test_of_many_runs_those_with_similar_names_are_named(here: Path) -> None:
+    for number in range(20):
+        configure(RunDirectory(str(here / "many" / f"run{number:02}")))
+    said = check_refused(here, ["inspect", "many/run-07"])
+    assert f"{here}/many has the runs run07, " in said and said.count("run") < 30
+    assert ", ...; did you mean run07 or " in said
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "try", "up"])
+@pytest.mark.parametrize("given", ["runs/mine", "mine"])
+def test_a_run_in_place_of_a_configuration(here: Path, command: str, given: str) -> None:
+    assert check_refused(here, [command, given], command=app) == (
+        f"{given} is a run, not a configuration; to continue the run, use `sf resume runs/mine`; "
+        "its settings are in runs/mine/config.json\n"
+    )
