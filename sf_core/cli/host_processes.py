@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from sf_core.cli.stack import processes
 from sf_core.cli.stack.processes import Part
-from sf_core.config.addresses import is_loopback
+from sf_core.config.addresses import check_free, is_loopback
 from sf_core.scheduling.tls import require_tls
 from sf_core.scheduling.worker import DASK_SETTINGS
 from sf_core.surroundings import prefect_password
@@ -18,19 +18,21 @@ from sf_core.surroundings import prefect_password
 
 def become_prefect_server(host: str, port: int) -> NoReturn:
     """Turn this process into a Prefect server for deployments. Raises ValueError for an address that others
-    can reach without a password."""
+    can reach without a password, OSError for a port that is in use."""
     if not is_loopback(host) and prefect_password() is None:
         raise ValueError(
             f"other machines can reach {host}: set PREFECT_SERVER_API_AUTH_STRING to USER:PASSWORD, or "
             "serve on 127.0.0.1"
         )
+    check_free(host, port)
     _become(processes.prefect_server(port, host=host, for_deployments=True))
 
 
 def become_scheduler(host: str, port: int) -> NoReturn:
     """Turn this process into a Dask scheduler. Raises ValueError for an address that others can reach if
-    Dask's settings name no certificates."""
+    Dask's settings name no certificates, OSError for a port that is in use."""
     require_tls(host, "scheduler")
+    check_free(host, port)
     _become(processes.dask_scheduler(port, host=host))
 
 

@@ -143,15 +143,12 @@ def dataplane(
             "dataplane.url=http://HOST:PORT)"
         )
     options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, tuple(allowed_hosts()))
-    try:
-        key = configured_dataplane_key()
-        serve(
-            host,
-            port,
-            options,
-            key=key or account_key(),
-            welcomes_strangers=key is None,
-            port_file=port_file,
-        )
-    except OSError as error:
-        fail(f"cannot listen on {host}:{port}: {error}")
+    key = configured_dataplane_key()
+    serve(
+        host,
+        port,
+        options,
+        key=key or account_key(),
+        welcomes_strangers=key is None,
+        port_file=port_file,
+    )

@@ -3,9 +3,11 @@ password, and what `~` and `${VAR}` stand for in a path."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
+import socket
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -24,6 +26,28 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def listen_at(host: str, port: int, option: str = "--port") -> socket.socket:
+    """A socket that accepts connections there. Raises OSError, one sentence with the remedy, if that is not
+    possible; `option` sets the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), backlog=2048, family=family)
+    except OSError as error:
+        remedies = {
+            errno.EADDRINUSE: f"is in use; end the process that listens there, or choose another {option}",
+            errno.EACCES: f"is for administrators only; choose a {option} of 1024 or more",
+            errno.EADDRNOTAVAIL: "is no address of this machine; choose another --host",
+            socket.EAI_NONAME: "cannot be used, because no host has this name; choose another --host",
+        }
+        told = remedies.get(error.errno or 0, f"cannot be used: {error}")
+        raise OSError(f"port {port} of {host} {told}") from None
+
+
+def check_free(host: str, port: int, option: str = "--port") -> None:
+    """Raises OSError, as `listen_at` does, if a server cannot listen there."""
+    listen_at(host, port, option).close()
 
 
 def refuse_user(url: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,43 @@ def test_a_wrong_argument_is_refused(
         monkeypatch.delenv(variable, raising=False)
     (tmp_path / "run.yaml").write_text("", encoding="utf-8")
     check_refused(tmp_path, arguments.split(), name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "serve mine --port",
+        "dataplane --port",
+        "server --port",
+        "scheduler --port",
+        "up --prefect-port",
+        "up --scheduler-port",
+        "up --dataplane-port",
+    ],
+)
+def test_a_port_in_use_is_named_with_the_option_that_sets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = check_refused(tmp_path, [*arguments.split(), str(port)])
+    assert said == (
+        f"port {port} of 127.0.0.1 is in use; end the process that listens there, or choose another "
+        f"{arguments.split()[-1]}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "sentence"),
+    [
+        ("192.0.2.1", "is no address of this machine; choose another --host"),
+        ("no.such.host.invalid", "cannot be used"),
+    ],
+)
+def test_an_address_of_another_machine_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = check_refused(tmp_path, ["serve", "mine", "--host", host, "--key", "12345678"])
+    assert said.startswith(f"port 8800 of {host} {sentence}")

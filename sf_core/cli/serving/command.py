@@ -12,7 +12,7 @@ from sf_core.cli.arguments.addresses import AnyPort, address
 from sf_core.cli.arguments.completion import complete_run
 from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import interrupt, report_bad_input, tell
-from sf_core.config.addresses import LOOPBACK
+from sf_core.config.addresses import LOOPBACK, check_free
 
 commands = App()
 
@@ -49,6 +49,8 @@ def serve(
     signal.signal(signal.SIGTERM, interrupt)
     try:
         used = choose_key(host, key)
+        # the policy may take minutes to load
+        check_free(host, port)
         check_record(record)
         policy = find_policy(run, engine)
         tell(f"loading {policy.about}")

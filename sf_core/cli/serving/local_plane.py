@@ -14,12 +14,11 @@ from starlette.types import ASGIApp
 from sf_core.cli.serving.policy import Policy
 from sf_core.cli.terminal import hide_progress_bars
 from sf_core.config import RolloutConfig
-from sf_core.config.addresses import LOOPBACK
+from sf_core.config.addresses import LOOPBACK, listen_at
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.server import listen_at
 from sf_core.dataplane.serving import server_config
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.registry import engine_kind, follows_grammars, make_engine

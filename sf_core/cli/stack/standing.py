@@ -6,7 +6,6 @@ Configuration, logs and journals of the stack are in one folder.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from sf_core.cli.stack import processes
 from sf_core.cli.stack.local import Ports, Services, stack_environment, start_services
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
 from sf_core.config import WorkerConfig
-from sf_core.config.addresses import LOOPBACK
+from sf_core.config.addresses import LOOPBACK, check_free
 from sf_core.import_path import python_module
 from sf_core.surroundings import (
     CACHE_DIR,
@@ -65,8 +64,8 @@ def up(
     check_open_files()
     check_place(prefect_home(), *PREFECT_HOME)
     check_place(cache_dir(), *CACHE_DIR)
-    for port in (ports.prefect, ports.scheduler, ports.dataplane):
-        _check_free(port)
+    for part in ("prefect", "scheduler", "dataplane"):
+        check_free(LOOPBACK, getattr(ports, part), f"--{part}-port")
     environment = stack_environment() | {"SF_HOME": os.getcwd(), **ports.services.addresses}
     stack = Supervisor(folder, folder / "logs", environment, stays=True, stop_s=STOP_S)
     _check_writable(folder)
@@ -113,17 +112,6 @@ def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
 def _check_writable(folder: Path) -> None:
     if reason := why_not_writable(folder):
         raise StackError(f"{folder} cannot be written ({reason}); choose another --folder")
-
-
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            raise StackError(
-                f"port {port} is in use: stop the process that listens there, or choose another port"
-            ) from None
 
 
 def _call(environment: dict[str, str], *module: str) -> list[str]:

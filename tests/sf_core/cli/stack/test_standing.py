@@ -15,7 +15,9 @@ from sf_core.config import RunConfig
 def test_a_port_that_is_taken_is_named_and_nothing_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = replace(Ports.free(), dataplane=taken.getsockname()[1])
-        with pytest.raises(StackError, match=f"port {ports.dataplane} is in use"):
+        with pytest.raises(
+            OSError, match=f"^port {ports.dataplane} of 127.0.0.1 is in use; .* --dataplane-port$"
+        ):
             up(tmp_path, RunConfig().cluster.workers, ports, print)
     assert list(tmp_path.iterdir()) == []
 
