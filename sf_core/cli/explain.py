@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +30,7 @@ from sf_core.stages.settling.sizes import (
     PolicySizes,
     bytes_of_two_workers,
     check_memory,
+    disk_bytes,
     explain_sizes,
     warn_of_rates,
 )
@@ -34,8 +38,65 @@ from sf_core.stages.settling.start_folder import folder_to_start_from
 from sf_core.training.policy_folder import count_parameters, describe_policy, policy_folder
 from storage.tensors.weights import has_weights
 
+CONCERN = "look at this"
+"""Subject of what a user should look at before the run starts."""
 
-def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RenderableType:
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What would run where, and why, as `sf plan` shows it."""
+
+    config: RunConfig
+    workers: list[Worker]
+    plan: Plan
+    sizes: PolicySizes | None
+    facts: list[tuple[str, str]]
+    """Sentences with their subjects."""
+
+    def as_table(self) -> RenderableType:
+        shown = make_table()
+        shown.show_header = False
+        for subject, text in self.facts:
+            shown.add_row(subject, Text(text))
+        return Group(_table(self.workers, self.plan, self.config), Text(), shown)
+
+    def as_data(self) -> dict[str, Any]:
+        """The JSON document of `sf plan --json`."""
+        plan, workers = self.plan, sorted(self.workers, key=lambda worker: worker.name)
+        return {
+            "pipeline": self.config.pipeline or _name(plan, self.config.overlap),
+            "lag_bound": self.config.lag_bound,
+            "workers": [self._worker(worker) for worker in workers],
+            "trainers": plan.trainers,
+            "trainers_roll_out": plan.lent,
+            "parameters": None if self.sizes is None else self.sizes.parameters,
+            "bytes": None if self.sizes is None else self._bytes(self.sizes),
+            "facts": {subject: text for subject, text in self.facts if subject != CONCERN},
+            "concerns": [text for subject, text in self.facts if subject == CONCERN],
+        }
+
+    def _worker(self, worker: Worker) -> dict[str, Any]:
+        return {
+            "name": worker.name,
+            "tags": sorted(worker.tags),
+            "device": None if worker.device is None else asdict(worker.device),
+            "train_priority": priority_of(worker, self.config),
+            "duty": _duty(worker, self.workers, self.plan, self.config),
+        }
+
+    def _bytes(self, sizes: PolicySizes) -> dict[str, int]:
+        return {
+            "engine_weights": sizes.weights,
+            "engine_cache": sizes.cache,
+            "trainer": sizes.rank,
+            "trainer_peak": sizes.peak(),
+            "version": sizes.version,
+            "checkpoint": sizes.checkpoint,
+            "disk": disk_bytes(sizes),
+        }
+
+
+def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
     """The plan of a run on the workers of `scheduler`, else on those that the run would get.
 
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
@@ -58,7 +119,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     if scheduler is None and (duration := Estimate(config, sizes).tell()):
         facts.append(("time", duration))
     facts += ((f"judge {name}", _judge(name, plan, config)) for name in config.environment.judges)
-    facts += (("look at this", sentence) for sentence in (*foresee(config), *warn_of_rates(config, sizes)))
+    facts += ((CONCERN, sentence) for sentence in (*foresee(config), *warn_of_rates(config, sizes)))
     able = list_able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):
@@ -69,11 +130,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
         facts.append(("devices", _devices(config, takes)))
     if address and (held := tell_holders(address, config.run_id)):
         facts.append(("held", f"{held}; a run that starts now waits for them"))
-    shown = make_table()
-    shown.show_header = False
-    for subject, text in facts:
-        shown.add_row(subject, Text(text))
-    return Group(_table(workers, plan, config), Text(), shown)
+    return RunPlan(config, workers, plan, sizes, facts)
 
 
 def _devices(config: RunConfig, takes: int) -> str:

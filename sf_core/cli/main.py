@@ -21,7 +21,7 @@ from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.arguments.proxies import STARTING, check_proxies
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
-from sf_core.cli.runs import RunDir
+from sf_core.cli.runs import AsJson, RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
 from sf_core.cli.terminal import console, errors, interrupt, print_json, report_bad_input, say_error
@@ -302,6 +302,7 @@ def plan(
         str | None,
         typer.Option(help="Dask scheduler of the workers. By default cluster.scheduler, or SF_SCHEDULER."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show the planned work of each worker, and the memory and disk that the run needs. Starts nothing."""
     from sf_core.cli.explain import explain_plan
@@ -309,7 +310,8 @@ def plan(
 
     settings = _config(config, overrides)
     check_held_out(settings)
-    console.print(explain_plan(settings, scheduler=scheduler))
+    found = explain_plan(settings, scheduler=scheduler)
+    print_json(found.as_data()) if as_json else console.print(found.as_table())
 
 
 def _config(files: Sequence[Path], overrides: list[str] | None) -> RunConfig:

@@ -316,7 +316,7 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         f"a checkpoint, {often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} "
         f"stay{for_good}",
         "disk": (
-            f"about {_gb(_disk_bytes(sizes))} of weights and checkpoints after {train.iterations} "
+            f"about {_gb(disk_bytes(sizes))} of weights and checkpoints after {train.iterations} "
             "iterations; trajectories need additional space"
         ),
     }
@@ -379,7 +379,7 @@ def _explain_kept(sizes: PolicySizes) -> str:
     return f"of which the newest {newest}, every {KEPT_EVERY}th and all evaluated versions stay"
 
 
-def _disk_bytes(sizes: PolicySizes) -> int:
+def disk_bytes(sizes: PolicySizes) -> int:
     """What weights and checkpoints take at the end, with the start folder and the exported policy."""
     train, last = sizes.config.train, sizes.config.train.iterations
     keep = num_kept_weights(train, sizes.version) or last

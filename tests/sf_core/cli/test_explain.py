@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,30 @@ def test_the_plan_says_how_a_policy_sees_pictures(
         "the policy sees pictures as 4 to 64 tokens each, one token per 28 by 28 pixels; larger pictures are "
         "scaled down"
     )
+
+
+def test_a_plan_is_one_json_document_with_the_figures_of_the_table(write: Any) -> None:
+    file = write({"r0": R0, "t0": BOTH}, pipeline="multiplexed", rollout={"temperature": 0.0})
+    result = CliRunner().invoke(app, ["plan", file, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["pipeline"], found["lag_bound"]) == ("multiplexed", 1)
+    assert (found["trainers"], found["trainers_roll_out"]) == (["t0"], True)
+    assert [(worker["name"], worker["tags"]) for worker in found["workers"]] == [
+        ("a0", ["agent"]),
+        ("c0", ["cpu"]),
+        ("r0", ["rollout"]),
+        ("t0", ["rollout", "train"]),
+    ]
+    assert found["workers"][2]["duty"] == "rolls out: is not tagged train"
+    sizes = found["bytes"]
+    assert sizes["engine_weights"] == 4 * found["parameters"] == sizes["version"]
+    assert sizes["disk"] > sizes["checkpoint"] > sizes["version"] and sizes["trainer_peak"] > sizes["trainer"]
+    _, lines = sf_plan(file)
+    assert " ".join(found["facts"]["disk"].split()) == lines["disk"]
+    assert found["concerns"] and found["concerns"][0].split()[0] in lines["look"]
+
+
+def test_a_plan_whose_sizes_are_unknown_has_none() -> None:
+    found = json.loads(CliRunner().invoke(app, ["plan", "emulated", "--json"]).stdout)
+    assert (found["parameters"], found["bytes"], found["concerns"]) == (None, None, [])
