@@ -107,6 +107,10 @@ class RunDirectory:
     def checkpoint_dir(self, version: int) -> str:
         return self.path("checkpoints", f"{version:05d}")
 
+    def greedy_file(self, version: int) -> str:
+        """Greedy answers of a version to a few held-out tasks."""
+        return self.path("greedy", f"v{version:05d}.json")
+
     def list_versions(self, kind: Literal["weights", "checkpoints"]) -> list[int]:
         """Versions with a folder of this kind, in order; what it holds may be incomplete."""
         names = (uri.rsplit("/", 1)[-1].removeprefix("v") for uri in files.list_folders(self.path(kind)))

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
+from sf_core.cli.serving.greedy import LONGEST_S, ask_greedily, has_greedy_answers
 from sf_core.cli.stack.elastic_workers import LocalRunners
 from sf_core.cli.stack.local import local_stack, start_services
 from sf_core.cli.stack.processes import Part
@@ -27,7 +28,7 @@ from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
 from sf_core.engines.registry import engine_kind
 from sf_core.import_path import python_module
-from sf_core.reports.evaluations.answers import side_by_side
+from sf_core.reports.evaluations.answers import Examples, read_greedy, side_by_side
 from sf_core.reports.states import is_finished
 from sf_core.reports.tables import answers_table
 from sf_core.reports.view import RunView
@@ -330,13 +331,25 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     for concern in summary.get("concerns", ()):
         console.print(f"look at this     {concern}", soft_wrap=True)
     try:
-        examples = side_by_side(RunView(directory), 0, summary["iterations"])
+        examples = _find_examples(directory, config, summary["iterations"], console)
     except ValueError as error:  # a file was removed or damaged since
         console.print(f"answers cannot be shown: {error}", soft_wrap=True)
     else:
         if examples.pairs:
             console.print(f"answers          {examples.told}", soft_wrap=True)
             console.print(answers_table(examples.pairs, "before", "after"))
+
+
+def _find_examples(directory: RunDirectory, config: RunConfig, version: int, console: Console) -> Examples:
+    """Answers before and after the run, with greedy ones. Raises ValueError if a file is broken."""
+    examples = side_by_side(RunView(directory), 0, version)
+    if not (examples.pairs and has_greedy_answers(config)) or read_greedy(directory, version):
+        return examples
+    console.print(f"asking the policy for its greedy answers, for {LONGEST_S:.0f} s at most", soft_wrap=True)
+    if not ask_greedily(directory, version, examples.task_ids):
+        why = "an agent failed, or the time was too short"
+        console.print(f"there are no greedy answers: {why}; the table shows sampled answers", soft_wrap=True)
+    return side_by_side(RunView(directory), 0, version)
 
 
 def _tokens(summary: Mapping[str, float]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import concerns_of, sum_concerns
-from sf_core.reports.evaluations.answers import GivenAnswer, compare_ends
+from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer, compare_ends
 from sf_core.reports.evaluations.judgements import sum_judges
 from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
@@ -105,8 +105,13 @@ class RunPage:
         first, last, examples = compare_ends(RunView(self._run), self._held_out)
         if not examples.pairs:
             return []
+        names = ["task", f"version {first}", f"version {last}"]
         rows = [[_cell(new.prompt), _show_answer(old), _show_answer(new)] for old, new in examples.pairs]
-        table = _table(["task", f"version {first}", f"version {last}"], rows)
+        if examples.has_greedy:
+            names.append(f"version {last}, {GREEDY}")
+            for row, (_, new) in zip(rows, examples.pairs, strict=True):
+                row.append(_show_answer(new.greedy) if new.greedy else "")
+        table = _table(names, rows)
         return ["## Answers to held-out tasks", f"{examples.told.capitalize()}.", table]
 
     def _judges(self, view: RunView) -> list[str]:

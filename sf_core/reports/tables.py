@@ -19,7 +19,7 @@ from rich.text import Text
 
 from sf_core.config.failures import failures_text
 from sf_core.reports.concerns import sum_run_concerns
-from sf_core.reports.evaluations.answers import GivenAnswer
+from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
@@ -154,13 +154,15 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
 
 
 def answers_table(pairs: Sequence[tuple[GivenAnswer | None, GivenAnswer]], before: str, after: str) -> Table:
-    """Answers to the same tasks side by side; `before` is empty if there is only one."""
+    """Answers to the same tasks side by side; `before` is empty if there is only one. A greedy answer is
+    shown if it differs."""
     table = Table(box=box.SIMPLE, show_lines=True)
-    for name in filter(None, ("task", before, after)):
+    greedy = f"{after}, {GREEDY}" if any(new.greedy for _, new in pairs) else ""
+    for name in filter(None, ("task", before, after, greedy)):
         table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
-        answers = [f"{answer.told}  {cut_short(answer.text)}" for answer in (old, new) if answer]
-        shown = [cut_short(new.prompt), *answers]
+        answers = [answer for answer in (old, new, new.greedy) if answer]
+        shown = [cut_short(new.prompt), *(f"{answer.told}  {cut_short(answer.text)}" for answer in answers)]
         table.add_row(*(Text(make_printable(text)) for text in shown))
     return table
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import orjson
 import pyarrow as pa
 
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.reports.view import RunView
+from storage import files
+from storage.json_files import parse_json
+from storage.run_directory import RunDirectory
 from storage.tables.trajectories import read_trajectories
 
 SHOWN = 8
 """How many tasks are shown."""
+
+GREEDY = "greedy"
+"""Word for answers at temperature 0."""
 
 _COLUMNS = ["task_id", "session_id", "branch_id", "messages", "reward", "status"]
 
@@ -30,6 +37,8 @@ class GivenAnswer:
     text: str
     reward: float | None
     """A failed session has the reward that the run gives it. None: it was not judged."""
+    greedy: GivenAnswer | None = None
+    """What the version answers at temperature 0, if that is known and another text."""
 
     @property
     def told(self) -> str:
@@ -47,8 +56,10 @@ def read_answers(uris: list[str]) -> dict[str, list[GivenAnswer]]:
     for rows in sessions.values():
         # the last branch has the newest turn
         messages = json.loads(rows[-1]["messages"])
-        prompt = next((_text(message) for message in messages if message["role"] == "user"), "")
-        text = next((_text(message) for message in reversed(messages) if message["role"] == "assistant"), "")
+        prompt = next((text_of_answer(message) for message in messages if message["role"] == "user"), "")
+        text = next(
+            (text_of_answer(message) for message in reversed(messages) if message["role"] == "assistant"), ""
+        )
         found[rows[0]["task_id"]].append(GivenAnswer(prompt, text, rows[0]["reward"]))
     return found
 
@@ -69,11 +80,17 @@ class Examples:
     in the proportion of all tasks. Tasks that earned the same fill the rows that are left."""
 
     pairs: list[Pair]
+    task_ids: Sequence[str] = ()
+    """The task of each pair."""
     tasks: int = 0
     """Tasks that both versions have answered."""
     better: int = 0
     """Tasks that earned more with the later version."""
     worse: int = 0
+
+    @property
+    def has_greedy(self) -> bool:
+        return any(new.greedy for _, new in self.pairs)
 
     @property
     def told(self) -> str:
@@ -82,7 +99,9 @@ class Examples:
         same = len(self.pairs) - more - less
         return (
             f"of {self.tasks} held-out tasks, {self.better} became better and {self.worse} became worse; "
-            f"{more} and {less} of them are shown" + (f", and {same} of the others" if same else "")
+            f"{more} and {less} of them are shown"
+            + (f", and {same} of the others" if same else "")
+            + (f"; these answers are sampled, {GREEDY} ones are at temperature 0" if self.has_greedy else "")
         )
 
 
@@ -96,7 +115,32 @@ def compare_ends(view: RunView, versions: Collection[int]) -> tuple[int | None, 
 
 def side_by_side(view: RunView, before: int, after: int) -> Examples:
     """Answers of two versions to the same few held-out tasks; nothing unless both were evaluated."""
-    return choose_examples(answers_of(view, before), answers_of(view, after))
+    examples = choose_examples(answers_of(view, before), answers_of(view, after))
+    greedy = read_greedy(view.run, after)
+    pairs = [
+        (old, _add_greedy(new, greedy.get(task)))
+        for task, (old, new) in zip(examples.task_ids, examples.pairs, strict=True)
+    ]
+    return replace(examples, pairs=pairs)
+
+
+def _add_greedy(answer: GivenAnswer, greedy: GivenAnswer | None) -> GivenAnswer:
+    is_other = greedy is not None and greedy.text != answer.text
+    return replace(answer, greedy=greedy) if is_other else answer
+
+
+def write_greedy(run: RunDirectory, version: int, answers: Mapping[str, GivenAnswer]) -> None:
+    """Store greedy answers of a version by task id."""
+    given = {task: asdict(answer) for task, answer in answers.items()}
+    files.write_atomic(run.greedy_file(version), orjson.dumps(given))
+
+
+def read_greedy(run: RunDirectory, version: int) -> dict[str, GivenAnswer]:
+    """Greedy answers of a version by task id, as far as they were asked for. Raises ValueError if their file
+    is broken."""
+    uri = run.greedy_file(version)
+    text = files.read_if_there(uri)
+    return {} if text is None else parse_json(dict[str, GivenAnswer], text, f"{uri}: cannot be read")
 
 
 def choose_examples(old: Answers, new: Answers) -> Examples:
@@ -108,7 +152,7 @@ def choose_examples(old: Answers, new: Answers) -> Examples:
     same = [task for task, gain in gains.items() if gain == 0][: SHOWN - more - less]
     shown = [*better[:more], *worse[:less], *same]
     pairs = [_typical_pair(old[task], new[task], gains[task]) for task in shown]
-    return Examples(pairs, len(gains), len(better), len(worse))
+    return Examples(pairs, shown, len(gains), len(better), len(worse))
 
 
 def share_rows(better: int, worse: int, rows: int = SHOWN) -> tuple[int, int]:
@@ -135,7 +179,8 @@ def _typical_pair(old: Sequence[GivenAnswer], new: Sequence[GivenAnswer], gain: 
     return next((pair for pair in pairs if gain * _gain(pair[:1], pair[1:]) > 0), pairs[0])
 
 
-def _text(message: Message) -> str:
+def text_of_answer(message: Message) -> str:
+    """Text and calls of a message."""
     calls = [
         f"{call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})"
         for call in message.get("tool_calls") or []

@@ -12,14 +12,16 @@ function drawEvaluations(section, figures) {
 }
 
 function answerTable(pairs, before, after) {
-  const answer = (name, of) => ({ name, text: true, value: (row) => of(row).text, cell: (row) => answerText(of(row)) });
+  const answer = (name, of) => ({ name, text: true, value: (row) => of(row)?.text ?? "", cell: (row) => answerText(of(row)) });
   const columns = [{ name: "task", text: true, value: (row) => row[1].prompt }];
   if (before != null) columns.push(answer(`version ${before}`, (row) => row[0]));
-  return table(pairs, [...columns, answer(`version ${after}`, (row) => row[1])]);
+  columns.push(answer(`version ${after}`, (row) => row[1]));
+  if (pairs.some((row) => row[1].greedy)) columns.push(answer(`version ${after}, greedy`, (row) => row[1].greedy));
+  return table(pairs, columns);
 }
 
 function answerText(answer) {
-  return el("span", {}, el("b", {}, fixed(2)(answer.reward)), " ", visible(answer.text));
+  return answer ? el("span", {}, el("b", {}, fixed(2)(answer.reward)), " ", visible(answer.text)) : "";
 }
 
 /* In words: the environment, what each version earned, and the difference with its interval. */

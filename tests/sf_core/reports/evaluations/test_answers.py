@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,9 @@ from sf_core.reports.evaluations.answers import (
     compare_ends,
     share_rows,
     side_by_side,
+    write_greedy,
 )
+from sf_core.reports.tables import answers_table
 from sf_core.reports.view import open_run
 from storage.run_directory import RunDirectory
 from tests.bench.runs import configure
@@ -76,6 +80,23 @@ def test_rows_are_filled_and_each_kind_that_exists_has_one(better: int, worse: i
     assert min(1, better) <= more <= better and min(1, worse) <= less <= worse
     # nearer to the proportion than one row, but for the row that each kind has
     assert abs(less - (more + less) * worse / max(1, better + worse)) <= 1
+
+
+def test_greedy_answers_are_shown_where_they_are_others(empty_run: RunDirectory) -> None:
+    configure(empty_run)
+    for version, reward in ((0, 0.0), (4, 1.0)):
+        measure(empty_run, {"a": [reward], "b": [reward]}, version)
+    greedy = {"a": GivenAnswer("ask a", "say 1", 1.0), "b": GivenAnswer("ask b", "well", 0.5)}
+    write_greedy(empty_run, 4, greedy)
+    shown = side_by_side(open_run(empty_run.uri), 0, 4)
+    assert [new.greedy for _, new in shown.pairs] == [None, greedy["b"]]
+    assert shown.told.endswith("; these answers are sampled, greedy ones are at temperature 0")
+    table = answers_table(shown.pairs, "before", "after")
+    assert [column.header for column in table.columns] == ["task", "before", "after", "after, greedy"]
+    assert [str(cell) for cell in table.columns[3].cells] == ["", "0.50  well"]
+    Path(empty_run.greedy_file(4)).write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"greedy/v00004\.json: cannot be read: "):
+        side_by_side(open_run(empty_run.uri), 0, 4)
 
 
 def test_examples_hold() -> None:

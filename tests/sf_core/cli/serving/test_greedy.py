@@ -1,0 +1,54 @@
+"""Greedy answers for the table at the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sf_core.cli.serving import greedy
+from sf_core.cli.serving.greedy import ask_greedily, has_greedy_answers
+from sf_core.cli.serving.greedy_process import store_greedy_answers
+from sf_core.config import RunConfig
+from sf_core.environments.registry import draw_tasks
+from sf_core.reports.evaluations.answers import read_greedy
+from tests.bench.policy_server import publish_run
+from tests.patience import patience
+
+
+def test_greedy_answers_are_the_same_whatever_the_seed_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greedy, "LONGEST_S", patience())
+    run = publish_run(tmp_path)
+    config = run.read_config(RunConfig)
+    ids = [task.task_id for task in draw_tasks(config.environment, "holdout", range(3))]
+    assert ask_greedily(run, 3, ids)
+    answers = read_greedy(run, 3)
+    assert [*answers] == ids
+    assert all(answer.text and answer.reward is not None for answer in answers.values())
+    run.write_config(config.model_copy(update={"seed": 7}))
+    store_greedy_answers(run, 3, ids)
+    assert read_greedy(run, 3) == answers
+
+
+def test_where_no_answer_is_had_the_run_is_shown_without(tmp_path: Path) -> None:
+    run = publish_run(tmp_path)
+    assert not ask_greedily(run, 1, ["any"])
+    assert read_greedy(run, 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),
+        ({"rollout": {"temperature": 0}}, False),
+        ({"cluster": {"scheduler": "tcp://127.0.0.1:8786"}}, False),
+        ({"engine": {"kind": "vllm"}}, False),
+        ({"environment": {"judges": {"one": {"url": "http://127.0.0.1:1"}}}}, False),
+    ],
+)
+def test_only_the_builtin_engine_on_this_machine_is_asked(
+    settings: dict[str, object], expected: bool
+) -> None:
+    assert has_greedy_answers(RunConfig.model_validate(settings)) == expected
