@@ -1,5 +1,11 @@
-"""The Prefect flows. Importing them decides where their process imports from, whatever started it."""
+"""The Prefect flows. Importing them decides where their process imports from and its working directory,
+whatever started it."""
+
+import os
 
 from sf_core.import_path import import_from, user_folders
+from sf_core.surroundings import flow_folder
 
 import_from(user_folders())
+if folder := flow_folder():
+    os.chdir(folder)

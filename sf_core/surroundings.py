@@ -83,6 +83,11 @@ def command_started_at() -> float | None:
     return float(value) if value else None
 
 
+def flow_folder() -> str | None:
+    """Working directory of the flows of a stack that stays (SF_FLOW_FOLDER), where `sf up` was called."""
+    return os.environ.get("SF_FLOW_FOLDER") or None
+
+
 def computes_nothing() -> bool:
     """Whether workers start without the compute libraries (SF_EMULATED=1), as those of emulated runs do."""
     return os.environ.get("SF_EMULATED") == "1"

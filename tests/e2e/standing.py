@@ -15,6 +15,7 @@ from sf_core.child_processes import MARK
 from sf_core.cli.stack.local import Ports, Services
 from sf_core.cli.stack.supervisor import call
 from tests.bench.dataplane.planes import operator_headers
+from tests.bench.namesakes import make_namesakes
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import LOOKS_OFTEN
 from tests.e2e.quickstart import ROOT
@@ -30,7 +31,8 @@ class Stack:
 
     def __post_init__(self) -> None:
         self.home = make_prefect_home(self.folder / "prefect")
-        self.user_code.mkdir()
+        # their names are common: a user may have such folders
+        make_namesakes(self.user_code, "tasks", "flows", "storage")
 
     @property
     def user_code(self) -> Path:

@@ -66,9 +66,13 @@ def up(
     check_place(cache_dir(), *CACHE_DIR)
     for part in ("prefect", "scheduler", "dataplane"):
         check_free(LOOPBACK, getattr(ports, part), f"--{part}-port")
-    environment = stack_environment() | {"SF_HOME": os.getcwd(), **ports.services.addresses}
+    # Prefect imports from the working directory of a flow first, so that is an empty one, which flows leave
+    home = folder / "home"
+    places = {"SF_HOME": str(home), "SF_FLOW_FOLDER": os.getcwd()}
+    environment = stack_environment() | places | ports.services.addresses
     stack = Supervisor(folder, folder / "logs", environment, stays=True, stop_s=STOP_S)
     _check_writable(folder)
+    home.mkdir(exist_ok=True)
     try:
         tell("waiting for Prefect, Dask and the data plane")
         services = start_services(stack, folder, workers, ports=ports, for_deployments=True)()
@@ -77,7 +81,8 @@ def up(
         for line in _call(stack.env, "tasks.lost_runs", "up", POOL, str(RETRIES)):
             tell(line)
         stack.start(processes.prefect_worker(POOL))
-        _call(stack.env, "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS))
+        deploy = ("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS))
+        _call(stack.env, *deploy, folder=home)
     except BaseException:
         stack.stop()
         raise
@@ -114,12 +119,13 @@ def _check_writable(folder: Path) -> None:
         raise StackError(f"{folder} cannot be written ({reason}); choose another --folder")
 
 
-def _call(environment: dict[str, str], *module: str) -> list[str]:
-    """Run a Python module; returns the lines that it prints."""
+def _call(environment: dict[str, str], *module: str, folder: Path | None = None) -> list[str]:
+    """Run a Python module, in this folder; returns the lines that it prints."""
     command = python_module(*module)
     try:
         done = subprocess.run(
             command,
+            cwd=folder,
             env=environment | PATIENT,
             capture_output=True,
             timeout=DEPLOY_S,
