@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from sf_core.cli.arguments.services import check_services
 from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.cli.stack.elastic_workers import LocalRunners
@@ -92,6 +93,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
                 more = "to continue it, raise train.iterations; to start a new run, set another run_id"
                 tell(f"run {name} is already finished; {more}")
                 return _print_result(directory, config, console)
+        check_services(config)
         scheduler = scheduler_of(config)
         if scheduler:
             await_plan(scheduler, config, tell)

@@ -246,12 +246,15 @@ def setup_server(
     ] = 540,
 ) -> None:
     """Create or update the work pool and the automations on the Prefect server at PREFECT_API_URL."""
+    from sf_core.cli.arguments.services import check_prefect
     from sf_core.surroundings import prefect_api_url
 
     if prefect_api_url() is None:
         _fail(
             "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
         )
+    with report_bad_input():
+        check_prefect()
     command = [sys.executable, "-m", "tasks.server", pool, str(retries), str(silence_s)]
     done = subprocess.run(command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
     if done.returncode:
@@ -301,10 +304,12 @@ def plan(
     ] = None,
 ) -> None:
     """Show the planned work of each worker, and the memory and disk that the run needs. Starts nothing."""
+    from sf_core.cli.arguments.services import check_scheduler
     from sf_core.cli.explain import explain_plan
     from sf_core.stages.settling.first_tasks import check_held_out
 
     settings = _config(config, overrides)
+    check_scheduler(settings, scheduler)
     check_held_out(settings)
     console.print(explain_plan(settings, scheduler=scheduler))
 
