@@ -36,6 +36,7 @@ from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of, w
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
+from sf_core.stages.settling.disk import check_disk
 from sf_core.stages.settling.duration import Estimate
 from sf_core.stages.settling.first_tasks import check_held_out
 from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory, explain_sizes
@@ -103,6 +104,8 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         if not scheduler:
             make_plan(workers, config)
         check_memory(sizes, workers)
+        if flow == "train":
+            check_disk(config, sizes)
         check_held_out(config, is_trained=flow == "train")
         explained = explain_sizes(config, sizes) if flow == "train" else {}
         estimate = Estimate(config, sizes) if flow == "train" else None

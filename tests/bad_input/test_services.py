@@ -147,7 +147,7 @@ def test_another_server_at_the_address_is_told(
         service = Service(kind, f"{url}{path}", "PREFECT_API_URL")
         if fault is None:
             return service.check()
-        with pytest.raises(ValueError, match="^PREFECT_API_URL names ") as refused:
+        with pytest.raises(ValueError, match=r"^PREFECT_API_URL names ") as refused:
             service.check()
     check_sentence(str(refused.value), f"{url}{path}, but {fault}", f"start that {kind}, or unset")
 
@@ -160,6 +160,6 @@ def test_a_data_plane_answers_without_its_key() -> None:
 
 @pytest.mark.parametrize("address", ["localhost:4200/api", "http://", "http://[::1", "nonsense"])
 def test_what_is_no_address_is_refused_in_words(address: str) -> None:
-    with pytest.raises(ValueError, match="^PREFECT_API_URL names ") as refused:
+    with pytest.raises(ValueError, match=r"^PREFECT_API_URL names ") as refused:
         Service(PREFECT, address, "PREFECT_API_URL").check()
     check_sentence(str(refused.value), address, "nothing answers there")

@@ -42,7 +42,7 @@ class Service(NamedTuple):
 
 
 def check_services(config: RunConfig) -> None:
-    """Raises ValueError, one sentence, for the first service that a run is to use and that does not answer."""
+    """Raises ValueError, one sentence, for the first service of a run that does not answer."""
     for service in _services_of(config):
         service.check()
 
