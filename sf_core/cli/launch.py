@@ -19,6 +19,7 @@ from rich.text import Text
 from sf_core.cli.arguments.services import check_services
 from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
+from sf_core.cli.rehearsal.check import check_first_task
 from sf_core.cli.stack.elastic_workers import LocalRunners
 from sf_core.cli.stack.local import local_stack, start_services
 from sf_core.cli.stack.processes import Part
@@ -72,8 +73,11 @@ class LaunchError(RuntimeError):
     """The run failed; the message says why and how to resume it."""
 
 
-def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool = True) -> None:
-    """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards."""
+def launch(
+    flow: str, config: RunConfig, console: Console, *, says_result: bool = True, rehearses: bool = False
+) -> None:
+    """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards.
+    `rehearses`: one task is tried before anything starts."""
     started_at = time.time()
     name = config.run_id or new_run_id("run")
     storage = config.storage.model_copy(update={"root": absolute(config.storage.root)})
@@ -113,6 +117,11 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         raise LaunchError(str(error)) from None
     local = Path(directory.local_dir)
     _check_surroundings(config)
+    if rehearses:
+        try:
+            check_first_task(config, tell)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
     local.mkdir(parents=True, exist_ok=True)
     try:
         lock = hold(directory)

@@ -58,6 +58,12 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
+SkipTry = Annotated[
+    bool,
+    typer.Option(
+        "--skip-try", help="Do not try one task with a scripted answer before anything of a new run starts."
+    ),
+]
 StackFolder = Annotated[
     Path, typer.Option(help="Folder for the configuration, logs and journals of the stack.")
 ]
@@ -103,15 +109,15 @@ def init_project(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(config: ConfigFile, overrides: Overrides = None, skip_try: SkipTry = False) -> None:
     """Train the policy of an agent. If a run with this run_id exists, the command continues this run."""
-    _launch("train", _config(config, overrides))
+    _launch("train", _config(config, overrides), rehearses=not skip_try)
 
 
 @app.command()
-def resume(run: RunDir) -> None:
+def resume(run: RunDir, skip_try: SkipTry = False) -> None:
     """Continue a stopped run with the stored settings of the run."""
-    _launch("train", _read_stored(run))
+    _launch("train", _read_stored(run), rehearses=not skip_try)
 
 
 @app.command("try")
@@ -356,12 +362,12 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
     return config
 
 
-def _launch(flow: str, config: RunConfig, output: Console = console, *, says_result: bool = True) -> None:
+def _launch(flow: str, config: RunConfig, output: Console = console, **options: bool) -> None:
     from sf_core.cli.launch import LaunchError, launch
 
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        launch(flow, config, output, says_result=says_result)
+        launch(flow, config, output, **options)
     except LaunchError as error:
         say_error(str(error))
         raise typer.Exit(1) from None

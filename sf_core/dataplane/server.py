@@ -9,7 +9,7 @@ import uvicorn
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.dataplane.serving import server_config, tune_interpreter
+from sf_core.dataplane.serving import listen_at, server_config, tune_interpreter
 from storage import files
 
 
@@ -44,9 +44,3 @@ def url_of(host: str, listening: socket.socket) -> str:
     """URL of a server at this address, for people."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}"
-
-
-def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections there. Raises OSError if the address cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), backlog=2048, family=family)

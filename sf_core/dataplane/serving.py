@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import sys
 
 import uvicorn
@@ -36,6 +37,12 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
         # agents hold connections open while a run is paused; shutdown must not wait for them
         timeout_graceful_shutdown=1,
     )
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket that accepts connections there. Raises OSError if the address cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), backlog=2048, family=family)
 
 
 def tune_interpreter() -> None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from sf_core.cli.arguments import services
 from sf_core.cli.arguments.services import DATA_PLANE, PREFECT, SCHEDULER, Service
-from sf_core.cli.serving.local_plane import serve_app
+from sf_core.cli.serving.app_thread import serve_app
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
 from storage.run_directory import RunDirectory

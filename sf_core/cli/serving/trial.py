@@ -20,11 +20,12 @@ from sf_core.agents.authorities import read_authorities_lazily
 from sf_core.agents.judges.judges import Judges
 from sf_core.agents.phases import Phases, Work, limit_time
 from sf_core.agents.runner import as_json
+from sf_core.cli.serving.app_thread import serve_app
 from sf_core.cli.serving.blocking import BlockedError, not_blocking
 from sf_core.cli.serving.conversation import Printer, SessionPrinter, keep_looking
 from sf_core.cli.serving.forward import Forward
-from sf_core.cli.serving.local_plane import LocalPlane, local_plane, serve_app
-from sf_core.cli.serving.mistakes import PhaseError
+from sf_core.cli.serving.local_plane import LocalPlane, local_plane
+from sf_core.cli.serving.mistakes import NothingAskedError, PhaseError, explain_silence, name_phase
 from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.config.failures import CODE_ERRORS
@@ -38,13 +39,6 @@ from sf_core.types import Endpoint, Task
 
 NAME = "try"
 """Name of the run whose only session is tried."""
-
-_PHASES = {
-    "tasks": "the agent",
-    "prepare": "environment.prepare",
-    "agent": "the agent",
-    "reward": "the reward",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +97,7 @@ async def _run(
             printer.say("the agent answered", answer if isinstance(answer, str) else repr(answer))
             work.phase = "agent"
             if not served.num_answers():
-                raise NothingAskedError(_explain_silence(served))
+                raise NothingAskedError(explain_silence(served.endpoint))
             if any("reward" in worker.tags for worker in config.cluster.workers.values()):
                 answer = orjson.loads(as_json(answer))
             scored = await phases.score(work, task, answer)
@@ -117,10 +111,10 @@ async def _run(
             served.look()
             _say_output(printer, work)
             function = {"reward": reward, "prepare": None}.get(work.phase, agent)
-            failure = PhaseError(_PHASES[work.phase], error, function)
+            failure = PhaseError(name_phase(work.phase), error, function)
             is_told = isinstance(error, (NothingAskedError, *CODE_ERRORS)) or work.phase != "agent"
             if not (is_told or served.has_asked()):
-                printer.say("note", _explain_silence(served), "bold yellow")
+                printer.say("note", explain_silence(served.endpoint), "bold yellow")
             raise failure from error
     return scored
 
@@ -128,18 +122,6 @@ async def _run(
 def _say_output(printer: Printer, work: Work) -> None:
     if output := work.facts.pop("output", ""):
         printer.say("output of the command", output)
-
-
-def _explain_silence(served: _Served) -> str:
-    return (
-        "the agent got no answer from the policy, and a session without an answer cannot train: the "
-        f"agent's client must use endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and "
-        "endpoint.model"
-    )
-
-
-class NothingAskedError(Exception):
-    """The agent ended without an answer from the policy."""
 
 
 class _EngineLostError(Exception):

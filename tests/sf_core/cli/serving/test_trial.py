@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sf_core.agents import loop_watch
-from sf_core.cli.serving.local_plane import serve_app
+from sf_core.cli.serving.app_thread import serve_app
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
 from tests.bench.commands import sf
