@@ -24,7 +24,15 @@ from sf_core.cli.model import commands as model_commands
 from sf_core.cli.runs import RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
-from sf_core.cli.terminal import console, errors, interrupt, print_json, report_bad_input, say_error
+from sf_core.cli.terminal import (
+    console,
+    errors,
+    interrupt,
+    nothing_else_printed,
+    print_json,
+    report_bad_input,
+    say_error,
+)
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.programs import Command
@@ -58,15 +66,8 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
-SkipTry = Annotated[
-    bool,
-    typer.Option(
-        "--skip-try", help="Do not try one task with a scripted answer before anything of a new run starts."
-    ),
-]
-StackFolder = Annotated[
-    Path, typer.Option(help="Folder for the configuration, logs and journals of the stack.")
-]
+SkipTry = Annotated[bool, typer.Option("--skip-try", help="Try no task before a new run starts.")]
+StackFolder = Annotated[Path, typer.Option(help="Folder for the stack's configuration, logs and journals.")]
 
 
 def _print_version(is_asked: bool) -> None:
@@ -137,23 +138,16 @@ def try_agent(
         ),
     ] = None,
     model: Annotated[str, typer.Option(help="Name of the model on the server at --endpoint.")] = "policy",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the task, requests, answer and reward as one JSON document.")
+    ] = False,
 ) -> None:
     """Run the agent on one task, without training. Prints the conversation, answer and reward."""
-    from sf_core.cli.serving.mistakes import PhaseError
-    from sf_core.cli.serving.trial import try_one
-    from sf_core.surroundings import openai_key
-    from sf_core.types import Endpoint
+    from sf_core.cli.serving.trial import run_trial
 
-    settings = _config(config, overrides)
-    elsewhere = None if endpoint is None else Endpoint(endpoint, openai_key() or "none", model)
-    try:
-        try_one(settings, split, index, elsewhere, console)
-    except PhaseError as error:
-        errors.print(error.traceback(), end="", soft_wrap=True)
-        say_error(error.sentence())
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with nothing_else_printed(as_json):
+        settings = _config(config, overrides)
+    run_trial(settings, overrides or (), split, index, endpoint, model, as_json=as_json)
 
 
 @app.command()
@@ -252,15 +246,10 @@ def setup_server(
     ] = 540,
 ) -> None:
     """Create or update the work pool and the automations on the Prefect server at PREFECT_API_URL."""
-    from sf_core.cli.arguments.services import check_prefect
-    from sf_core.surroundings import prefect_api_url
+    from sf_core.cli.arguments.services import require_prefect
 
-    if prefect_api_url() is None:
-        _fail(
-            "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
-        )
     with report_bad_input():
-        check_prefect()
+        require_prefect()
     command = [sys.executable, "-m", "tasks.server", pool, str(retries), str(silence_s)]
     done = subprocess.run(command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
     if done.returncode:

@@ -89,7 +89,8 @@ def test_an_agent_that_ends_its_process_is_only_told(agents: Path) -> None:
     check_first_task(configured("ends_the_process", agents), told.append)
     assert told == [
         TRYING,
-        "look at this: the process that tried one task before the start ended without a result; the run starts",
+        "look at this: the process that tried one task before the start ended without a result; the run "
+        "starts",
     ]
 
 

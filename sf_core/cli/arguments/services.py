@@ -54,10 +54,13 @@ def check_scheduler(config: RunConfig, given: str | None = None) -> None:
         service.check()
 
 
-def check_prefect() -> None:
+def require_prefect() -> None:
     """Raises ValueError, one sentence, if PREFECT_API_URL names no Prefect server that answers."""
-    if (api := prefect_api_url()) is not None:
-        Service(PREFECT, api, "PREFECT_API_URL").check()
+    if (api := prefect_api_url()) is None:
+        raise ValueError(
+            "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
+        )
+    Service(PREFECT, api, "PREFECT_API_URL").check()
 
 
 def _services_of(config: RunConfig) -> Iterator[Service]:

@@ -37,6 +37,16 @@ class PhaseError(Exception):
             told = f"{type(self.error).__name__}: {told}"
         return f"{self.phase} failed{self._where()}: {told}"
 
+    def facts(self) -> dict[str, str]:
+        """The error for programs."""
+        return {
+            "in": self.phase,
+            "type": type(self.error).__name__,
+            "message": self.sentence(),
+            "place": own_place(self.error),
+            "traceback": self.traceback(),
+        }
+
     def traceback(self) -> str:
         """The traceback of the user's own frames; empty if none of them was running."""
         lines = _without_others(TracebackException.from_exception(self.error))
