@@ -40,7 +40,7 @@ class PhaseError(Exception):
     def facts(self) -> dict[str, str]:
         """The error for programs."""
         return {
-            "in": self.phase,
+            "phase": self.phase,
             "type": type(self.error).__name__,
             "message": self.sentence(),
             "place": own_place(self.error),

@@ -341,7 +341,7 @@ def test_a_mistake_is_part_of_the_document(trial_yaml: str, capfd: pytest.Captur
     code, found, told = tried(capfd, trial_yaml, "--set", "environment.agent=tried_module:name_error")
     error = found["error"]
     assert (code, told, found["reward"], found["requests"]) == (1, "", None, [])
-    assert (error["in"], error["type"]) == ("the agent", "NameError")
+    assert (error["phase"], error["type"]) == ("the agent", "NameError")
     assert error["message"].startswith(f"the agent failed at {error['place']}: NameError: name 'json' is not")
     assert error["place"].startswith("tried_module.py:") and "return json.loads(" in error["traceback"]
 
