@@ -40,7 +40,7 @@ def print_json(data: object) -> None:
 def nothing_else_printed(applies: bool = True) -> Iterator[None]:
     """If it applies: have what others print on standard output meanwhile appear on standard error, so that a
     document of ours stays alone there."""
-    if not applies:
+    if not applies or sys.stdout is None:
         yield
         return
     sys.stdout.flush()

@@ -105,12 +105,12 @@ def _probe_dataplane(url: str) -> str | None:
 
 
 def _probe_scheduler(address: str) -> str | None:
-    parts = urlsplit(address)
     try:
+        parts = urlsplit(address)
         host, port = parts.hostname, parts.port
     except ValueError:
         return None  # Dask's client tells what is wrong with the address
-    if host is None or port is None:
+    if parts.scheme not in ("tcp", "tls") or host is None or port is None:
         return None
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
