@@ -53,7 +53,7 @@ class Printer:
         """Keep what a request adds to the conversation. `facts` are further fields."""
         requests = self.record["requests"]
         requests += [{"messages": [], "answers": []} for _ in range(number + 1 - len(requests))]
-        requests[number] |= {"messages": as_plain(messages), **facts}
+        requests[number] = {"messages": as_plain(messages), **facts, "answers": requests[number]["answers"]}
 
     def answer_to(self, number: int, **facts: Any) -> None:
         """Keep an answer to this request."""
