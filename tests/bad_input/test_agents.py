@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tests.bench.runs import configure, pretend
 MODULE = """
 import os
 import subprocess
+import sys
 import time
 from sf_core.types import Task
 
@@ -30,6 +33,8 @@ async def raises(task, endpoint):
     raise KeyError("boom")
 
 async def ends_the_process(task, endpoint):
+    with open("loaded", "w") as file:
+        file.write(" ".join({"torch", "transformers"} & sys.modules.keys()))
     os._exit(7)
 
 async def blocks(task, endpoint):
@@ -45,7 +50,7 @@ TRYING = "trying one task with a scripted answer before the start (--skip-try le
 
 
 @pytest.fixture
-def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the module."""
     (tmp_path / "first_agents.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -53,7 +58,8 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("first_agents", None)
 
 
 def overrides(agent: str, root: Path) -> list[str]:
@@ -77,14 +83,14 @@ def test_an_agent_that_raises_is_refused_before_anything_starts(agents: Path) ->
     sentence = output.partition("error: ")[2]
     check_sentence(
         sentence,
-        "the agent failed at first_agents.py:12: KeyError: 'boom' (so it was for two tasks that were tried "
+        "the agent failed at first_agents.py:13: KeyError: 'boom' (so it was for two tasks that were tried "
         "with a scripted answer before the start): correct the code, which `sf try` shows in more detail, or "
         "start the run all the same with --skip-try",
     )
     assert snapshot(runs) == {}
 
 
-def test_an_agent_that_ends_its_process_is_only_told(agents: Path) -> None:
+def test_an_agent_that_ends_its_process_is_only_told_and_nothing_large_is_loaded(agents: Path) -> None:
     told: list[str] = []
     check_first_task(configured("ends_the_process", agents), told.append)
     assert told == [
@@ -92,6 +98,7 @@ def test_an_agent_that_ends_its_process_is_only_told(agents: Path) -> None:
         "look at this: the process that tried one task before the start ended without a result; the run "
         "starts",
     ]
+    assert (agents / "loaded").read_text(encoding="utf-8") == ""
 
 
 def test_an_agent_that_blocks_is_stopped_with_all_that_it_started(
@@ -102,7 +109,9 @@ def test_an_agent_that_blocks_is_stopped_with_all_that_it_started(
         monkeypatch.setattr(check, "START_S", seconds)
         told = list[str]()
         check_first_task(configured("blocks", agents), told.append)
-        if (agents / "pid").exists():  # a busy machine may take longer to start it
+        started = agents / "pid"
+        # a busy machine may take longer to start it
+        if started.exists() and started.read_text(encoding="utf-8"):
             break
     note = "the task that was tried before the start did not end and was stopped"
     assert told == [TRYING, f"look at this: {note}; the run starts"]
