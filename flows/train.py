@@ -16,6 +16,7 @@ from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
+from sf_core.stages.settling.disk import check_disk
 from sf_core.stages.settling.first_tasks import check_held_out, foresee
 from sf_core.stages.settling.sizes import PolicySizes, check_memory, warn_of_rates
 from sf_core.stages.settling.start_folder import check_start
@@ -47,6 +48,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         plan = await_plan(scheduler_address(), config)
         sizes = PolicySizes.of(config)
         check_memory(sizes, read_workers(scheduler_address()))
+        check_disk(config, sizes)
         for sentence in (*foresee(config), *warn_of_rates(config, sizes)):
             tell(sentence)
         end_if_taken_over()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import itertools
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +39,37 @@ def add_place(name: str, function: Callable[..., Any]) -> str:
     """A function of this name, with its place."""
     place = place_of(function)
     return f"{name} ({place})" if place else name
+
+
+def returns_nothing(function: Callable[..., Any]) -> bool:
+    """Whether no line of the function returns a value, so that it returns None whatever happens. False if
+    Python cannot tell."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found: Any = inspect.unwrap(function)
+    if not inspect.isroutine(found):
+        return False
+    try:
+        [defined] = ast.parse(textwrap.dedent(inspect.getsource(found))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    if not isinstance(defined, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return not any(_gives_value(node) for node in _own_nodes(defined))
+
+
+def _gives_value(node: ast.AST) -> bool:
+    if isinstance(node, ast.Return):
+        return not (node.value is None or (isinstance(node.value, ast.Constant) and node.value.value is None))
+    return isinstance(node, ast.Yield | ast.YieldFrom)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below, without those of functions and classes that are defined inside."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from _own_nodes(child)
 
 
 def place_of(function: Callable[..., Any]) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -34,6 +35,12 @@ _COROUTINE = "a coroutine: define the function with `async def`, and `await` the
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 """Seconds between two times that an answer is scored because it was not judged: twice as many each time."""
+
+
+MISSING_RETURN = "if the reward function needs an answer, the agent lacks a `return`"
+"""What follows from an answer that is None."""
+
+log = logging.getLogger(__name__)
 
 
 class LateError(Exception):
@@ -83,6 +90,7 @@ class Phases:
         self._running = asyncio.Semaphore(rules.concurrency)
         self._scoring = asyncio.Semaphore(self._max_scored)
         self._threads = Threads()
+        self._has_told_none = False
         self.begun: dict[str, dict[str, str]] = {}
         """Tasks by session id, of sessions whose agents have begun since the data plane was told."""
         self.answered: list[str] = []
@@ -129,8 +137,9 @@ class Phases:
         self.ended.add(work.session_id)
         async with self._scoring:
             work.phase = "reward"
-            given = await self._score(work, task, answer)
-            return _take_noted(work, as_reward(given, self._reward_name))
+            with self._naming_the_agent([answer], f"the reward function {self._reward_name}"):
+                given = await self._until_judged(work, self._reward, task, answer)
+                return _take_noted(work, as_reward(given, self._reward_name))
 
     async def judge(
         self, works: Sequence[Work], task: Task, answers: list[Any]
@@ -142,8 +151,10 @@ class Phases:
         async with self._scoring:
             for work in works:
                 work.phase = "reward"
-            given = await self._until_judged(works[0], self._group_reward, task, answers)
-        rewards = as_rewards(given, len(answers), name_function(self._group_reward))
+            name = name_function(self._group_reward)
+            with self._naming_the_agent(answers, f"the function group_reward {name}"):
+                given = await self._until_judged(works[0], self._group_reward, task, answers)
+                rewards = as_rewards(given, len(answers), name)
         return rewards and [_take_noted(*pair) for pair in zip(works, rewards, strict=True)]
 
     @asynccontextmanager
@@ -170,16 +181,26 @@ class Phases:
         if isinstance(answer, CommandEnd):
             work.facts["output"] = answer.output
             answer = answer.answer
+        if answer is None and not self._has_told_none:
+            # legal: a reward function need not look at it
+            self._has_told_none = True
+            log.warning("%s: %s", describe_none(self._agent), MISSING_RETURN)
         return answer
 
-    async def _score(self, work: Work, task: Task, answer: Any) -> Any:
+    @contextmanager
+    def _naming_the_agent(self, answers: Sequence[Any], scorer: str) -> Iterator[None]:
+        """Have an error of what scores these answers say that the agent returned None, if it did."""
         try:
-            return await self._until_judged(work, self._reward, task, answer)
+            yield
         except Exception as error:
-            if answer is not None or isinstance(error, LateError | NotJudged):
+            is_there = all(answer is not None for answer in answers)
+            if is_there or isinstance(error, LateError | NotJudged):
                 raise
-            told = f"the agent {name_function(self._agent)} returned None, for which the reward function"
-            raise ValueError(f"{told} {self._reward_name} raised {type(error).__name__}: {error}") from error
+            fault = str(error)
+            # what was returned is told by its function already
+            if not fault.startswith(scorer):
+                fault = f"{scorer} raised {type(error).__name__}: {error}"
+            raise ValueError(f"{describe_none(self._agent)}, for which {fault}") from error
 
     async def _until_judged(self, work: Work, function: Callable[..., Any], *args: Any) -> Any:
         """What a reward function returns, which is called again when it raises NotJudged. Raises that if its
@@ -208,6 +229,11 @@ class Phases:
                 raise unjudged from None
             finally:
                 work.judgements += record.judgements
+
+
+def describe_none(agent: Callable[..., Any]) -> str:
+    """That an agent returned None, in words."""
+    return f"the agent {name_function(agent)} returned None"
 
 
 def _take_noted(work: Work, scored: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from sf_core.scheduling.plan import (
     priority_of,
     trainer_order_key,
 )
+from sf_core.stages.settling.disk import describe_lack
 from sf_core.stages.settling.duration import Estimate
 from sf_core.stages.settling.first_tasks import foresee
 from sf_core.stages.settling.sizes import (
@@ -119,7 +120,8 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RunPlan:
     if scheduler is None and (duration := Estimate(config, sizes).tell()):
         facts.append(("time", duration))
     facts += ((f"judge {name}", _judge(name, plan, config)) for name in config.environment.judges)
-    facts += ((CONCERN, sentence) for sentence in (*foresee(config), *warn_of_rates(config, sizes)))
+    warned = (describe_lack(config, sizes), *foresee(config), *warn_of_rates(config, sizes))
+    facts += ((CONCERN, sentence) for sentence in warned if sentence)
     able = list_able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from sf_core.cli.arguments.services import check_services
 from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
+from sf_core.cli.rehearsal.check import check_first_task
 from sf_core.cli.serving.greedy import LONGEST_S, ask_greedily, has_greedy_answers
 from sf_core.cli.stack.elastic_workers import LocalRunners
 from sf_core.cli.stack.local import local_stack, start_services
@@ -36,6 +38,7 @@ from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of, w
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
+from sf_core.stages.settling.disk import check_disk
 from sf_core.stages.settling.duration import Estimate
 from sf_core.stages.settling.first_tasks import check_held_out
 from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory, explain_sizes
@@ -71,8 +74,11 @@ class LaunchError(RuntimeError):
     """The run failed; the message says why and how to resume it."""
 
 
-def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool = True) -> None:
-    """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards."""
+def launch(
+    flow: str, config: RunConfig, console: Console, *, says_result: bool = True, rehearses: bool = False
+) -> None:
+    """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards.
+    `rehearses`: one task is tried before anything starts."""
     started_at = time.time()
     name = config.run_id or new_run_id("run")
     storage = config.storage.model_copy(update={"root": absolute(config.storage.root)})
@@ -93,6 +99,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
                 more = "to continue it, raise train.iterations; to start a new run, set another run_id"
                 tell(f"run {name} is already finished; {more}")
                 return _print_result(directory, config, console)
+        check_services(config)
         scheduler = scheduler_of(config)
         if scheduler:
             await_plan(scheduler, config, tell)
@@ -102,6 +109,8 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         if not scheduler:
             make_plan(workers, config)
         check_memory(sizes, workers)
+        if flow == "train":
+            check_disk(config, sizes)
         check_held_out(config, is_trained=flow == "train")
         explained = explain_sizes(config, sizes) if flow == "train" else {}
         estimate = Estimate(config, sizes) if flow == "train" else None
@@ -109,6 +118,11 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         raise LaunchError(str(error)) from None
     local = Path(directory.local_dir)
     _check_surroundings(config)
+    if rehearses:
+        try:
+            check_first_task(config, tell)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
     local.mkdir(parents=True, exist_ok=True)
     try:
         lock = hold(directory)

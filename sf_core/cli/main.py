@@ -24,7 +24,15 @@ from sf_core.cli.model import commands as model_commands
 from sf_core.cli.runs import AsJson, RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
-from sf_core.cli.terminal import console, errors, interrupt, print_json, report_bad_input, say_error
+from sf_core.cli.terminal import (
+    console,
+    errors,
+    interrupt,
+    nothing_else_printed,
+    print_json,
+    report_bad_input,
+    say_error,
+)
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.programs import Command
@@ -58,9 +66,8 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
-StackFolder = Annotated[
-    Path, typer.Option(help="Folder for the configuration, logs and journals of the stack.")
-]
+SkipTry = Annotated[bool, typer.Option("--skip-try", help="Try no task before a new run starts.")]
+StackFolder = Annotated[Path, typer.Option(help="Folder for the stack's configuration, logs and journals.")]
 
 
 def _print_version(is_asked: bool) -> None:
@@ -103,15 +110,15 @@ def init_project(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(config: ConfigFile, overrides: Overrides = None, skip_try: SkipTry = False) -> None:
     """Train the policy of an agent. If a run with this run_id exists, the command continues this run."""
-    _launch("train", _config(config, overrides))
+    _launch("train", _config(config, overrides), rehearses=not skip_try)
 
 
 @app.command()
-def resume(run: RunDir) -> None:
+def resume(run: RunDir, skip_try: SkipTry = False) -> None:
     """Continue a stopped run with the stored settings of the run."""
-    _launch("train", _read_stored(run))
+    _launch("train", _read_stored(run), rehearses=not skip_try)
 
 
 @app.command("try")
@@ -131,23 +138,16 @@ def try_agent(
         ),
     ] = None,
     model: Annotated[str, typer.Option(help="Name of the model on the server at --endpoint.")] = "policy",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the task, requests, answer and reward as one JSON document.")
+    ] = False,
 ) -> None:
     """Run the agent on one task, without training. Prints the conversation, answer and reward."""
-    from sf_core.cli.serving.mistakes import PhaseError
-    from sf_core.cli.serving.trial import try_one
-    from sf_core.surroundings import openai_key
-    from sf_core.types import Endpoint
+    from sf_core.cli.serving.trial import run_trial
 
-    settings = _config(config, overrides)
-    elsewhere = None if endpoint is None else Endpoint(endpoint, openai_key() or "none", model)
-    try:
-        try_one(settings, split, index, elsewhere, console)
-    except PhaseError as error:
-        errors.print(error.traceback(), end="", soft_wrap=True)
-        say_error(error.sentence())
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with nothing_else_printed(as_json):
+        settings = _config(config, overrides)
+    run_trial(settings, overrides or (), split, index, endpoint, model, as_json=as_json)
 
 
 @app.command()
@@ -246,13 +246,11 @@ def setup_server(
     ] = 540,
 ) -> None:
     """Create or update the work pool and the automations on the Prefect server at PREFECT_API_URL."""
+    from sf_core.cli.arguments.services import require_prefect
     from sf_core.import_path import module_environment, python_module
-    from sf_core.surroundings import prefect_api_url
 
-    if prefect_api_url() is None:
-        _fail(
-            "PREFECT_API_URL is not set: set it to the Prefect server, for example http://127.0.0.1:4200/api"
-        )
+    with report_bad_input():
+        require_prefect()
     command = python_module("tasks.server", pool, str(retries), str(silence_s))
     done = subprocess.run(
         command, env=module_environment(), stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
@@ -305,10 +303,12 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the planned work of each worker, and the memory and disk that the run needs. Starts nothing."""
+    from sf_core.cli.arguments.services import check_scheduler
     from sf_core.cli.explain import explain_plan
     from sf_core.stages.settling.first_tasks import check_held_out
 
     settings = _config(config, overrides)
+    check_scheduler(settings, scheduler)
     check_held_out(settings)
     found = explain_plan(settings, scheduler=scheduler)
     print_json(found.as_data()) if as_json else console.print(found.as_table())
@@ -357,12 +357,12 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
     return config
 
 
-def _launch(flow: str, config: RunConfig, output: Console = console, *, says_result: bool = True) -> None:
+def _launch(flow: str, config: RunConfig, output: Console = console, **options: bool) -> None:
     from sf_core.cli.launch import LaunchError, launch
 
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        launch(flow, config, output, says_result=says_result)
+        launch(flow, config, output, **options)
     except LaunchError as error:
         say_error(str(error))
         raise typer.Exit(1) from None

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import NoReturn
 
 import typer
@@ -34,6 +34,25 @@ def tell(line: str) -> None:
 def print_json(data: object) -> None:
     """Print data as one JSON document, for programs."""
     print(json.dumps(data, indent=2))
+
+
+@contextmanager
+def nothing_else_printed(applies: bool = True) -> Iterator[None]:
+    """If it applies: have what others print on standard output meanwhile appear on standard error, so that a
+    document of ours stays alone there."""
+    if not applies or sys.stdout is None:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        # for programs that the user's code starts
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager

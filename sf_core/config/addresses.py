@@ -71,6 +71,15 @@ def check_server_url(url: str) -> str:
     return url
 
 
+def without_password(url: str) -> str:
+    """The URL without user and password.
+
+    >>> without_password("https://me:secret@host:4200/api")
+    'https://host:4200/api'
+    """
+    return re.sub(r"(?<=://)[^/?#]*@", "", url)
+
+
 def expand(path: str) -> str:
     """The path with `~`, `$VAR` and `${VAR}` replaced. Raises ValueError if a variable is not set.
 

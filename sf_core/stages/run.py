@@ -11,11 +11,11 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
 from sf_core.config import RunConfig
+from sf_core.config.addresses import without_password
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane.journal.ownership import explain_other_holder
 from sf_core.dataplane_key import operator_key
@@ -191,9 +191,7 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
         )
     directory = RunDirectory(config.run_dir)
     _refuse_held(directory, url)
-    attempt = Attempt(
-        dataplane=_without_password(url), host=socket.gethostname(), evaluate_only=evaluate_only
-    )
+    attempt = Attempt(dataplane=without_password(url), host=socket.gethostname(), evaluate_only=evaluate_only)
     number = directory.begin_attempt(attempt)
     for left in list_unfinished(directory.uri):
         remove(left)
@@ -223,11 +221,6 @@ def _serves(url: str, run_id: str) -> bool:
     except httpx.HTTPError:
         pass
     return True
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def new_run_id(name: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from sf_core.settings import load_object
 from sf_core.types import Task
-from sf_core.user_code import is_own, own_place, place_of
+from sf_core.user_code import is_own, own_place, place_of, returns_nothing
 
 AGENT = """import json
 
@@ -121,3 +121,43 @@ def test_a_function_is_named_by_its_definition(mine: Any) -> None:
     assert place_of(mine.Callable().__call__) == "mine_to_blame.py:13"
     assert place_of(len) == ""
     assert "sf_core/types.py:" in place_of(Task)
+
+
+class Agents:
+    async def asks(self, task: Any) -> Any:
+        await task
+        return
+
+    async def answers(self, task: Any) -> Any:
+        if task:
+            return None
+        return await task
+
+    def says_none(self, task: Any) -> Any:
+        def inner() -> str:
+            return "of another function"
+
+        inner()
+        return None
+
+    def yields(self, task: Any) -> Any:
+        yield task
+
+
+class Called:
+    def __call__(self, task: Any) -> None: ...
+
+
+def test_a_function_that_never_returns_a_value_is_known() -> None:
+    agents = Agents()
+
+    def nothing(task: Any) -> None: ...
+
+    @functools.wraps(nothing)
+    def wrapped(task: Any) -> Any:
+        return nothing(task)
+
+    for function in (nothing, wrapped, functools.partial(nothing, 1), agents.asks, agents.says_none):
+        assert returns_nothing(function), function
+    for function in (agents.answers, agents.yields, lambda task: None, Called(), Called, len, eval("abs")):
+        assert not returns_nothing(function), function

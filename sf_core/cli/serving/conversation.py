@@ -1,13 +1,15 @@
-"""Prints the conversation of one session as it goes on."""
+"""Prints the conversation of one session as it goes on, and keeps it as data."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
+import orjson
 from rich.console import Console
 from rich.text import Text
 
@@ -15,7 +17,9 @@ from sf_core.dataplane.chat.contents import IMAGE
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.pictures.spans import restore_placeholders
-from sf_core.types import FinishReason, Ids
+from sf_core.reports.evaluations.judgements import describe_judgement
+from sf_core.types import FinishReason, Ids, Task
+from storage.tables.judgements import Judgement
 
 LOOK_S = 0.1
 """Seconds between looks at a session."""
@@ -25,10 +29,57 @@ MOST_CHARACTERS = 2000
 
 
 class Printer:
-    """Messages with their roles, the text beneath."""
+    """Messages with their roles, the text beneath. `record` has the same for programs (`sf try --json`)."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self.record: dict[str, Any] = {
+            **dict.fromkeys(("task", "policy")),
+            "requests": [],
+            **dict.fromkeys(("output", "answer", "reward", "reward_parts", "step_rewards")),
+            **{"judgements": [], "notes": [], "error": None},
+        }
+
+    def task(self, task: Task, split: str, index: int) -> None:
+        self.say(f"task {task.task_id} of {task.environment}", task.prompt)
+        named = {"task_id": task.task_id, "environment": task.environment, "split": split, "index": index}
+        self.record["task"] = named | {"prompt": as_plain(task.prompt), "answer": as_plain(task.answer)}
+
+    def policy(self, about: str) -> None:
+        self.say("policy", about)
+        self.record["policy"] = about
+
+    def request(self, number: int, messages: list[dict[str, Any]], **facts: Any) -> None:
+        """Keep what a request adds to the conversation. `facts` are further fields."""
+        requests = self.record["requests"]
+        requests += [{"messages": [], "answers": []} for _ in range(number + 1 - len(requests))]
+        requests[number] = {"messages": as_plain(messages), **facts, "answers": requests[number]["answers"]}
+
+    def answer_to(self, number: int, **facts: Any) -> None:
+        """Keep an answer to this request."""
+        self.record["requests"][number]["answers"].append(as_plain(facts))
+
+    def note(self, text: str) -> None:
+        self.say("note", text, "bold yellow")
+        self.record["notes"].append(text)
+
+    def output(self, text: str) -> None:
+        self.say("output of the command", text)
+        self.record["output"] = text
+
+    def answered(self, answer: Any) -> None:
+        self.say("the agent answered", answer if isinstance(answer, str) else repr(answer))
+        self.record["answer"] = as_plain(answer)
+
+    def judged(self, judged: Judgement) -> None:
+        self.say(f"judge {judged.judge}" if judged.judge else "noted", describe_judgement(judged))
+        self.record["judgements"].append(msgspec.to_builtins(judged))
+
+    def rewarded(self, scored: Mapping[str, Any]) -> None:
+        """Show the fields of a report on what an answer earned."""
+        parts = ", ".join(f"{name} {part:g}" for name, part in scored["reward_parts"].items())
+        self.say("reward", f"{scored['reward']:g}" + (f" ({parts})" if parts else ""))
+        self.record |= {name: scored[name] for name in ("reward", "reward_parts", "step_rewards")}
 
     def say(self, what: str, text: str, style: str = "bold") -> None:
         left_out = len(text) - MOST_CHARACTERS
@@ -64,8 +115,10 @@ class SessionPrinter:
         for message in prompt.messages:
             self._printer.message(message)
         new = f", {len(prompt.ids)} of them new" if prompt.start else ""
-        tokens = f"{prompt.end} tokens{new}"
-        self._printer.say(f"prompt, {tokens}", self._decode(prompt.ids), "dim")
+        tokens, text = f"{prompt.end} tokens{new}", self._decode(prompt.ids)
+        self._printer.say(f"prompt, {tokens}", text, "dim")
+        counted = {"prompt_tokens": prompt.end, "new_tokens": len(prompt.ids)}
+        self._printer.request(prompt.index, prompt.messages, prompt=text, **counted)
 
     def _decode(self, ids: Ids) -> str:
         """The text of a prompt, with one placeholder for each picture."""
@@ -79,6 +132,8 @@ class SessionPrinter:
         ended = cut if turn.finish_reason == FinishReason.LENGTH else ""
         what = f"assistant, {len(turn.ids)} tokens{ended}"
         self._printer.say(what, in_words(turn.message), "bold green")
+        facts = {"tokens": len(turn.ids), "finish_reason": str(turn.finish_reason)}
+        self._printer.answer_to(turn.prompt.index, message=turn.message, **facts)
 
 
 @contextmanager
@@ -98,6 +153,14 @@ def keep_looking(look: Callable[[], None]) -> Iterator[None]:
         is_over.set()
         thread.join()
         look()
+
+
+def as_plain(value: Any) -> Any:
+    """The value as JSON has it; its text if it cannot be written as JSON."""
+    try:
+        return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
+    except TypeError:
+        return repr(value)
 
 
 def in_words(message: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ class Forward:
         self.agents_key = secrets.token_urlsafe(24)
         """What the agent must send: nobody else is to use the key of the endpoint."""
         self._told: list[dict[str, Any]] = []
+        self._num_requests = 0
         self.has_asked = False
         self.num_answers = 0
 
@@ -49,7 +50,9 @@ class Forward:
     async def _pass_on(self, request: Request) -> Response:
         body, path = await request.body(), request.url.path
         self.has_asked = True
-        self._show_request(path, body)
+        number = self._num_requests
+        self._num_requests += 1
+        self._show_request(number, path, body)
         headers = {name: value for name, value in request.headers.items() if name not in _OURS} | self._keys
         http = httpx.AsyncClient(timeout=ANSWER_S, verify=tls())
         url = self._above + path
@@ -61,6 +64,7 @@ class Forward:
             await http.aclose()
             told = f"{url}: {type(error).__name__}: {error}"
             self._printer.say("no answer", told, "bold red")
+            self._printer.answer_to(number, error=told)
             return JSONResponse(ApiError(502, told).body(), 502)
 
         async def parts() -> AsyncIterator[bytes]:
@@ -72,12 +76,13 @@ class Forward:
             finally:
                 await answer.aclose()
                 await http.aclose()
-                self._show_answer(answer.status_code, b"".join(read))
+                self._show_answer(number, answer.status_code, b"".join(read))
 
         media = answer.headers.get("content-type", "application/json")
         return StreamingResponse(parts(), answer.status_code, media_type=media)
 
-    def _show_request(self, path: str, body: bytes) -> None:
+    def _show_request(self, number: int, path: str, body: bytes) -> None:
+        self._printer.request(number, [])
         if (dialect := find_dialect(path)) is None:
             return
         try:
@@ -87,16 +92,20 @@ class Forward:
         except (ValueError, ApiError):  # the endpoint may know what our gateway does not
             return self._printer.say("request", body.decode(errors="replace"))
         is_longer = messages[: len(self._told)] == self._told
-        for message in messages[len(self._told) if is_longer else 0 :]:
+        added = messages[len(self._told) if is_longer else 0 :]
+        for message in added:
             if not (is_longer and message.get("role") == "assistant"):  # printed as it was answered
                 self._printer.message(message)
+        self._printer.request(number, added)
         self._told = messages
 
-    def _show_answer(self, status: int, body: bytes) -> None:
+    def _show_answer(self, number: int, status: int, body: bytes) -> None:
         text = body.decode(errors="replace")
         if status >= 400:
+            self._printer.answer_to(number, error=f"refused with {status}: {text}")
             return self._printer.say(f"refused with {status}", text, "bold red")
         said = "".join(_read_texts(text))
+        self._printer.answer_to(number, message={"role": "assistant", "content": said})
         if said:
             self.num_answers += 1
             self._printer.say("assistant", said, "bold green")

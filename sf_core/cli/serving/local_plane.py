@@ -8,24 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import uvicorn
 from starlette.types import ASGIApp
 
+from sf_core.cli.serving.app_thread import END_S, serve_app
 from sf_core.cli.serving.policy import Policy
 from sf_core.cli.terminal import hide_progress_bars
 from sf_core.config import RolloutConfig
-from sf_core.config.addresses import LOOPBACK, listen_at
+from sf_core.config.addresses import LOOPBACK
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.serving import server_config
 from sf_core.engines.drivers.serve import serve_engine
 from sf_core.engines.registry import engine_kind, follows_grammars, make_engine
 from sf_core.engines.wire import Hello
-
-END_S = 10.0
-"""Longest wait for an engine to yield at the end; then its thread ends with the process."""
 
 
 class LocalPlane:
@@ -84,24 +80,6 @@ def local_plane(
         finally:
             client.release(1)
             serving.join(END_S)
-
-
-@contextmanager
-def serve_app(app: ASGIApp, host: str = LOOPBACK, port: int = 0) -> Iterator[str]:
-    """Serve an application from a thread; yields its URL. Raises OSError if the address cannot be
-    bound."""
-    with listen_at(host, port) as socket_there:
-        server = uvicorn.Server(server_config(app))
-        thread = threading.Thread(
-            target=server.run, kwargs={"sockets": [socket_there]}, name="plane", daemon=True
-        )
-        thread.start()
-        reached = f"[{host}]" if ":" in host else host
-        try:
-            yield f"http://{reached}:{socket_there.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(END_S)
 
 
 def _serve_engine(plane: LocalPlane, policy: Policy, name: str, run_dir: str, key: str) -> None:

@@ -6,7 +6,20 @@ from collections.abc import Callable
 from traceback import FrameSummary, TracebackException
 from typing import Any
 
+from sf_core.agents.phases import Phase
+from sf_core.types import Endpoint
 from sf_core.user_code import is_own, own_place, place_of
+
+_PHASES: dict[Phase, str] = {
+    "tasks": "the agent",
+    "prepare": "environment.prepare",
+    "agent": "the agent",
+    "reward": "the reward",
+}
+
+
+class NothingAskedError(Exception):
+    """The agent ended without an answer from the policy."""
 
 
 class PhaseError(Exception):
@@ -24,6 +37,16 @@ class PhaseError(Exception):
             told = f"{type(self.error).__name__}: {told}"
         return f"{self.phase} failed{self._where()}: {told}"
 
+    def facts(self) -> dict[str, str]:
+        """The error for programs."""
+        return {
+            "phase": self.phase,
+            "type": type(self.error).__name__,
+            "message": self.sentence(),
+            "place": own_place(self.error),
+            "traceback": self.traceback(),
+        }
+
     def traceback(self) -> str:
         """The traceback of the user's own frames; empty if none of them was running."""
         lines = _without_others(TracebackException.from_exception(self.error))
@@ -37,7 +60,22 @@ class PhaseError(Exception):
     def _where(self) -> str:
         if place := own_place(self.error):
             return f" at {place}"
-        return f" ({place})" if self._function and (place := place_of(self._function)) else ""
+        defined = place_of(self._function) if self._function else ""
+        return f" ({defined})" if is_own(defined.rpartition(":")[0]) else ""
+
+
+def name_phase(phase: Phase) -> str:
+    """Whose fault an error in this phase is."""
+    return _PHASES[phase]
+
+
+def explain_silence(endpoint: Endpoint) -> str:
+    """That an agent did not use its endpoint, and how it must."""
+    return (
+        "the agent got no answer from the policy, and a session without an answer cannot train: the "
+        f"agent's client must use endpoint.base_url ({endpoint.base_url}), endpoint.api_key and "
+        "endpoint.model"
+    )
 
 
 def _users_frames(told: TracebackException) -> list[FrameSummary]:

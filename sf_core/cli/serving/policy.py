@@ -53,6 +53,18 @@ def open_stored(uri: str, version: int | None, engine: str | None = None) -> Pol
     return Policy(config, run.start_dir, weights, f"version {version} of {run.run_id}", run.run_id)
 
 
+def check_run(config: RunConfig) -> None:
+    """Raises ValueError, one sentence, if there is no run of the name that the user has just given."""
+    if config.run_id is not None:
+        try:
+            open_run(config.run_dir)
+        except ValueError as error:
+            raise ValueError(
+                f"--set run_id={config.run_id}: {error}; leave run_id out to try the policy that a new run "
+                "would start from"
+            ) from None
+
+
 def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
     """The newest policy of the run that the configuration names, else the one that a run would start from,
     in a folder below `scratch`, with settings for this process. Raises ValueError if there is none."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,37 +14,33 @@ from typing import Any
 
 import httpx
 import orjson
+import typer
 from rich.console import Console
 
 from sf_core.agents.authorities import read_authorities_lazily
 from sf_core.agents.judges.judges import Judges
-from sf_core.agents.phases import Phases, Work, limit_time
+from sf_core.agents.phases import MISSING_RETURN, Phases, Work, describe_none, limit_time
 from sf_core.agents.runner import as_json
+from sf_core.cli.serving.app_thread import serve_app
 from sf_core.cli.serving.blocking import BlockedError, not_blocking
 from sf_core.cli.serving.conversation import Printer, SessionPrinter, keep_looking
 from sf_core.cli.serving.forward import Forward
-from sf_core.cli.serving.local_plane import LocalPlane, local_plane, serve_app
-from sf_core.cli.serving.mistakes import PhaseError
-from sf_core.cli.serving.policy import policy_to_try
+from sf_core.cli.serving.local_plane import LocalPlane, local_plane
+from sf_core.cli.serving.mistakes import NothingAskedError, PhaseError, explain_silence, name_phase
+from sf_core.cli.serving.policy import check_run, policy_to_try
+from sf_core.cli.terminal import console, errors, nothing_else_printed, print_json, say_error
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.config.failures import CODE_ERRORS
 from sf_core.dataplane.control.client import refusal_of
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.recipes.gates import All
-from sf_core.reports.evaluations.judgements import describe_judgement
 from sf_core.stages.lease import open_judges
 from sf_core.stages.settling.first_tasks import check_task
+from sf_core.surroundings import openai_key
 from sf_core.types import Endpoint, Task
 
 NAME = "try"
 """Name of the run whose only session is tried."""
-
-_PHASES = {
-    "tasks": "the agent",
-    "prepare": "environment.prepare",
-    "agent": "the agent",
-    "reward": "the reward",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +58,49 @@ class _Served:
     """What ended the engine."""
 
 
-def try_one(config: RunConfig, split: str, index: int, elsewhere: Endpoint | None, console: Console) -> float:
-    """Run the agent on a task and print what happens; returns the reward. Raises PhaseError if the user's
-    code fails, ValueError if its tasks change, there is nothing to serve or the endpoint does not answer."""
+def run_trial(
+    config: RunConfig,
+    overrides: Sequence[str],
+    split: str,
+    index: int,
+    endpoint: str | None,
+    model: str,
+    *,
+    as_json: bool,
+) -> None:
+    """The command `sf try`. `overrides` are part of the configuration. Raises ValueError as `try_one`, and if
+    they name a run that is not there."""
+    elsewhere = None if endpoint is None else Endpoint(endpoint, openai_key() or "none", model)
+    # a file may name the run that is still to come
+    names_run = any(change.partition("=")[0].strip() == "run_id" for change in overrides)
+    if names_run and elsewhere is None:
+        check_run(config)
+    printer, fault = Printer(Console(quiet=True) if as_json else console), None
+    try:
+        with nothing_else_printed(as_json):
+            try_one(config, split, index, elsewhere, printer)
+    except PhaseError as error:
+        fault, printer.record["error"] = error, error.facts()
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json(printer.record)
+    elif fault is not None:
+        errors.print(fault.traceback(), end="", soft_wrap=True)
+        say_error(fault.sentence())
+    if fault is not None:
+        raise typer.Exit(1)
+
+
+def try_one(config: RunConfig, split: str, index: int, elsewhere: Endpoint | None, printer: Printer) -> None:
+    """Run the agent on a task and print what happens. Raises PhaseError if the user's code fails, ValueError
+    if its tasks change, there is nothing to serve or the endpoint does not answer."""
     read_authorities_lazily()
-    printer = Printer(console)
     task = _task(config, split, index)
-    printer.say(f"task {task.task_id} of {task.environment}", task.prompt)
+    printer.task(task, split, index)
     open_endpoint = _at(elsewhere, printer) if elsewhere else _with_policy(config, task, printer)
     with open_judges(config.environment, "reward") as judges, open_endpoint as served:
-        scored = asyncio.run(_run(config, task, served, printer, judges))
-    parts = ", ".join(f"{name} {part:g}" for name, part in scored["reward_parts"].items())
-    printer.say("reward", f"{scored['reward']:g}" + (f" ({parts})" if parts else ""))
-    return float(scored["reward"])
+        printer.rewarded(asyncio.run(_run(config, task, served, printer, judges)))
 
 
 def _task(config: RunConfig, split: str, index: int) -> Task:
@@ -100,15 +126,17 @@ async def _run(
             answer = await _unless_engine_fails(_in_time(phases, work, task, served, rules), served)
             served.look()
             _say_output(printer, work)
-            printer.say("the agent answered", answer if isinstance(answer, str) else repr(answer))
+            printer.answered(answer)
             work.phase = "agent"
             if not served.num_answers():
-                raise NothingAskedError(_explain_silence(served))
+                raise NothingAskedError(explain_silence(served.endpoint))
             if any("reward" in worker.tags for worker in config.cluster.workers.values()):
                 answer = orjson.loads(as_json(answer))
             scored = await phases.score(work, task, answer)
             for judged in work.judgements:
-                printer.say(f"judge {judged.judge}" if judged.judge else "noted", describe_judgement(judged))
+                printer.judged(judged)
+            if answer is None:
+                printer.note(f"{describe_none(agent)}: {MISSING_RETURN}")
             named = {"task_id": task.task_id, "environment": task.environment}
             await served.finish({"status": "finished", **scored, **named})
         except _EngineLostError as error:
@@ -117,29 +145,17 @@ async def _run(
             served.look()
             _say_output(printer, work)
             function = {"reward": reward, "prepare": None}.get(work.phase, agent)
-            failure = PhaseError(_PHASES[work.phase], error, function)
+            failure = PhaseError(name_phase(work.phase), error, function)
             is_told = isinstance(error, (NothingAskedError, *CODE_ERRORS)) or work.phase != "agent"
             if not (is_told or served.has_asked()):
-                printer.say("note", _explain_silence(served), "bold yellow")
+                printer.note(explain_silence(served.endpoint))
             raise failure from error
     return scored
 
 
 def _say_output(printer: Printer, work: Work) -> None:
     if output := work.facts.pop("output", ""):
-        printer.say("output of the command", output)
-
-
-def _explain_silence(served: _Served) -> str:
-    return (
-        "the agent got no answer from the policy, and a session without an answer cannot train: the "
-        f"agent's client must use endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and "
-        "endpoint.model"
-    )
-
-
-class NothingAskedError(Exception):
-    """The agent ended without an answer from the policy."""
+        printer.output(output)
 
 
 class _EngineLostError(Exception):
@@ -166,7 +182,7 @@ async def _unless_engine_fails(running: Awaitable[Any], served: _Served) -> Any:
 def _at(elsewhere: Endpoint, printer: Printer) -> Iterator[_Served]:
     async def finish(report: dict[str, Any]) -> None: ...
 
-    printer.say("policy", f"{elsewhere.model} at {elsewhere.base_url}, which reports no token ids")
+    printer.policy(f"{elsewhere.model} at {elsewhere.base_url}, which reports no token ids")
     forward = Forward(elsewhere.base_url, elsewhere.api_key, printer)
     with serve_app(forward) as url:
         endpoint = Endpoint(f"{url}/v1", forward.agents_key, elsewhere.model)
@@ -187,7 +203,7 @@ def _with_policy(config: RunConfig, task: Task, printer: Printer) -> Iterator[_S
     chosen = {"curriculum": None, "spare_sessions": 0, "least_sessions": None}
     with tempfile.TemporaryDirectory(prefix="sf-try-") as folder:
         policy = policy_to_try(config, Path(folder))
-        printer.say("policy", policy.about)
+        printer.policy(policy.about)
         rollout, run_dir = policy.config.rollout.model_copy(update={**alone, **chosen}), f"{folder}/{NAME}"
         # nobody else takes the place of the only group
         key = secrets.token_urlsafe(24)

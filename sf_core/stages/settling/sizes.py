@@ -161,8 +161,8 @@ class PolicySizes:
         if self.adapter is not None:
             held = "the policy's weights, and the factors, their gradient and Adam's moments"
         beside = [
-            *[f"{_gb(self.tower)} of the tower that reads pictures"] * (self.tower > 0),
-            *[f"{_gb(self.frozen)} of models that are not trained"] * (self.frozen > 0),
+            *[f"{gb(self.tower)} of the tower that reads pictures"] * (self.tower > 0),
+            *[f"{gb(self.frozen)} of models that are not trained"] * (self.frozen > 0),
         ]
         return f"{held}, with {' and '.join(beside)}" if beside else held
 
@@ -252,24 +252,24 @@ def check_memory(sizes: PolicySizes | None, workers: Iterable[Worker]) -> None:
     for worker in workers:
         if worker.memory is None:
             continue
-        has = f"worker {worker.name} has {_gb(worker.memory)} of memory"
+        has = f"worker {worker.name} has {gb(worker.memory)} of memory"
         if "rollout" in worker.tags and sizes.weights + sizes.cache > worker.memory:
             raise ValueError(
-                f"{has}, but its engine needs {_gb(sizes.weights)} for the policy's weights and "
-                f"{_gb(sizes.cache)} for the KV cache of {engine.max_running} requests (engine.max_running) "
+                f"{has}, but its engine needs {gb(sizes.weights)} for the policy's weights and "
+                f"{gb(sizes.cache)} for the KV cache of {engine.max_running} requests (engine.max_running) "
                 f"of {engine.context} tokens (engine.context_length): lower engine.max_running or "
                 "engine.context_length"
             )
         if "train" in worker.tags and sizes.rank > worker.memory:
             raise ValueError(
-                f"{has}, but each of {train.workers} ranks needs {_gb(sizes.rank)} for {sizes.held}: raise "
+                f"{has}, but each of {train.workers} ranks needs {gb(sizes.rank)} for {sizes.held}: raise "
                 "train.workers, or give the tag train to larger workers"
             )
         if "train" in worker.tags and sizes.peak(_SURE_PART) > worker.memory:
             recompute = "" if train.recompute else "set train.recompute to true, or "
             raise ValueError(
-                f"{has}, but each of {train.workers} ranks needs {_gb(sizes.rank)} for {sizes.held}, and "
-                f"about {_gb(sizes.peak() - sizes.rank)} for activations and intermediate gradients with "
+                f"{has}, but each of {train.workers} ranks needs {gb(sizes.rank)} for {sizes.held}, and "
+                f"about {gb(sizes.peak() - sizes.rank)} for activations and intermediate gradients with "
                 "train.recompute "
                 f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
                 f"({train.pass_tokens})"
@@ -295,28 +295,28 @@ def explain_sizes(config: RunConfig, sizes: PolicySizes | None) -> dict[str, str
         return _explain_derived(config, derive(config))
     train = sizes.config.train
     ranks = "the trainer" if train.workers == 1 else f"each of {train.workers} trainers"
-    cache = f" and {_gb(sizes.cache)} of KV cache" if sizes.cache else ""
+    cache = f" and {gb(sizes.cache)} of KV cache" if sizes.cache else ""
     often = "each iteration" if train.interval == 1 else f"every {train.interval} iterations"
     for_good = f", and those of every {train.keep_every} iterations" if train.keep_every else ""
     peak = (
-        f", and about {_gb(sizes.peak() - sizes.rank)} of activations and intermediate gradients: "
-        f"{_gb(sizes.peak())} at most"
+        f", and about {gb(sizes.peak() - sizes.rank)} of activations and intermediate gradients: "
+        f"{gb(sizes.peak())} at most"
     )
     activations = peak + _explain_long_rows(sizes) if sizes.activations else ""
-    features = f", and at most {_gb(sizes.features)} for features of pictures" if sizes.features else ""
+    features = f", and at most {gb(sizes.features)} for features of pictures" if sizes.features else ""
     written, warm = "an adapter" if sizes.adapter else "weights", _warm_start(config, train.rate)
     return {
         **({"warm start": warm} if warm else {}),
         **_explain_derived(config, sizes.derived),
         **({} if sizes.adapter is None else {"adapter": _explain_adapter(sizes.adapter)}),
         **({} if train.teacher is None else {"teacher": explain_teacher(sizes.config, sizes.parameters)}),
-        "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; "
-        f"{ranks}: {_gb(sizes.rank)} of {sizes.held}{activations}{features}",
-        "storage": f"each iteration writes {_gb(sizes.version)} of {written}, {_explain_kept(sizes)}; "
-        f"a checkpoint, {often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} "
+        "memory": f"engines: {gb(sizes.weights)} of weights{cache}; "
+        f"{ranks}: {gb(sizes.rank)} of {sizes.held}{activations}{features}",
+        "storage": f"each iteration writes {gb(sizes.version)} of {written}, {_explain_kept(sizes)}; "
+        f"a checkpoint, {often}, {gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} "
         f"stay{for_good}",
         "disk": (
-            f"about {_gb(disk_bytes(sizes))} of weights and checkpoints after {train.iterations} "
+            f"about {gb(disk_bytes(sizes))} of weights and checkpoints after {train.iterations} "
             "iterations; trajectories need additional space"
         ),
     }
@@ -328,7 +328,7 @@ def _explain_long_rows(sizes: PolicySizes) -> str:
     if sizes.config.train.tokens_per_microbatch is not None or longest <= DEFAULT_PASS_TOKENS:
         return ""
     most = sizes.activations * longest // DEFAULT_PASS_TOKENS
-    return f", but up to {_gb(most)} of activations if rows are as long as engine.context_length"
+    return f", but up to {gb(most)} of activations if rows are as long as engine.context_length"
 
 
 def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str, str]:
@@ -365,7 +365,8 @@ def _warm_start(config: RunConfig, rate: float) -> str | None:
     return f"{steps} steps of {warm.batch_size} demonstrations, of {shown}{at}"
 
 
-def _gb(num_bytes: int) -> str:
+def gb(num_bytes: int) -> str:
+    """The number in words, with three digits or so."""
     if num_bytes < 1e6:
         return f"{num_bytes / 1e3:,.0f} kB"
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from sf_core.agents.phases import Phases, Work
+from sf_core.config import RolloutConfig
 from sf_core.dataplane.bodies import ClaimBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import sweep_run
@@ -145,6 +147,10 @@ def never_awaited(task: Task, endpoint: Endpoint) -> Any:
     return ask(task, endpoint)
 
 
+def strips(task: Task, answers: list[Any]) -> list[float]:
+    return [float(answer.strip() == "") for answer in answers]
+
+
 def scores_nothing(task: Task, answer: Any) -> None:
     pass
 
@@ -169,6 +175,12 @@ def scores_nothing(task: Task, answer: Any) -> None:
             "reward_error",
             f"ValueError: the agent {name_function(silent)} returned None, for which the reward function "
             f"{name_function(strip)} raised AttributeError: 'NoneType' object has no attribute 'strip'",
+        ),
+        (
+            {"agent": silent, "reward": scores_nothing},
+            "reward_error",
+            f"ValueError: the agent {name_function(silent)} returned None, for which the reward function "
+            f"{name_function(scores_nothing)} returned None, which is not a finite number",
         ),
         (
             {"agent": never_awaited},
@@ -277,3 +289,32 @@ def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
         await driver.plane.close()
 
     asyncio.run(scenario())
+
+
+def test_a_reward_of_groups_that_needs_answers_names_the_agent_that_gives_none() -> None:
+    phases = Phases(RolloutConfig(), silent, strip, None, strips)
+    with pytest.raises(ValueError, match="returned None") as refused:
+        asyncio.run(phases.judge([Work("s0"), Work("s1")], Task("t", "e", "?"), ["there", None]))
+    assert str(refused.value) == (
+        f"the agent {name_function(silent)} returned None, for which the function group_reward "
+        f"{name_function(strips)} raised AttributeError: 'NoneType' object has no attribute 'strip'"
+    )
+
+
+def test_an_agent_that_returns_none_is_named_once_where_its_reward_needs_no_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def acts(task: Task, endpoint: Endpoint) -> None: ...
+
+    phases = Phases(RolloutConfig(), acts, lambda task, answer: 1.0, None)
+    nowhere = Endpoint("http://127.0.0.1:9/v1", "", "policy")
+
+    async def work(name: str) -> float:
+        answer = await phases.run(Work(name), task := Task("t", "e", "?"), nowhere)
+        return float((await phases.score(Work(name), task, answer))["reward"])
+
+    assert [asyncio.run(work(name)) for name in ("s0", "s1")] == [1.0, 1.0]
+    assert caplog.messages == [
+        f"the agent {name_function(acts)} returned None: if the reward function needs an answer, the agent "
+        "lacks a `return`"
+    ]

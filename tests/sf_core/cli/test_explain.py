@@ -154,7 +154,7 @@ def test_what_decided_and_what_is_not_known_is_said(write: Any) -> None:
         (
             {"r0": R0, "t0": BOTH},
             ["--scheduler", "tcp://127.0.0.1:9"],
-            "no Dask scheduler answers at tcp://127.0.0.1:9",
+            "--scheduler names tcp://127.0.0.1:9, but nothing answers there (",
         ),
         ({"r0": R0, "t0": BOTH}, ["--scheduler", "nonsense"], "no Dask scheduler answers at nonsense"),
     ],

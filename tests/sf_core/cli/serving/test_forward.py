@@ -10,9 +10,9 @@ import httpx
 import pytest
 from rich.console import Console
 
+from sf_core.cli.serving.app_thread import serve_app
 from sf_core.cli.serving.conversation import Printer
 from sf_core.cli.serving.forward import Forward
-from sf_core.cli.serving.local_plane import serve_app
 from tests.bench.canned_model import CannedModel
 
 REQUESTS = 20

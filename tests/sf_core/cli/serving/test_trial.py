@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -14,7 +16,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sf_core.agents import loop_watch
-from sf_core.cli.serving.local_plane import serve_app
+from sf_core.cli.main import app
+from sf_core.cli.serving.app_thread import serve_app
 from sf_core.config.yaml_file import load_config
 from sf_core.models.builtin import make_policy
 from tests.bench.commands import sf
@@ -23,6 +26,7 @@ from tests.bench.judge_server import JudgeServer
 MODULE = """
 import itertools
 import socket
+import subprocess
 import time
 import urllib.request
 import openai
@@ -61,6 +65,18 @@ async def takes_one(task):
 async def never_asks(task, endpoint):
     return task.answer
 
+async def ends_without(task, endpoint):
+    await ask_async(task, endpoint)
+
+async def prints(task, endpoint):
+    print("printed by the agent")
+    subprocess.run(["echo", "printed by a program"])
+    return await ask_async(task, endpoint)
+
+async def odd(task, endpoint):
+    await ask_async(task, endpoint)
+    return {1: {"a set"}, "bad": "\\udc80"}
+
 async def blocks(task, endpoint):
     time.sleep(60)
 
@@ -81,6 +97,9 @@ def reward(task, answer):
 def asks_judge(task, answer, judges):
     chosen = judges["quality"].choose(task.prompt + " Is it 42?", ["yes", "no"], item="right")
     return {"right": chosen["yes"]}
+
+def any_answer(task, answer):
+    return 0.25
 
 def no_reward(task, answer):
     return None
@@ -175,6 +194,11 @@ def test_a_command_as_agent_is_shown_with_what_it_writes(trial_yaml: str) -> Non
         ("agent=tried_module:no_await", "AttributeError: 'coroutine' object has no attribute 'choices'"),
         ("agent=tried_module:takes_one", "takes (task), but is called with (task, endpoint): too many"),
         ("agent=tried_module:never_asks", "the agent got no answer from the policy"),
+        ("agent=tried_module:ends_without", "the agent tried_module:ends_without (tried_module.py:"),
+        (
+            "agent=tried_module:ends_without",
+            "returned None, for which the reward function tried_module:",
+        ),
         ("agent=tried_module:own_address", "APIConnectionError: Connection error."),
         ("reward=tried_module:no_reward", "returned None, which is not a finite number"),
         ("tasks=tried_module:dictionary", "dict"),
@@ -226,8 +250,8 @@ def test_an_agent_is_tried_against_an_endpoint_elsewhere(
         message = {"role": "assistant", "content": "7" if len(body["messages"]) > 1 else "5"}
         return JSONResponse({"choices": [{"message": message, "finish_reason": "stop", "index": 0}]})
 
-    app = Starlette(routes=[Route("/api/v1/chat/completions", answer, methods=["POST"])])
-    with serve_app(app) as url:
+    canned = Starlette(routes=[Route("/api/v1/chat/completions", answer, methods=["POST"])])
+    with serve_app(canned) as url:
         code, output = sf(
             "try", trial_yaml, "--index", "4", "--endpoint", f"{url}/api/v1", "--model", "large"
         )
@@ -254,3 +278,83 @@ def test_answers_of_a_model_may_be_as_long_as_in_a_run_of_it(trial_yaml: str, tm
     assert code == 0, output
     lengths = [int(number) for number in re.findall(r"assistant, (\d+) tokens", output)]
     assert max(lengths) > 64, "the default of the built-in policy"
+
+
+def test_an_agent_without_an_answer_is_named_where_its_reward_needs_none(trial_yaml: str) -> None:
+    named = ("environment.agent=tried_module:ends_without", "environment.reward=tried_module:any_answer")
+    code, output = sf("try", trial_yaml, *(word for one in named for word in ("--set", one)))
+    assert code == 0, output
+    assert "note: the agent tried_module:ends_without (tried_module.py:" in output
+    assert output.endswith(
+        "returned None: if the reward function needs an answer, the agent lacks a `return` reward: 0.25"
+    )
+
+
+def tried(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any, str]:
+    """Exit code, the document on standard output, and standard error."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        app(["try", *arguments, "--json"])
+    written = capfd.readouterr()
+    return int(ended.value.code or 0), json.loads(written.out), written.err
+
+
+def test_a_trial_is_one_json_document(trial_yaml: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code, found, _ = tried(capfd, trial_yaml, "--index", "4")
+    assert code == 0
+    named = {"task_id": "add-train-4", "environment": "addition", "split": "train", "index": 4}
+    assert found["task"] == {**named, "prompt": "What is 4+3?", "answer": "7"}
+    assert found["policy"].startswith("the built-in policy, untrained")
+    first, second = found["requests"]
+    assert first["messages"] == [{"role": "user", "content": "What is 4+3?"}]
+    assert first["prompt"].startswith("<|im_start|>user\nWhat is 4+3?<|im_end|>")
+    assert first["prompt_tokens"] == first["new_tokens"] == 11
+    [answer] = first["answers"]
+    assert answer["message"]["role"] == "assistant" and answer["tokens"] <= 8
+    assert answer["finish_reason"] in ("stop", "length")
+    assert second["messages"][-1] == {"role": "user", "content": "Sure?"}
+    assert second["prompt_tokens"] > second["new_tokens"]
+    assert found["answer"] == second["answers"][0]["message"]["content"]
+    assert (found["reward"], found["reward_parts"]) == (0.5, {"right": 0.0, "there": 0.5})
+    left = ("output", "judgements", "notes", "error", "step_rewards")
+    assert [found[name] for name in left] == [None, [], [], None, {}]
+
+
+def test_what_an_agent_prints_stays_out_of_the_document(
+    trial_yaml: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, found, told = tried(capfd, trial_yaml, "--set", "environment.agent=tried_module:prints")
+    assert (code, found["error"]) == (0, None)
+    assert "printed by the agent" in told and "printed by a program" in told
+
+
+def test_an_answer_that_is_no_json_is_shown_as_text(
+    trial_yaml: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    named = ("environment.agent=tried_module:odd", "environment.reward=tried_module:any_answer")
+    code, found, _ = tried(capfd, trial_yaml, *(word for one in named for word in ("--set", one)))
+    assert (code, found["reward"]) == (0, 0.25)
+    assert found["answer"] == "{1: {'a set'}, 'bad': '\\udc80'}"
+
+
+def test_a_mistake_is_part_of_the_document(trial_yaml: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code, found, told = tried(capfd, trial_yaml, "--set", "environment.agent=tried_module:name_error")
+    error = found["error"]
+    assert (code, told, found["reward"], found["requests"]) == (1, "", None, [])
+    assert (error["phase"], error["type"]) == ("the agent", "NameError")
+    assert error["message"].startswith(f"the agent failed at {error['place']}: NameError: name 'json' is not")
+    assert error["place"].startswith("tried_module.py:") and "return json.loads(" in error["traceback"]
+
+
+def test_a_run_that_is_not_there_is_refused(trial_yaml: str, tmp_path: Path) -> None:
+    code, output = sf("try", trial_yaml, "--set", "run_id=frist")
+    told = f"error: --set run_id=frist: {tmp_path}/runs/frist: no run here"
+    assert (code, output.startswith(told)) == (2, True), output
+    assert output.endswith("; leave run_id out to try the policy that a new run would start from")
+
+
+def test_a_run_that_a_file_names_may_be_still_to_come(trial_yaml: str) -> None:
+    file = Path(trial_yaml)
+    file.write_text(f"run_id: first\n{file.read_text(encoding='utf-8')}", encoding="utf-8")
+    code, output = sf("try", trial_yaml)
+    assert (code, "the built-in policy, untrained" in output) == (0, True), output

@@ -1,0 +1,136 @@
+"""The process of a rehearsal: runs one task of a run by its agent and its reward, with a scripted answer.
+
+    python -m sf_core.cli.rehearsal.session CONFIG RESULT
+
+CONFIG is a configuration as JSON. RESULT is the file to which the result is written, as JSON. A process of
+its own, because the user's code may hang, leave threads or end the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from sf_core.agents.authorities import read_authorities_lazily
+from sf_core.agents.phases import MISSING_RETURN, Phases, Work, describe_none
+from sf_core.agents.runner import as_json, first_index
+from sf_core.cli.rehearsal.faults import is_certain, is_certain_of_scoring
+from sf_core.cli.rehearsal.scripted_policy import ScriptedPolicy
+from sf_core.cli.serving.mistakes import NothingAskedError, PhaseError, explain_silence, name_phase
+from sf_core.config import RunConfig
+from sf_core.environments.registry import agent_of, parts_of, prepare_of, reward_of, tasks_of
+from sf_core.import_path import import_from, user_folders
+from sf_core.types import Task
+from sf_core.user_code import own_place
+
+DEADLINE_S = 20.0
+"""Longest time of a rehearsal; what has not failed by then counts as working."""
+
+PLAIN_ANSWER = "OK"
+"""Answer of the policy to a task without a reference answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    refusal: str = ""
+    """Why no session can succeed; empty if some may."""
+    note: str = ""
+    """What else the user should know."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    sentence: str
+    kind: str
+    """Type and place of the error."""
+    is_certain: bool
+
+
+async def rehearse(config: RunConfig) -> Result:
+    """Try the first tasks of the run, of each part of its environment."""
+    notes: list[str] = []
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            for part in _parts_of(config):
+                result = await _rehearse_part(config, part)
+                if result.refusal:
+                    return result
+                notes.append(result.note)
+    except TimeoutError:
+        notes.append(f"the task that was tried before the start had not ended after {DEADLINE_S:g} s")
+    return Result(note=next(filter(None, notes), ""))
+
+
+def _parts_of(config: RunConfig) -> list[str]:
+    """The parts of the environment from which the run takes tasks; one without a name if it has none."""
+    stages = config.rollout.curriculum.stages if config.rollout.curriculum else ()
+    chosen = {part for stage in stages for part, share in stage.shares.items() if share}
+    return [part for part in parts_of(config.environment) if part in chosen or not chosen] or [""]
+
+
+async def _rehearse_part(config: RunConfig, part: str) -> Result:
+    tasks, first = tasks_of(config.environment), first_index(config.seed)
+    source = [part] if part else []
+    one = await _try(config, tasks("train", first, *source))
+    if not isinstance(one, _Failure):
+        return Result(note=one)
+    if not one.is_certain:
+        return Result(note=f"with a scripted answer, {one.sentence}; answers of the policy may do better")
+    # an error of this task alone costs its sessions, but no run
+    other = await _try(config, tasks("train", first + 1, *source))
+    if isinstance(other, _Failure) and other.is_certain and other.kind == one.kind:
+        return Result(refusal=one.sentence)
+    return Result(note=f"on one of two tasks, {one.sentence}")
+
+
+async def _try(config: RunConfig, task: Task) -> _Failure | str:
+    """Run a session on the task; returns how it failed, or a note on it."""
+    environment = config.environment
+    agent, reward = agent_of(environment), reward_of(environment)
+    phases, work = Phases(config.rollout, agent, reward, prepare_of(environment)), Work("rehearsal")
+    policy, answer = ScriptedPolicy(config, task.answer or PLAIN_ANSWER), None
+    with policy.serve() as endpoint:
+        try:
+            answer = await phases.run(work, task, endpoint)
+            work.phase = "agent"
+            if not policy.num_answers:
+                raise NothingAskedError(explain_silence(endpoint))
+            # judges cost money, or minutes until they are served
+            if not environment.judges:
+                if any("reward" in worker.tags for worker in config.cluster.workers.values()):
+                    answer = orjson.loads(as_json(answer))
+                await phases.score(work, task, answer)
+        # user code may raise anything, exit the program or cancel itself
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            function: dict[str, Callable[..., Any] | None] = {"reward": reward, "prepare": None}
+            sentence = PhaseError(name_phase(work.phase), error, function.get(work.phase, agent)).sentence()
+            certain = is_certain(error, policy.num_answers > 0) and work.told != "time"
+            if work.phase == "reward":
+                certain = is_certain_of_scoring(error, agent, reward, answer)
+            return _Failure(sentence, f"{type(error).__name__} {own_place(error)}", certain)
+    return f"{describe_none(agent)}: {MISSING_RETURN}" if answer is None else ""
+
+
+def main(config: str, result: str) -> None:
+    import_from(user_folders())
+    read_authorities_lazily()
+    found = asyncio.run(rehearse(RunConfig.model_validate_json(Path(config).read_text(encoding="utf-8"))))
+    Path(result).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    # threads of the user's code may go on
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

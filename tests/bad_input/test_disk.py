@@ -1,0 +1,79 @@
+"""Runs that need more room than their disk has: refused before a start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sf_core.config import RunConfig
+from sf_core.config.yaml_file import load_config
+from sf_core.stages.settling.disk import check_disk, describe_lack
+from sf_core.stages.settling.sizes import PolicySizes
+from tests.bench.commands import sf
+from tests.bench.refusals import check_sentence, snapshot
+
+# more checkpoints than any disk holds
+MANY = ("train.iterations=1000000", "train.keep_checkpoints=1000000", "train.checkpoint_every=1")
+
+
+def configured(root: str, *more: str) -> tuple[RunConfig, PolicySizes | None]:
+    config = load_config("quickstart", [f"storage.root={root}", "run_id=r", *more])
+    return config, PolicySizes.of(config)
+
+
+def test_a_run_that_the_disk_cannot_hold_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PREFECT_API_URL", "SF_SCHEDULER", "SF_DATAPLANE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    sets = [word for one in (f"storage.root={tmp_path}", "run_id=r", *MANY) for word in ("--set", one)]
+    before = snapshot(tmp_path)
+    code, output = sf("train", "quickstart", *sets)
+    assert code == 1
+    check_sentence(
+        output.removeprefix("error: "),
+        f"the disk of storage.root {tmp_path} has ",
+        " free, but the run needs about ",
+        " GB for weights and checkpoints: free space, set storage.root to a folder on another disk, or lower "
+        "train.keep_checkpoints, train.keep_weights or train.iterations",
+    )
+    assert snapshot(tmp_path) == before
+    code, output = sf("plan", "quickstart", *sets)
+    assert (code, f"look at this the disk of storage.root {tmp_path} has " in output) == (0, True), output
+
+
+def test_what_a_run_has_written_already_is_not_needed_again(tmp_path: Path) -> None:
+    config, sizes = configured(str(tmp_path), *MANY)
+    needed = describe_lack(config, sizes)
+    folder = tmp_path / "r" / "checkpoints"
+    folder.mkdir(parents=True)
+    _write_hole(folder / "rank-0", 10**9)
+    resumed = describe_lack(config, sizes)
+    assert " GB more for weights and checkpoints" in resumed and resumed != needed
+    # a file system may have a limit of 16 TB per file
+    for rank in range(10):
+        _write_hole(folder / f"rank-{rank}", 10**13)
+    check_disk(config, sizes)
+
+
+def _write_hole(file: Path, size: int) -> None:
+    """A file of this size that takes no room."""
+    with file.open("wb") as opened:
+        os.truncate(opened.fileno(), size)
+
+
+@pytest.mark.parametrize("root", ["memory://runs", "file:///nowhere/at/all"])
+def test_what_cannot_be_measured_is_not_refused(root: str) -> None:
+    check_disk(*configured(root, *MANY))
+
+
+def test_a_run_that_computes_nothing_is_not_refused(tmp_path: Path) -> None:
+    config, sizes = configured(str(tmp_path), "engine.kind=emulated", *MANY)
+    assert sizes is None
+    check_disk(config, sizes)
+
+
+def test_a_run_that_fits_is_not_refused(tmp_path: Path) -> None:
+    check_disk(*configured(str(tmp_path)))
