@@ -21,6 +21,7 @@ from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.arguments.proxies import STARTING, check_proxies
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
+from sf_core.cli.output import command_streams
 from sf_core.cli.runs import RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
@@ -367,6 +368,11 @@ def _launch(flow: str, config: RunConfig, output: Console = console, *, says_res
 
 
 def main() -> None:
+    with command_streams():
+        _main()
+
+
+def _main() -> None:
     from sf_core.surroundings import (
         check_names,
         dataplane_url,

@@ -5,25 +5,43 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
+
+from sf_core.printable import printable
 
 WIDE = 500
 """Width of output into a pipe or a file, where a table would otherwise be cut to 80 columns."""
 
-# output has names and paths of the user: `[v2]` in them is no markup, `:x:` no emoji
-console = Console(
-    markup=False,
-    emoji=False,
-    highlight=False,
-    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE,
-)
-errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+class PrintableConsole(Console):
+    """Prints text of others, which cannot steer the terminal. Its own styles and cursor movements are no
+    text."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        # before Text removes some of the characters silently
+        return super().render_str(printable(text), **options)
+
+
+def _make_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    # output has names and paths of the user: `[v2]` in them is no markup, `:x:` no emoji
+    return PrintableConsole(stderr=stderr, markup=False, emoji=False, highlight=False, width=width)
+
+
+# None: the caller has closed it
+_is_terminal = sys.stdout is not None and sys.stdout.isatty()
+console = _make_console(width=None if _is_terminal or "COLUMNS" in os.environ else WIDE)
+errors = _make_console(stderr=True)
 
 
 def tell(line: str) -> None:
@@ -42,8 +60,6 @@ def report_bad_input() -> Iterator[None]:
     command in one sentence."""
     try:
         yield
-    except BrokenPipeError:  # whoever reads the output has ended, as `head` does
-        raise
     except (ValueError, OSError) as error:
         fail(str(error))
 
@@ -55,7 +71,7 @@ def fail(message: str) -> NoReturn:
 
 
 def say_error(message: str) -> None:
-    errors.print(Text.assemble(("error:", "red"), f" {message}"), soft_wrap=True)
+    errors.print(Text.assemble(("error:", "red"), f" {printable(message)}"), soft_wrap=True)
 
 
 def interrupt(number: int, frame: object) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config.failures import failures_text
+from sf_core.printable import show
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
@@ -322,7 +323,7 @@ def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
 def make_printable(text: str) -> str:
     """Text that cannot steer the terminal: policies sample anything, so unprintable characters are shown."""
     shown = text.replace("\n", "↵")
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
+    return "".join(c if c.isprintable() else show(c) for c in shown)
 
 
 def _range(versions: np.ndarray) -> str:

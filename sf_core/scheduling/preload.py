@@ -1,5 +1,5 @@
-"""Dask preload of every worker: refuses packages that shadow ours, imports what the worker's tags need,
-tells the scheduler which device the worker has, and sets up what the worker keeps.
+"""Dask preload of every worker: refuses packages that shadow ours, makes log lines printable, imports what
+the worker's tags need, tells the scheduler which device the worker has, and sets up what the worker keeps.
 
 Its options come last: `dask worker ... --preload sf_core.scheduling.preload --device-kind h100`.
 """
@@ -16,6 +16,7 @@ import click
 from distributed.system import MEMORY_LIMIT
 
 from sf_core.config.devices import Device, find_device
+from sf_core.printable import clean_logs
 from sf_core.scheduling.plan import COMPUTING, worker_of
 from sf_core.scheduling.template.nanny import heavy_modules
 from sf_core.scheduling.worker_state import PLUGIN, WorkerState
@@ -35,6 +36,7 @@ def _kind(context: click.Context, option: click.Parameter, value: str | None) ->
 async def dask_setup(worker: Any, device_kind: Device | None, device: str | None) -> None:
     """Raises ImportError if something else has the name of one of our packages."""
     check_names(sys.path)
+    clean_logs()
     for module in heavy_modules(worker.state.total_resources):
         importlib.import_module(module)
     own_device = Device(**json.loads(device)) if device else device_kind
