@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from storage.files import FileRef
 from storage.json_files import first_fault
+from storage.manifest_data import DATA
 
 
 def _code_version() -> str:
@@ -40,7 +41,7 @@ class Manifest(BaseModel):
     outputs: list[FileRef] = []
     """Files that the stage wrote, with URIs relative to the run directory."""
     data: dict[str, Any] = {}
-    """Facts of the stage that later stages and people need; JSON."""
+    """Facts of the stage that later stages and people need; JSON, as manifest_data.py describes it."""
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
     code_version: str = Field(default_factory=_code_version)
 
@@ -61,9 +62,7 @@ def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, st
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
-        raise ValueError(
-            f"{uri}: manifest cannot be read ({first_fault(error)}); remove the file to repeat the stage"
-        ) from None
+        raise _explain_unreadable(uri, first_fault(error)) from None
     for name, expected in (("run_id", run_id), ("iteration", iteration), ("stage", stage)):
         if (found := getattr(manifest, name)) != expected:
             hint = f"; name the folder of the run {found} again" if name == "run_id" else ""
@@ -74,4 +73,13 @@ def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, st
             raise ValueError(
                 f"{uri}: manifest names outputs that are not in the run directory: {ref.uri[:200]}"
             )
+    try:
+        if stage in DATA:
+            DATA[stage].model_validate(manifest.data)
+    except ValidationError as error:
+        raise _explain_unreadable(uri, f"data.{first_fault(error)}") from None
     return manifest
+
+
+def _explain_unreadable(uri: str, fault: str) -> ValueError:
+    return ValueError(f"{uri}: manifest cannot be read ({fault}); remove the file to repeat the stage")

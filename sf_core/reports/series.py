@@ -160,7 +160,7 @@ def record_devices(view: RunView, newest: int, *, is_over: bool = False) -> None
     spans = read_spans(run, since=windows[min(windows)][0])
     num_lags = run.read_config(RunConfig).lag_bound + 1
     for number in due:
-        lags = view.iteration(number).stages["filter"].data["lags"]
+        lags = view.iteration(number).stages["filter"].data.get("lags", [])
         lags = [*lags, *[0] * (num_lags - len(lags))]
         write_metrics(run, "devices", number, [_device_row(device_figures(spans, windows[number]), lags)])
 
