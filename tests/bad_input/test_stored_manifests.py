@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from storage.manifest_data import DATA
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.commands import check_refused
 from tests.bench.runs import commit, configure, conversation, sample
+from tests.storage.golden import DATA
 
 REQUIRED = [
     (stage, name)
@@ -75,7 +77,12 @@ def test_another_kind_of_value_is_named_with_its_file(
     assert refuse(run, "inspect", stage, name, value) == told
 
 
-def test_manifests_of_an_earlier_version_still_load() -> None:
-    old = RunDirectory("tests/data/runs/old")
-    assert old.read_committed(3, "rollout").data["sessions"] == 256
-    assert old.read_committed(3, "train").data["device"] == "cpu"
+def test_manifests_of_earlier_versions_still_load(tmp_path: Path) -> None:
+    with tarfile.open(DATA / "runs" / "before-lists.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    for run, first, last in ((DATA / "runs" / "old", 3, 3), (tmp_path / "before-lists", 0, 1)):
+        stored = RunDirectory(str(run))
+        for number in range(first, last + 1):
+            for stage in ("rollout", "train"):
+                assert stored.read_committed(number, stage).data["finished_at"] > 0
+    assert stored.read_manifest(None, "start") and stored.read_manifest(1, "publish")
