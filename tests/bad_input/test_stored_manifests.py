@@ -13,7 +13,7 @@ from storage.manifest_data import DATA
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.commands import check_refused
 from tests.bench.runs import commit, configure, conversation, sample
-from tests.storage.golden import DATA
+from tests.storage.golden import DATA as STORED
 
 REQUIRED = [
     (stage, name)
@@ -78,9 +78,9 @@ def test_another_kind_of_value_is_named_with_its_file(
 
 
 def test_manifests_of_earlier_versions_still_load(tmp_path: Path) -> None:
-    with tarfile.open(DATA / "runs" / "before-lists.tar.xz") as packed:
+    with tarfile.open(STORED / "runs" / "before-lists.tar.xz") as packed:
         packed.extractall(tmp_path, filter="data")
-    for run, first, last in ((DATA / "runs" / "old", 3, 3), (tmp_path / "before-lists", 0, 1)):
+    for run, first, last in ((STORED / "runs" / "old", 3, 3), (tmp_path / "before-lists", 0, 1)):
         stored = RunDirectory(str(run))
         for number in range(first, last + 1):
             for stage in ("rollout", "train"):
