@@ -53,7 +53,7 @@ from sf_core.surroundings import (
 )
 from sf_core.training.registry import check_installed, trainer_kind
 from storage.errors import StorageError
-from storage.files import absolute, check_writable
+from storage.files import absolute, check_writable, open_read, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
 
 FLOW_STARTS = 3
@@ -183,7 +183,7 @@ def _run(
         if config.rollout.outside_groups:
             progress.note(f"agents outside find the data plane at {services.dataplane}")
         file = local / "flow.json"
-        file.write_text(config.model_dump_json(), encoding="utf-8")
+        write_atomic(str(file), config.model_dump_json().encode())
         # addresses are not in the stored configuration: the next attempt may have others
         command = [sys.executable, "-m", f"flows.{flow}", str(file)]
         part = Part(f"flow-{flow}", command, services.addresses, once=True)
@@ -277,7 +277,7 @@ def _watch(
 
 def _reason(log: Path, begins_at: int, code: int) -> str:
     """The last line with an error that this flow logged; earlier starts have written to the same file."""
-    logged = log.read_bytes()
+    logged = read_bytes(str(log))
     # a shorter file was rotated meanwhile
     own = logged[begins_at:] if len(logged) >= begins_at else logged
     lines = own.decode(errors="replace").splitlines()
@@ -290,8 +290,9 @@ def _log_of_session(reason: str, logs: Path) -> Path | None:
     no such error, or the worker is neither the run's nor of a stack that `sf up` started in this folder."""
     stacks = STACK_FOLDER.absolute() / "logs"
     for log in (log for folder in (logs, stacks) for log in sorted(folder.glob("worker-*.log"))):
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            if any((told := _SESSION_FAILED.search(line)) and told[1] in reason for line in lines):
+        with open_read(str(log)) as lines:
+            texts = (line.decode(errors="replace") for line in lines)
+            if any((told := _SESSION_FAILED.search(line)) and told[1] in reason for line in texts):
                 return log
     return None
 

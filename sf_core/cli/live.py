@@ -21,6 +21,7 @@ from sf_core.printable import printable
 from sf_core.reports import log_lines
 from sf_core.reports.view import RunView
 from sf_core.waits import clock
+from storage.files import open_read
 from storage.run_directory import RunDirectory
 
 STRAGGLER_S = 30.0
@@ -130,7 +131,7 @@ class NewLines:
         if self._file.stat().st_size < self._at:
             # the log was rotated
             self._at = 0
-        with open(self._file, "rb") as file:
+        with open_read(str(self._file)) as file:
             file.seek(self._at)
             for line in file:
                 if line.endswith(b"\n"):

@@ -11,12 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from sf_core.cli.terminal import errors, say_error
+from sf_core.cli.terminal import UNREAD, errors, say_error
 from sf_core.printable import clean_logs
-
-UNREAD = 141
-"""Exit code of a command whose output nobody reads any more, as of a program that SIGPIPE ends (128 + 13).
-The signal itself would also end a command when a server closes a connection."""
 
 UNWRITTEN = 1
 """Exit code of a command whose output cannot be written, for example because a disk is full."""

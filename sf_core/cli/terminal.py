@@ -38,6 +38,10 @@ def _make_console(*, stderr: bool = False, width: int | None = None) -> Console:
     return PrintableConsole(stderr=stderr, markup=False, emoji=False, highlight=False, width=width)
 
 
+UNREAD = 141
+"""Exit code of a command whose output nobody reads any more, as of a program that SIGPIPE ends (128 + 13).
+The signal itself would also end a command when a server closes a connection."""
+
 # None: the caller has closed it
 _is_terminal = sys.stdout is not None and sys.stdout.isatty()
 console = _make_console(width=None if _is_terminal or "COLUMNS" in os.environ else WIDE)
@@ -60,6 +64,8 @@ def report_bad_input() -> Iterator[None]:
     command in one sentence."""
     try:
         yield
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        raise SystemExit(UNREAD) from None
     except (ValueError, OSError) as error:
         fail(str(error))
 

@@ -18,6 +18,7 @@ from ruamel.yaml.nodes import MappingNode
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, models_of, validate_config, walk
 from sf_core.settings import Settings, quote
+from storage.local_files import open_given
 
 BUILTIN = Path(__file__).parent / "builtin"
 """Folder of the built-in configurations: a link to `configs` in a clone, a folder in a wheel."""
@@ -51,7 +52,8 @@ def read_file(path: str | Path) -> tuple[str, dict[str, Any]]:
     builtin = builtin_configs()
     file = path if os.path.isfile(path) else builtin.get(str(path), path)
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        with open_given(file) as opened:
+            text = opened.read().decode()
         data = _parse(text) or {}
     except FileNotFoundError:
         raise ConfigError(
