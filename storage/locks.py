@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from storage.json_files import load_json
 from storage.local_files import open_own
 
 Flock = Callable[[int, int], None]
@@ -123,6 +124,6 @@ def describe(facts: dict[str, Any]) -> str:
 
 def _read_facts(fd: int) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        facts = json.loads(os.pread(fd, 2**16, 0))
+        facts = load_json(os.pread(fd, 2**16, 0))
         return facts if isinstance(facts, dict) else {}
     return {}

@@ -5,7 +5,6 @@ Owns the layout, whose marks survive a pipe. The figures are from sf_core/report
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from sf_core.reports.evaluations.judgements import describe_judgement, judgement
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import Decode, kinds_text, open_decoder, open_run
+from storage.json_files import load_json
 from storage.media import media_file
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.judgements import Judgement
@@ -300,7 +300,7 @@ def _judgements(judged: Sequence[Judgement]) -> RenderableType:
 
 def _tools(definitions: str) -> str:
     """Names of the tools, as text."""
-    return make_printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
+    return make_printable(", ".join(tool["function"]["name"] for tool in load_json(definitions)))
 
 
 def _short(row: Trajectory, branch_id: str | None) -> str:

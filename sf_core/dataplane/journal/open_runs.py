@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from storage.files import read_if_there, write_atomic
+from storage.json_files import load_json
 from storage.locks import FileLock, HeldError
 
 
@@ -23,7 +24,7 @@ class OpenRuns:
                 f"another data plane uses {folder}: give this data plane its own folder"
             ) from None
         self._file = folder / "open-runs.json"
-        self._journals: dict[str, str] = json.loads(read_if_there(str(self._file)) or b"{}")
+        self._journals: dict[str, str] = load_json(read_if_there(str(self._file)) or b"{}")
 
     @property
     def journals(self) -> list[Path]:

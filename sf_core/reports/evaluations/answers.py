@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.reports.view import RunView
+from storage.json_files import load_json
 from storage.tables.trajectories import read_trajectories
 
 SHOWN = 4
@@ -45,7 +46,7 @@ def read_answers(uris: list[str]) -> dict[str, list[GivenAnswer]]:
     found: dict[str, list[GivenAnswer]] = defaultdict(list)
     for rows in sessions.values():
         # the last branch has the newest turn
-        messages = json.loads(rows[-1]["messages"])
+        messages = load_json(rows[-1]["messages"])
         prompt = next((_text(message) for message in messages if message["role"] == "user"), "")
         text = next((_text(message) for message in reversed(messages) if message["role"] == "assistant"), "")
         found[rows[0]["task_id"]].append(GivenAnswer(prompt, text, rows[0]["reward"]))
