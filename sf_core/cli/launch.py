@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -315,7 +316,7 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         "\nheld-out reward  ",
         (rewards, "bold"),
         f"  in {summary['iterations']} iterations, {summary['seconds_total']:.0f} s\n"
-        f"tokens           {_tokens(summary)}\n"
+        f"tokens           {describe_tokens(summary)}\n"
         f"idle devices     {idle}\n"
         f"picture          {directory.path('summary.png')}\n"
         f"policy           {policy}\n{uses}"
@@ -339,13 +340,15 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
             console.print(answers_table(pairs, "before", "after"))
 
 
-def _tokens(summary: Mapping[str, float]) -> str:
+def describe_tokens(summary: Mapping[str, Any]) -> str:
+    """How many tokens a run has sampled, and how fast if that is known."""
     sealed, sampled = summary["tokens_generated"], summary.get("tokens_sampled")
     if sampled is None:  # an earlier version has summed the run up
         shown = f"{sealed:,} sampled"
     else:
         shown = f"{sampled:,} sampled, {sealed:,} of them in sessions that count"
-    return f"{shown}, {summary['tokens_per_second']:,.0f} per second"
+    speed = summary["tokens_per_second"]
+    return shown if speed is None else f"{shown}, {speed:,.0f} per second"
 
 
 def _causes(shares: Mapping[str, float]) -> str:

@@ -17,8 +17,9 @@ import pyarrow.compute as pc
 from sf_core.config import RunConfig
 from sf_core.config.failures import sum_failures
 from sf_core.reports.view import Iteration, RunView, SessionSet, failures_of, runners_of
-from sf_core.scheduling.figures import DeviceFigures, Window, device_figures
+from sf_core.scheduling.figures import DeviceFigures, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
+from sf_core.stopwatch import Window
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tables.metrics import read_metrics, write_metrics

@@ -141,7 +141,7 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     head = Text.assemble(
         (f"session {session_id}, {sampling.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
-        f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
+        f"{row.status}  reward {_reward(row)}  {max(0.0, row.finished_at - row.started_at):.2f} s\n",
         (f"«{sampling.marks[0]}»", TRAINED),
         "  ",
         (f"«{sampling.marks[1]}»", CARRIED),
