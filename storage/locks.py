@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from storage.json_files import load_json
-from storage.local_files import open_own
+from storage.local.opening import open_own
 
 Flock = Callable[[int, int], None]
 """Function with the arguments and the errors of fcntl.flock."""

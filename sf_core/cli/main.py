@@ -15,13 +15,13 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from sf_core.cli import terminal
 from sf_core.cli.arguments.addresses import port_of
 from sf_core.cli.arguments.completion import complete_config, complete_override, complete_setting
 from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.arguments.proxies import STARTING, check_proxies
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
-from sf_core.cli.output import command_streams
 from sf_core.cli.runs import RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
@@ -367,12 +367,8 @@ def _launch(flow: str, config: RunConfig, output: Console = console, *, says_res
         raise typer.Exit(130) from None
 
 
+@terminal.command_streams()
 def main() -> None:
-    with command_streams():
-        _main()
-
-
-def _main() -> None:
     from sf_core.surroundings import (
         check_names,
         dataplane_url,
@@ -388,18 +384,14 @@ def _main() -> None:
     try:
         # the path on which the processes of a command look for packages
         check_names([os.getcwd(), *sys.path])
-    except ImportError as error:
+        if STARTING.intersection(sys.argv[1:2]) and not {"--help", "-h"}.intersection(sys.argv):
+            check_proxies()
+    except (ImportError, ValueError) as error:
         say_error(str(error))
         sys.exit(2)
     except FileNotFoundError:
         say_error("the current folder does not exist any more: run the command in another folder")
         sys.exit(2)
-    if STARTING.intersection(sys.argv[1:2]) and not {"--help", "-h"}.intersection(sys.argv):
-        try:
-            check_proxies()
-        except ValueError as error:
-            say_error(str(error))
-            sys.exit(2)
     reach_directly(prefect_api_url(), dataplane_url())
     raise_open_files()
     app(prog_name="sf")

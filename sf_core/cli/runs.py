@@ -198,7 +198,7 @@ def report(
     from sf_core.reports.comparison.page import write_comparison_page
     from sf_core.reports.html.page import write_report
     from storage.files import follow
-    from storage.local_files import stream_number
+    from storage.local.opening import stream_number
 
     _check_folder(output)
     if output is not None:

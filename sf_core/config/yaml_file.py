@@ -18,7 +18,7 @@ from ruamel.yaml.nodes import MappingNode
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, models_of, validate_config, walk
 from sf_core.settings import Settings, quote
-from storage.local_files import open_given
+from storage.local.opening import open_given
 
 BUILTIN = Path(__file__).parent / "builtin"
 """Folder of the built-in configurations: a link to `configs` in a clone, a folder in a wheel."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from storage.manifest_data import DATA
+from storage.manifests import STAGE_DATA
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.commands import check_refused
 from tests.bench.runs import commit, configure, conversation, sample
@@ -18,7 +18,7 @@ from tests.storage.golden import DATA as STORED
 REQUIRED = [
     (stage, name)
     for stage in (*STAGES, "evaluate")
-    for name, field in DATA[stage].model_fields.items()
+    for name, field in STAGE_DATA[stage].model_fields.items()
     if field.is_required()
 ]
 REMEDY = "remove the file to repeat the stage"

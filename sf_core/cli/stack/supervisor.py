@@ -27,7 +27,7 @@ from sf_core.child_processes import MARK, end_marked, end_with
 from sf_core.cli.stack.processes import Part
 from storage.errors import StorageError
 from storage.files import read_bytes, write_atomic
-from storage.local_files import check_replaceable
+from storage.local.opening import check_replaceable
 
 T = TypeVar("T")
 

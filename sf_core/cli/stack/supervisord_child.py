@@ -8,7 +8,7 @@ import os
 from functools import partial
 
 from sf_core.child_processes import MARK, end_marked, end_with
-from storage.local_files import open_own
+from storage.local.opening import open_own
 
 
 def main() -> None:

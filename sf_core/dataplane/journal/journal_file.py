@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 from sf_core.dataplane.journal.framing import frames, payload
 from sf_core.dataplane.journal.ownership import NotOwnedError, Owner, Ownership
-from storage.local_files import open_own
+from storage.local.opening import open_own
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from storage import files, local_files
+from storage import files
 from storage.errors import StorageError
-from storage.local_files import open_given, open_own
+from storage.local import opening
+from storage.local.opening import open_given, open_own
 from storage.locks import FileLock, find_holder
 from storage.tables.parquet import read_table
 from tests.patience import patience
@@ -96,7 +97,7 @@ def test_a_named_pipe_is_written_into(tmp_path: Path) -> None:
 
 
 def test_a_named_pipe_that_nobody_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_files, "READER_S", 0.0)
+    monkeypatch.setattr(opening, "READER_S", 0.0)
     pipe = place(tmp_path / "pipe", "a named pipe")
     with pytest.raises(StorageError) as refused:
         files.write_atomic(pipe, b"x")
@@ -105,7 +106,7 @@ def test_a_named_pipe_that_nobody_reads_is_refused(tmp_path: Path, monkeypatch: 
 
 STREAMS = """
 from storage.files import write_atomic
-from storage.local_files import open_given
+from storage.local.opening import open_given
 print("before", flush=True)
 write_atomic("/dev/stdout", open_given("/dev/stdin").read())
 print("after", flush=True)

@@ -13,7 +13,7 @@ from tests.patience import patience
 
 PRINTS = """
 import sys, threading
-from sf_core.cli.output import command_streams
+from sf_core.cli.terminal import command_streams
 from sf_core.cli.terminal import console, errors
 
 with command_streams():
