@@ -83,7 +83,14 @@ def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
     def write(version: int) -> Manifest:
         weights = trainer.save_weights(run.weights_dir(version), run.weights_dir(version - 1))
         return run.commit_manifest(
-            Manifest(run_id=run.run_id, iteration=version, stage="train", attempt=attempt, outputs=weights)
+            Manifest(
+                run_id=run.run_id,
+                iteration=version,
+                stage="train",
+                attempt=attempt,
+                outputs=weights,
+                data={"started_at": 0.0, "finished_at": 0.0, "version": version, "device": "cpu"},
+            )
         )
 
     def checkpoint(version: int) -> None:

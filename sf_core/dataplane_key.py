@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from sf_core.config.addresses import is_loopback
 from sf_core.surroundings import configured_dataplane_key, why_not_writable
+from storage.files import read_bytes
 
 
 def key_file() -> Path:
@@ -31,7 +32,7 @@ def operator_key(url: str) -> str | None:
     if not is_loopback(urlsplit(url).hostname or ""):
         return None
     with suppress(OSError):
-        return key_file().read_text(encoding="utf-8").strip() or None
+        return _read(key_file()) or None
     return None
 
 
@@ -52,9 +53,13 @@ def account_key() -> str:
             f"{file}, the key of your data planes, is open to other users: remove the file; the next data "
             "plane then makes another key"
         )
-    if not (key := file.read_text(encoding="utf-8").strip()):
+    if not (key := _read(file)):
         raise ValueError(f"{file}, the key of your data planes, is empty: remove the file")
     return key
+
+
+def _read(file: Path) -> str:
+    return read_bytes(str(file)).decode().strip()
 
 
 def _make(file: Path) -> None:

@@ -18,7 +18,7 @@ def storage_errors(uri: str) -> Iterator[None]:
     callers expect."""
     try:
         yield
-    except StorageError:
+    except (StorageError, BrokenPipeError):  # of a pipe that a command writes into, whose reader has ended
         raise
     except (FileNotFoundError, FileExistsError) as error:
         # a missing bucket must not pass for a missing file: the run would start over

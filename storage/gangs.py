@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 from storage import files
+from storage.json_files import load_json
 from storage.run_directory import RunDirectory
 
 
@@ -48,7 +49,7 @@ class GangFiles:
     def address(self) -> tuple[str, int] | None:
         if (text := files.read_if_there(self._file("address.json"))) is None:
             return None
-        found = json.loads(text)
+        found = load_json(text)
         return found["host"], found["port"]
 
     def end(self) -> None:

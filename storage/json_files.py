@@ -20,6 +20,15 @@ def parse_json(kind: type[T], text: bytes, fault: str) -> T:
         raise ValueError(f"{fault}: {first_fault(error)}") from None
 
 
+def load_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for a text that is no JSON, and for one that is nested too
+    deeply for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
 def first_fault(error: ValidationError) -> str:
     """The first error and, if it is in a field, the path of that field; one sentence without a full stop."""
     first = error.errors()[0]
@@ -34,6 +43,6 @@ def json_lines(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             try:
-                yield f"{uri}, line {number}", json.loads(line)
+                yield f"{uri}, line {number}", load_json(line)
             except ValueError as error:
                 raise ValueError(f"{uri}, line {number}: not valid JSON: {error}") from None

@@ -18,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from storage.json_files import load_json
+from storage.local.opening import open_own
+
 Flock = Callable[[int, int], None]
 """Function with the arguments and the errors of fcntl.flock."""
 
@@ -67,7 +70,7 @@ class FileLock:
 
     def _lock(self, flock: Flock) -> int:
         # not inherited by programs that this process starts (PEP 446)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = open_own(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         for tries_left in reversed(range(_TRIES)):
             try:
                 flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +100,7 @@ class FileLock:
 def find_holder(path: Path) -> dict[str, Any] | None:
     """What the holder of the lock on this file has written; None: nobody holds the lock."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_own(path, os.O_RDONLY)
     except OSError:
         return None
     try:
@@ -121,6 +124,6 @@ def describe(facts: dict[str, Any]) -> str:
 
 def _read_facts(fd: int) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        facts = json.loads(os.pread(fd, 2**16, 0))
+        facts = load_json(os.pread(fd, 2**16, 0))
         return facts if isinstance(facts, dict) else {}
     return {}

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import certifi
 
+from storage.files import read_bytes
+
 _HASHED = re.compile(r"[0-9a-f]{8}\.\d+")
 """Names by which OpenSSL finds the certificates of a folder."""
 
@@ -49,6 +51,6 @@ def _read_folder(folder: str) -> set[bytes]:
 
 def _read_file(path: str) -> set[bytes]:
     try:
-        return {b"".join(text.split()) for text in _CERTIFICATE.findall(Path(path).read_bytes())}
+        return {b"".join(text.split()) for text in _CERTIFICATE.findall(read_bytes(path))}
     except OSError:
         return set()

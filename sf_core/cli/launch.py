@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -57,7 +58,7 @@ from sf_core.surroundings import (
 )
 from sf_core.training.registry import check_installed, trainer_kind
 from storage.errors import StorageError
-from storage.files import absolute, check_writable
+from storage.files import absolute, check_writable, open_read, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
 
 FLOW_STARTS = 3
@@ -198,7 +199,7 @@ def _run(
         if config.rollout.outside_groups:
             progress.note(f"agents outside find the data plane at {services.dataplane}")
         file = local / "flow.json"
-        file.write_text(config.model_dump_json(), encoding="utf-8")
+        write_atomic(str(file), config.model_dump_json().encode())
         # addresses are not in the stored configuration: the next attempt may have others
         command = python_module(f"flows.{flow}", str(file))
         part = Part(f"flow-{flow}", command, services.addresses, once=True)
@@ -292,7 +293,7 @@ def _watch(
 
 def _reason(log: Path, begins_at: int, code: int) -> str:
     """The last line with an error that this flow logged; earlier starts have written to the same file."""
-    logged = log.read_bytes()
+    logged = read_bytes(str(log))
     # a shorter file was rotated meanwhile
     own = logged[begins_at:] if len(logged) >= begins_at else logged
     lines = own.decode(errors="replace").splitlines()
@@ -305,8 +306,9 @@ def _log_of_session(reason: str, logs: Path) -> Path | None:
     no such error, or the worker is neither the run's nor of a stack that `sf up` started in this folder."""
     stacks = STACK_FOLDER.absolute() / "logs"
     for log in (log for folder in (logs, stacks) for log in sorted(folder.glob("worker-*.log"))):
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            if any((told := _SESSION_FAILED.search(line)) and told[1] in reason for line in lines):
+        with open_read(str(log)) as lines:
+            texts = (line.decode(errors="replace") for line in lines)
+            if any((told := _SESSION_FAILED.search(line)) and told[1] in reason for line in texts):
                 return log
     return None
 
@@ -329,7 +331,7 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         "\nheld-out reward  ",
         (rewards, "bold"),
         f"  in {summary['iterations']} iterations, {summary['seconds_total']:.0f} s\n"
-        f"tokens           {_tokens(summary)}\n"
+        f"tokens           {describe_tokens(summary)}\n"
         f"idle devices     {idle}\n"
         f"picture          {directory.path('summary.png')}\n"
         f"policy           {policy}\n{uses}"
@@ -366,13 +368,15 @@ def _find_examples(directory: RunDirectory, config: RunConfig, version: int, con
     return side_by_side(RunView(directory), 0, version)
 
 
-def _tokens(summary: Mapping[str, float]) -> str:
+def describe_tokens(summary: Mapping[str, Any]) -> str:
+    """How many tokens a run has sampled, and how fast if that is known."""
     sealed, sampled = summary["tokens_generated"], summary.get("tokens_sampled")
     if sampled is None:  # an earlier version has summed the run up
         shown = f"{sealed:,} sampled"
     else:
         shown = f"{sampled:,} sampled, {sealed:,} of them in sessions that count"
-    return f"{shown}, {summary['tokens_per_second']:,.0f} per second"
+    speed = summary["tokens_per_second"]
+    return shown if speed is None else f"{shown}, {speed:,.0f} per second"
 
 
 def _causes(shares: Mapping[str, float]) -> str:

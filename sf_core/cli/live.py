@@ -17,9 +17,11 @@ from sf_core import waits
 from sf_core.config import RunConfig
 from sf_core.config.failures import REASONS, failures_text
 from sf_core.dataplane.bodies import EngineStatus, RunStatus
+from sf_core.printable import printable
 from sf_core.reports import log_lines
 from sf_core.reports.view import RunView
 from sf_core.waits import clock
+from storage.files import open_read
 from storage.run_directory import RunDirectory
 
 STRAGGLER_S = 30.0
@@ -34,10 +36,10 @@ class RunProgress:
 
     def __init__(self, console: Console, iterations: int) -> None:
         self._bars = Progress(
-            TextColumn("{task.description:<11}"),
+            TextColumn("{task.description:<11}", markup=False),
             BarColumn(bar_width=32),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]:<28}"),
+            TextColumn("{task.fields[note]:<28}", markup=False),
             TimeElapsedColumn(),
             console=console,
         )
@@ -75,7 +77,7 @@ class RunProgress:
             lines.append(f"{failed} sessions failed: {_reasons(status)}; last error: {status['last_error']}")
         if (straggler := status["straggler"]) and straggler["age_s"] > STRAGGLER_S:
             lines.append(f"oldest session {straggler['session']}: {straggler['age_s']:.0f} s")
-        self._line = Text("\n".join("  " + line for line in lines), style="dim")
+        self._line = Text(printable("\n".join("  " + line for line in lines)), style="dim")
 
     def hear(self, line: str) -> None:
         """Ignore a line of the flow's log, whose content is shown already."""
@@ -129,7 +131,7 @@ class NewLines:
         if self._file.stat().st_size < self._at:
             # the log was rotated
             self._at = 0
-        with open(self._file, "rb") as file:
+        with open_read(str(self._file)) as file:
             file.seek(self._at)
             for line in file:
                 if line.endswith(b"\n"):

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from sf_core.cli import terminal
 from sf_core.cli.arguments.addresses import port_of
 from sf_core.cli.arguments.completion import complete_config, complete_override, complete_setting
 from sf_core.cli.arguments.groups import App, Commands
@@ -372,6 +373,7 @@ def _launch(flow: str, config: RunConfig, output: Console = console, **options: 
         raise typer.Exit(130) from None
 
 
+@terminal.command_streams()
 def main() -> None:
     from sf_core.import_path import ROOT, import_from, is_another_copy
     from sf_core.surroundings import dataplane_url, prefect_api_url, raise_open_files, reach_directly

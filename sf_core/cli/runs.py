@@ -196,10 +196,16 @@ def report(
     """
     from sf_core.reports.comparison.page import write_comparison_page
     from sf_core.reports.html.page import write_report
+    from storage.files import follow
+    from storage.local.opening import stream_number
 
     _check_folder(output)
+    if output is not None:
+        output = follow(output)
     one = runs[0] if len(runs) == 1 else None
-    tell(write_report(one, output, max_mb) if one else write_comparison_page(runs, output))
+    written = write_report(one, output, max_mb) if one else write_comparison_page(runs, output)
+    if stream_number(written) is None:
+        tell(written)
 
 
 @commands.command()

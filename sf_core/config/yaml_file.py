@@ -18,6 +18,7 @@ from ruamel.yaml.nodes import MappingNode
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, models_of, validate_config, walk
 from sf_core.settings import Settings, did_you_mean, quote
+from storage.local.opening import open_given
 
 BUILTIN = Path(__file__).parent / "builtin"
 """Folder of the built-in configurations: a link to `configs` in a clone, a folder in a wheel."""
@@ -56,7 +57,8 @@ def read_file(path: str | Path) -> tuple[str, dict[str, Any]]:
             f"are in {run}/config.json"
         )
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        with open_given(file) as opened:
+            text = opened.read().decode()
         data = _parse(text) or {}
     except FileNotFoundError:
         raise ConfigError(

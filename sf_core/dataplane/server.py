@@ -35,7 +35,7 @@ def serve(
     listening = listen_at(host, port)
     app.state.plane.owner.dataplane = url_of(host, listening)
     if port_file is not None:
-        files.write_atomic(port_file, str(listening.getsockname()[1]).encode())
+        files.write_atomic(files.follow(port_file), str(listening.getsockname()[1]).encode())
     tune_interpreter()
     server.run(sockets=[listening])
 

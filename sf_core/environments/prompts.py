@@ -11,6 +11,7 @@ from pydantic import Field
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.types import Endpoint, Task
+from storage.files import read_bytes
 from storage.json_files import json_lines
 
 
@@ -25,10 +26,9 @@ class Prompts(Environment):
     @cached_property
     def _content(self) -> bytes:
         try:
-            with open(self.file, "rb") as file:
-                return file.read()
+            return read_bytes(self.file)
         except OSError as error:
-            raise ValueError(f"{self.file}: cannot be read: {error.strerror}") from None
+            raise ValueError(f"{self.file}: cannot be read: {error.strerror or error}") from None
 
     @property
     def digest(self) -> str:

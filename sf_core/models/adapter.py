@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sf_core.models.pretrained.needed_weights import make_empty
 from storage.files import join, read_bytes
+from storage.json_files import load_json
 from storage.tensors.tensor_bytes import find_difference
 from storage.tensors.weights import (
     ADAPTER_CONFIG,
@@ -95,7 +96,7 @@ def read_adapter(folder: str) -> Adapter:
     than two factors for each linear layer."""
     file = join(folder, ADAPTER_CONFIG)
     try:
-        said: dict[str, Any] = dict(json.loads(read_bytes(file)))
+        said: dict[str, Any] = dict(load_json(read_bytes(file)))
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     if (kind := said.get("peft_type")) not in (None, "LORA"):

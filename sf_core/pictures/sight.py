@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from storage.files import join, read_if_there
+from storage.json_files import load_json
 
 SEEING = ("qwen2_5_vl",)
 """Values of `model_type` whose policies are shown pictures."""
@@ -119,6 +119,6 @@ def _read(folder: str, name: str) -> Mapping[str, Any]:
             "AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
         )
     try:
-        return dict(json.loads(data))
+        return dict(load_json(data))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}: {name} is broken: {error}") from None

@@ -80,7 +80,9 @@ def sessions_of(found: SessionSet, columns: Sequence[str]) -> pa.Table:
     firsts = rows.take(first_rows(rows["session_id"]))
     values: dict[str, Any] = {name: firsts[name] for name in (*_REPEATED, *texts)}
     values |= {name: merged[f"{name}_{how}"] for name, how in (_SUMS | _ENDS).items()}
-    lasted = pc.subtract(values["finished_at"], values["started_at"])
+    # the clock may have been changed during a session
+    end = pc.max_element_wise(values["finished_at"], values["started_at"])
+    lasted = pc.subtract(end, values["started_at"])
     values |= {
         "iteration": pa.array([found.number] * len(firsts), pa.int32()),
         "kind": pa.array([KINDS[found.kind]] * len(firsts)),

@@ -26,6 +26,7 @@ def describe_iteration(view: RunView, number: int, iterations: int) -> str:
         figures.append(f"held-out {evaluated.data['reward_mean']:.3f} before the iteration")
     if (divergence := iteration.stages["train"].data.get("teacher_kl")) is not None:
         figures.append(f"KL to the teacher {divergence:.3g}")
-    figures += [f"{iteration.tokens_per_second:,.0f} tokens/s", f"{iteration.seconds:.1f} s"]
+    if (speed := iteration.tokens_per_second) is not None:
+        figures += [f"{speed:,.0f} tokens/s", f"{iteration.seconds:.1f} s"]
     told = "; ".join(filter(None, [", ".join(figures), failures_line(iteration)]))
     return f"iteration {number}, {number + 1} of {iterations}: {told}"

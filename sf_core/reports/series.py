@@ -17,8 +17,9 @@ import pyarrow.compute as pc
 from sf_core.config import RunConfig
 from sf_core.config.failures import sum_failures
 from sf_core.reports.view import Iteration, RunView, SessionSet, failures_of, runners_of
-from sf_core.scheduling.figures import DeviceFigures, Window, device_figures
+from sf_core.scheduling.figures import DeviceFigures, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
+from sf_core.stopwatch import Window
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tables.metrics import read_metrics, write_metrics
@@ -160,7 +161,7 @@ def record_devices(view: RunView, newest: int, *, is_over: bool = False) -> None
     spans = read_spans(run, since=windows[min(windows)][0])
     num_lags = run.read_config(RunConfig).lag_bound + 1
     for number in due:
-        lags = view.iteration(number).stages["filter"].data["lags"]
+        lags = view.iteration(number).stages["filter"].data.get("lags", [])
         lags = [*lags, *[0] * (num_lags - len(lags))]
         write_metrics(run, "devices", number, [_device_row(device_figures(spans, windows[number]), lags)])
 

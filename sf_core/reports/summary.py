@@ -12,6 +12,7 @@ from sf_core.reports.pictures import draw_run
 from sf_core.reports.series import RunSeries
 from sf_core.reports.view import Iteration, RunView, stage_time
 from sf_core.scheduling.figures import by_worker, idle_by_cause
+from sf_core.stopwatch import rate
 from sf_core.surroundings import command_started_at
 from storage.files import write_atomic
 
@@ -25,7 +26,8 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     that agents opened.
     seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
     time between two attempts and what the first did of an iteration that the second finished;
-    tokens_per_second counts the tokens of sealed sessions in it, idle_fraction is the share of it in which a
+    tokens_per_second counts the tokens of sealed sessions in it, and is null if the clocks of the processes
+    disagree; idle_fraction is the share of it in which a
     device computed nothing, idle_by_cause divides that;
     runners has the CPU seconds per session of each worker of agents;
     late_reports and refused_reports count reports on sessions that had ended: those that came too late, and
@@ -38,6 +40,7 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         raise ValueError(f"{view.run.run_id}: iteration {len(iterations)} is not committed")
     seconds_rl = sum(end - start for start, end in windows)
     asked = [stage_time(manifest) for k in series.held_out if (manifest := view.manifest(k, "evaluate"))]
+    speed = rate(sum(i.sampled_tokens for i in iterations), seconds_rl)
     idle = {worker: idle_by_cause(own, windows, asked) for worker, own in by_worker(series.spans).items()}
     summary = {
         "run_id": view.run.run_id,
@@ -45,13 +48,13 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         "reward_before": series.held_out.get(0),
         "reward_after": series.held_out.get(due),
         "iterations": due,
-        "seconds_total": round(time.time() - _started_at(view), 2),
+        "seconds_total": round(max(0.0, time.time() - _started_at(view)), 2),
         "seconds_rl": round(seconds_rl, 2),
         "tokens_generated": sum(
             m.data.get("sampled_tokens", 0) for i in iterations for m in i.stages.values()
         ),
         "tokens_sampled": series.tokens_sampled,
-        "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
+        "tokens_per_second": None if speed is None else round(speed, 1),
         "idle_fraction": {worker: round(sum(shares.values()), 4) for worker, shares in idle.items()},
         "idle_by_cause": idle,
         "runners": series.runners,

@@ -5,7 +5,6 @@ Owns the layout, whose marks survive a pipe. The figures are from sf_core/report
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,12 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config.failures import failures_text
+from sf_core.printable import show
 from sf_core.reports.concerns import sum_run_concerns
 from sf_core.reports.evaluations.answers import GREEDY, GivenAnswer
 from sf_core.reports.evaluations.judgements import describe_judgement, judgements_of, sum_judges
 from sf_core.reports.series import DeviceRow, RunSeries, record_devices
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import Decode, kinds_text, open_decoder, open_run
+from storage.json_files import load_json
 from storage.media import media_file
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.judgements import Judgement
@@ -140,7 +141,7 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     head = Text.assemble(
         (f"session {session_id}, {sampling.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
-        f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
+        f"{row.status}  reward {_reward(row)}  {max(0.0, row.finished_at - row.started_at):.2f} s\n",
         (f"«{sampling.marks[0]}»", TRAINED),
         "  ",
         (f"«{sampling.marks[1]}»", CARRIED),
@@ -301,7 +302,7 @@ def _judgements(judged: Sequence[Judgement]) -> RenderableType:
 
 def _tools(definitions: str) -> str:
     """Names of the tools, as text."""
-    return make_printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
+    return make_printable(", ".join(tool["function"]["name"] for tool in load_json(definitions)))
 
 
 def _short(row: Trajectory, branch_id: str | None) -> str:
@@ -324,7 +325,7 @@ def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
 def make_printable(text: str) -> str:
     """Text that cannot steer the terminal: policies sample anything, so unprintable characters are shown."""
     shown = text.replace("\n", "↵")
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
+    return "".join(c if c.isprintable() else show(c) for c in shown)
 
 
 def _range(versions: np.ndarray) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError
 from storage import files
+from storage.json_files import load_json
 from storage.run_directory import RunDirectory
 from storage.tables.metrics import KINDS, Kind, Point, newer_points
 
@@ -136,7 +137,7 @@ class _Feed:
     def _read_note(self) -> dict[str, Any]:
         if not files.exists(self._note_uri):
             return {"sent": {}}
-        return dict(json.loads(files.read_bytes(self._note_uri)))
+        return dict(load_json(files.read_bytes(self._note_uri)))
 
     def _write_note(self, note: dict[str, Any]) -> None:
         files.write_atomic(self._note_uri, json.dumps(note).encode())

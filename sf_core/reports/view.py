@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.pictures.sight import read_sight
 from sf_core.recipes.gates import KINDS, Kind
-from sf_core.scheduling.figures import Window
 from sf_core.scheduling.leases import lease_of
 from sf_core.settings import did_you_mean
+from sf_core.stopwatch import Window, in_order, rate
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
@@ -79,9 +79,9 @@ class Iteration:
         iteration, from the start of the first stage that this attempt committed."""
         last, before = self.stages["publish"], self.published_before
         if before is not None and before.attempt == last.attempt:
-            return before.data["finished_at"], last.data["finished_at"]
+            return in_order(before.data["finished_at"], last.data["finished_at"])
         begun = next(m for stage in STAGES if (m := self.stages[stage]).attempt == last.attempt)
-        return begun.data["started_at"], last.data["finished_at"]
+        return in_order(begun.data["started_at"], last.data["finished_at"])
 
     @property
     def kinds(self) -> dict[Kind, int] | None:
@@ -94,8 +94,9 @@ class Iteration:
         return end - start
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.sampled_tokens / self.seconds
+    def tokens_per_second(self) -> float | None:
+        """None: the clocks of its stages disagree, so that its length is not known."""
+        return rate(self.sampled_tokens, self.seconds)
 
     @property
     def sampled_tokens(self) -> int:
@@ -314,7 +315,7 @@ def open_decoder(run: RunDirectory, sees: bool) -> Decode:
 
 def stage_time(manifest: Manifest) -> Window:
     """When a stage began and ended, in Unix seconds."""
-    return manifest.data["started_at"], manifest.data["finished_at"]
+    return in_order(manifest.data["started_at"], manifest.data["finished_at"])
 
 
 def failures_of(manifest: Manifest) -> dict[str, int]:

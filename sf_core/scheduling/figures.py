@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from sf_core.scheduling.lending import Refusal, not_lent
 from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, loads, measure_covered
-
-Window = tuple[float, float]
+from sf_core.stopwatch import Window
 
 Cause = Literal["start", "evaluation", "loading", "requests", "hand-over"]
 """Why a device computed nothing; the first that applies counts. The table is in
@@ -132,11 +131,11 @@ def _switch(before: Span, after: Span, spans: Sequence[Span]) -> Switch:
     last = [s for s in spans if s.kind in ("busy", "moving") and _is_part(s, before)]
     if after.tag == "train":
         revoked = next((s.start for s in reversed(last) if s.label == "yield"), None)
-        cost = None if first is None or revoked is None else first.start - revoked
+        cost = None if first is None or revoked is None else max(0.0, first.start - revoked)
         return Switch(after.worker, "train", after.start, cost)
     trained = next((s.end for s in reversed(last) if s.kind == "busy"), before.end)
     # the first sampling span of a lease ends with its first token
-    return Switch(after.worker, "rollout", after.start, first.end - trained if first else None)
+    return Switch(after.worker, "rollout", after.start, max(0.0, first.end - trained) if first else None)
 
 
 def _join(windows: Sequence[Window]) -> list[Window]:

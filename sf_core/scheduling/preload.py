@@ -1,5 +1,5 @@
 """Dask preload of every worker: decides where it imports from, imports what its tags need, tells the
-scheduler which device it has, and sets up what it keeps.
+scheduler which device it has, makes log lines printable, and sets up what it keeps.
 
 Its options come last: `dask worker ... --preload sf_core.scheduling.preload --device-kind h100`.
 """
@@ -16,6 +16,7 @@ from distributed.system import MEMORY_LIMIT
 
 from sf_core.config.devices import Device, find_device
 from sf_core.import_path import import_from, user_folders
+from sf_core.printable import clean_logs
 from sf_core.scheduling.plan import COMPUTING, worker_of
 from sf_core.scheduling.template.nanny import heavy_modules
 from sf_core.scheduling.worker_state import PLUGIN, WorkerState
@@ -34,6 +35,7 @@ def _kind(context: click.Context, option: click.Parameter, value: str | None) ->
 @click.option("--device", help="The same as figures: a roofline Device in JSON.")
 async def dask_setup(worker: Any, device_kind: Device | None, device: str | None) -> None:
     import_from(user_folders())
+    clean_logs()
     for module in heavy_modules(worker.state.total_resources):
         importlib.import_module(module)
     own_device = Device(**json.loads(device)) if device else device_kind

@@ -16,6 +16,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from sf_core.stopwatch import Stopwatch, in_order
 from storage.files import FileRef
 from storage.json_files import first_fault
 from storage.run_directory import RunDirectory
@@ -58,6 +59,7 @@ class Timeline:
         self._directory, self._worker, self._tag, self._lease = directory, worker, tag, lease
         self._spans: list[Span] = []
         self._written_until = time.time()
+        self._written_at = time.monotonic()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="timeline")
         self._parts: list[Future[FileRef]] = []
 
@@ -82,23 +84,25 @@ class Timeline:
         tokens: int = 0,
     ) -> None:
         """Record a span; times are in Unix seconds."""
-        span = Span(self._worker, self._tag, start, end, kind, label, version, self._lease, tokens)
+        window = in_order(start, end)
+        span = Span(self._worker, self._tag, *window, kind, label, version, self._lease, tokens)
         self._spans.append(span)
-        if time.time() - self._written_until > MAX_UNWRITTEN_S:
+        if time.monotonic() - self._written_at > MAX_UNWRITTEN_S:
             self.flush()
 
     @contextmanager
     def record(self, kind: Kind, label: str, version: int | None = None) -> Iterator[None]:
-        start = time.time()
+        watch = Stopwatch()
         try:
             yield
         finally:
-            self.add(kind, label, start, time.time(), version=version)
+            self.add(kind, label, watch.since, watch.now, version=version)
 
     def flush(self) -> None:
         """Hand all spans up to now to the writer thread."""
         # a part is named by its end: two must not end in the same microsecond
         start, self._written_until = self._written_until, max(time.time(), self._written_until + 1e-5)
+        self._written_at = time.monotonic()
         held = Span(self._worker, self._tag, start, self._written_until, "held", lease=self._lease)
         spans, self._spans = [held, *self._spans], []
         self._parts = [part for part in self._parts if not part.done() or part.exception()]
@@ -113,7 +117,12 @@ def read_spans(directory: RunDirectory, since: float = 0.0) -> list[Span]:
     """The spans of a run that ended after `since` (Unix seconds), by worker and time; those that began long
     before may be cut."""
     parts = directory.read_timelines(since)
-    spans = [span for uri, data in parts.items() for span in _parse(uri, data)]
+    # earlier versions have written spans that end before they begin, after a change of the clock
+    spans = [
+        replace(span, end=in_order(span.start, span.end)[1])
+        for uri, data in parts.items()
+        for span in _parse(uri, data)
+    ]
     return sorted(_join_held(spans), key=lambda span: (span.worker, span.start))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stopwatch import Stopwatch
 from sf_core.waits import collect_waits
 from storage.files import FileRef, fence
 from storage.manifests import Manifest
@@ -51,10 +51,10 @@ def commit(
     check: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Run `work` and commit its outcome; `check` is called directly before the manifest is written."""
-    started = time.time()
+    watch = Stopwatch()
     with collect_waits() as waits:
         outcome = work()
-    times = {"started_at": started, "finished_at": time.time(), "waits": waits}
+    times = {"started_at": watch.since, "finished_at": watch.now, "waits": waits}
     manifest = Manifest(
         run_id=run.ref.run_id,
         iteration=iteration,

@@ -63,7 +63,9 @@ class Evaluation:
         """The result in one sentence. Must be called after the evaluation is committed."""
         manifest = RunDirectory(self.config.run_dir).read_manifest(self.version, "evaluate")
         assert manifest is not None, f"version {self.version} must be measured first"
-        parts = ", ".join(f"{name} {reward:.3f}" for name, reward in manifest.data["by_environment"].items())
+        parts = ", ".join(
+            f"{name} {reward:.3f}" for name, reward in manifest.data.get("by_environment", {}).items()
+        )
         unjudged = manifest.data.get("unjudged", 0)
         return (
             f"held-out reward of version {self.version}: {manifest.data['reward_mean']:.3f} ({parts}) "
@@ -98,7 +100,8 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
             await_restarts([run], tell)
             check_idle(run)
     else:
-        wanted, num_tasks = settled.evaluate.num_tasks, measured.data["num_tasks"]
+        wanted = settled.evaluate.num_tasks
+        num_tasks = measured.data.get("num_tasks", wanted)
         if wanted not in (num_tasks, read_stored_config(run.uri).evaluate.num_tasks):
             raise ValueError(
                 f"{run.run_id}: version {version} was already measured on {num_tasks} tasks, not {wanted}; "

@@ -35,6 +35,7 @@ from sf_core.training.policy_folder import (
 )
 from sf_core.training.teacher_folder import TeacherFolder
 from storage.files import FileRef, copy_folder, describe, exists, join, read_bytes, write_atomic
+from storage.json_files import load_json
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import PICKLES, load_adapter, open_weights, save_adapter
 
@@ -135,7 +136,7 @@ def name_stops(folder: str) -> list[FileRef]:
     if renderer.template_stop is None:
         return []
     file = join(folder, "generation_config.json")
-    settings = json.loads(read_bytes(file)) if exists(file) else {}
+    settings = load_json(read_bytes(file)) if exists(file) else {}
     content = json.dumps(settings | {"eos_token_id": list(renderer.stop_token_ids)}, indent=2)
     return [write_atomic(file, content.encode())]
 

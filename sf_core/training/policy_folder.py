@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from sf_core.models.pretrained.needed_weights import check_weights, count_needed
 from sf_core.models.pretrained.published import PUBLISHED, folder_of
 from sf_core.pictures.sight import SEEING
 from storage.files import join, list_files, read_bytes
+from storage.json_files import load_json
 from storage.tensors.weights import open_weights
 
 QUANTISED = ("quantization_config", "compression_config", "quantization")
@@ -183,7 +183,7 @@ def read_model_config(folder: str, setting: str = "policy.model") -> dict[str, A
     be read."""
     file = join(folder, "config.json")
     try:
-        return dict(json.loads(read_bytes(file)))
+        return dict(load_json(read_bytes(file)))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{setting}: {file} cannot be read: {error}") from None
 

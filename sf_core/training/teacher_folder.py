@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 from sf_core.models.adapter import list_linears, read_adapter, shape_factors
 from sf_core.models.context import count_ids
 from sf_core.models.pretrained.needed_weights import check_weights
+from sf_core.models.tokenizer import load_tokenizer
 from sf_core.pictures.sight import SEEING
 from sf_core.reports.view import RunView
 from sf_core.training.policy_folder import check_weights_folder, policy_folder, read_model_config
-from storage.files import describe, exists, join, list_files, local_folder, read_bytes
+from storage.files import describe, exists, join, list_files, local_folder
 from storage.run_directory import RunDirectory
 from storage.scratch import scratch_folder
 from storage.tensors.tensor_bytes import find_difference
@@ -166,7 +167,6 @@ def read_tokenizer(folder: str, setting: str) -> Tokenizer:
             "vocabulary"
         )
     try:
-        return Tokenizer.from_str(read_bytes(file).decode())
-    except Exception as error:
-        # tokenizers raises nothing narrower
-        raise ValueError(f"{setting}: {file} cannot be read: {error}") from None
+        return load_tokenizer(file)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{setting}: {error}") from None

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from storage import files
 from storage.errors import storage_errors
 from storage.files import FileRef
+from storage.local.opening import open_to_read
 
 SCHEMA_VERSION = 5
 """Version of the files that are written."""
@@ -132,8 +133,11 @@ def _open_file(uri: str) -> Iterator[Any]:
     """The file as Arrow is to read it: a local one without Python. A thread of Arrow that waits for Python's
     lock while the interpreter ends would abort the process (apache/arrow#34314)."""
     if files.is_local(uri):
-        with storage_errors(uri), pa.OSFile(files.absolute(uri)) as file:
-            yield file
+        path = files.absolute(uri)
+        with storage_errors(uri):
+            open_to_read(path).close()
+            with pa.OSFile(path) as file:
+                yield file
     else:
         with files.open_read(uri) as file:
             yield file

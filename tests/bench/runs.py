@@ -26,9 +26,24 @@ def configure(run: RunDirectory, **sections: Any) -> RunConfig:
     return config
 
 
+_TIMES = {"started_at": 0.0, "finished_at": 0.0}
+_SESSIONS: dict[str, Any] = {"reward_mean": 0.0, "sessions": 0, "failures": {}}
+_LEAST: dict[str, dict[str, Any]] = {
+    "rollout": _SESSIONS | {"groups": [], "rejected": {}, "max_lag": 0},
+    "evaluate": _SESSIONS,
+    "train": {"version": 1, "device": "cpu"},
+}
+
+
+def stage_data(stage: str, **told: Any) -> dict[str, Any]:
+    """Data of a manifest: what is told, and what every manifest of the stage has."""
+    return _TIMES | _LEAST.get(stage, {}) | told
+
+
 def commit(run: RunDirectory, iteration: int | None, stage: str, **more: Any) -> None:
     known = {"run_id": run.run_id, "iteration": iteration, "stage": stage, "attempt": 1}
-    run.commit_manifest(Manifest(**known | more))
+    data = stage_data(stage, **more.pop("data", {}))
+    run.commit_manifest(Manifest(**known | more, data=data))
 
 
 def conversation(messages: list[dict[str, Any]], given: int = 1, **changes: Any) -> Trajectory:

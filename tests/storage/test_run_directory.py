@@ -10,10 +10,12 @@ from storage.attempts import Attempt
 from storage.files import FileRef
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
+from tests.bench.runs import stage_data
 
 
 def manifest(iteration: int | None = 0, stage: str = "rollout", attempt: int = 1, **more: Any) -> Manifest:
-    return Manifest(run_id="run-1", iteration=iteration, stage=stage, attempt=attempt, **more)
+    data = stage_data(stage, **more.pop("data", {}))
+    return Manifest(run_id="run-1", iteration=iteration, stage=stage, attempt=attempt, data=data, **more)
 
 
 def output(run: RunDirectory, data: bytes, part: str = "part-1") -> FileRef:
@@ -60,7 +62,7 @@ def test_a_manifest_of_the_run_has_no_iteration(run_anywhere: RunDirectory) -> N
     assert files.exists(run_anywhere.path("manifests", "start.json"))
     kept = run_anywhere.read_manifest(None, "start")
     assert kept is not None
-    assert kept.data == {"source": "model"}
+    assert kept.data["source"] == "model"
 
 
 def test_committing_equal_outputs_again_keeps_the_first(run_anywhere: RunDirectory) -> None:
@@ -82,7 +84,7 @@ def test_committing_other_outputs_is_refused(run_anywhere: RunDirectory) -> None
 
 def test_what_cannot_be_read_back_is_not_committed(run_anywhere: RunDirectory) -> None:
     with pytest.raises(ValueError, match="manifest is for run_id 'other', expected 'run-1'"):
-        run_anywhere.commit_manifest(Manifest(run_id="other", iteration=0, stage="rollout", attempt=1))
+        run_anywhere.commit_manifest(manifest().model_copy(update={"run_id": "other"}))
     assert run_anywhere.read_manifest(0, "rollout") is None
 
 
@@ -103,7 +105,7 @@ def test_a_half_written_manifest_is_named_and_not_taken_for_a_commit(
     ("stored", "sentence"),
     [
         (
-            Manifest(run_id="run-2", iteration=0, stage="rollout", attempt=1),
+            manifest().model_copy(update={"run_id": "run-2"}),
             "run_id 'run-2', expected 'run-1'",
         ),
         (manifest(3, "rollout"), "iteration 3, expected 0"),

@@ -17,6 +17,7 @@ from sf_core.dataplane.chat.contents import IMAGE
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.pictures.spans import restore_placeholders
+from sf_core.printable import printable
 from sf_core.reports.evaluations.judgements import describe_judgement
 from sf_core.types import FinishReason, Ids, Task
 from storage.tables.judgements import Judgement
@@ -84,7 +85,7 @@ class Printer:
     def say(self, what: str, text: str, style: str = "bold") -> None:
         left_out = len(text) - MOST_CHARACTERS
         text = f"{text[:MOST_CHARACTERS]} ... ({left_out:,} more characters)" if left_out > 0 else text
-        self._console.print(Text.assemble((f"{what}: ", style), text))
+        self._console.print(Text.assemble((f"{printable(what)}: ", style), printable(text)))
 
     def message(self, message: dict[str, Any]) -> None:
         self.say(str(message.get("role", "message")), in_words(message))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.sessions.session import Session
+from storage.json_files import load_json
 
 _OURS = {"host", "content-length", "accept-encoding", "connection", "authorization", "x-api-key"}
 """Headers that are not passed on as they came."""
@@ -116,10 +117,11 @@ def _read_texts(body: str) -> Iterator[str]:
     if "data:" in body[:200]:
         for line in body.splitlines():
             if line.startswith("data:") and line[5:].strip() not in ("", "[DONE]"):
-                yield from _read_event(json.loads(line[5:]))
+                with suppress(ValueError):  # the agent's own client tells what is wrong
+                    yield from _read_event(load_json(line[5:]))
         return
     try:
-        content = json.loads(body)
+        content = load_json(body)
     except ValueError:
         return
     yield from _read_answer(content)

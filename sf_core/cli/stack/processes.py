@@ -13,6 +13,7 @@ from sf_core.config.addresses import LOOPBACK, is_loopback
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.import_path import ROOT, python_module
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
+from storage.files import write_atomic
 
 SERVER_SETTINGS = {
     # on SQLite the server refuses one of two simultaneous writers, and the flow would retry only seconds
@@ -97,5 +98,5 @@ def client_settings(authority: Path) -> dict[str, str]:
     """Settings of clients of our Prefect server, which requires CSRF tokens. It speaks plain HTTP, and to
     read all authorities in each task takes 20 ms: writes `authority` with only one of them."""
     end = "-----END CERTIFICATE-----\n"
-    authority.write_text(certifi.contents().partition(end)[0] + end, encoding="utf-8")
+    write_atomic(str(authority), (certifi.contents().partition(end)[0] + end).encode())
     return {"PREFECT_API_SSL_CERT_FILE": str(authority), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true"}

@@ -4,6 +4,7 @@ Every part has its own log file and process group.
 
 from __future__ import annotations
 
+import locale
 import os
 import shlex
 import socket
@@ -24,6 +25,9 @@ import psutil
 from sf_core.child_processes import MARK, end_marked, end_with
 from sf_core.cli.stack.processes import Part
 from sf_core.import_path import python_module
+from storage.errors import StorageError
+from storage.files import read_bytes, write_atomic
+from storage.local.opening import check_replaceable
 
 T = TypeVar("T")
 
@@ -101,8 +105,10 @@ class Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
         programs = [process.part for process in self.processes.values()]
         text = make_configuration(self.folder, self.logs, programs, self.stop_s)
+        for process in started:
+            _refuse_link(self.logs, process.log)
         # supervisord reads its file in the locale's encoding
-        self._configuration.write_text(text, encoding="locale", errors="surrogateescape")
+        write_atomic(str(self._configuration), text.encode(locale.getencoding(), "surrogateescape"))
         if read_pid(self.folder) is None:
             self._launch()
         else:
@@ -211,7 +217,7 @@ class Process:
         return code
 
     def tail(self, lines: int = 5) -> str:
-        text = self.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
+        text = read_bytes(str(self.log)).decode(errors="replace").strip().splitlines()
         return " | ".join(text[-lines:]) or "(empty log)"
 
     def _info(self) -> dict[str, Any]:
@@ -235,6 +241,18 @@ def make_configuration(folder: Path, logs: Path, programs: Iterable[Part], stop_
         sections.append(PROGRAM.format(name=part.name, command=line, stop_s=stop_s, **places))
         sections.append(ONCE if part.once else KEPT)
     return "".join(sections)
+
+
+def _refuse_link(folder: Path, log: Path) -> None:
+    """Raises StackError if a log would be written through a link: where others may write, they would choose
+    the file. supervisord refuses links too, of which it can only tell in its own log."""
+    if folder.is_symlink() and folder.lstat().st_uid not in (0, os.geteuid()):
+        raise StackError(f"{folder} is a link of another user: remove it")
+    try:
+        for path in (log, folder / "supervisord.log"):
+            check_replaceable(path)
+    except StorageError as error:
+        raise StackError(str(error)) from None
 
 
 def end(folder: Path, stop_s: float) -> bool:

@@ -8,10 +8,13 @@ import os
 from functools import partial
 
 from sf_core.child_processes import MARK, end_marked, end_with
+from storage.local.opening import open_own
 
 
 def main() -> None:
     from supervisor.supervisord import main as supervise
+
+    refuse_links()
 
     # called in each part, because supervisord forks once for each
     os.register_at_fork(after_in_child=partial(end_with, os.getpid()))
@@ -19,6 +22,14 @@ def main() -> None:
         supervise()
     finally:
         end_marked(os.environ[MARK])
+
+
+def refuse_links() -> None:
+    """Have supervisord open no link as a log: in a folder where others may write, it leads to a file that
+    they choose."""
+    from supervisor import loggers
+
+    loggers.open = partial(open, opener=partial(open_own, mode=0o644))
 
 
 if __name__ == "__main__":

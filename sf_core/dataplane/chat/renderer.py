@@ -40,7 +40,8 @@ from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.pictures.sight import read_sight
 from sf_core.pictures.spelled import Placeholder
 from sf_core.types import Ids, to_ids
-from storage.files import local_folder
+from storage.files import local_folder, read_bytes
+from storage.json_files import load_json
 from storage.tensors.weights import WEIGHT_FILES
 
 MAX_VARIANTS = 16
@@ -77,7 +78,7 @@ class Renderer:
                 f"{model_dir}: no tokenizer.json; save a fast tokenizer there: "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             )
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer = Tokenizer.from_str(read_bytes(str(folder / "tokenizer.json")).decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
@@ -357,7 +358,13 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = load_json(read_bytes(str(path))) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read: it must be a JSON object")
+    return found
 
 
 def _text(token: str | dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sf_core.dataplane.chat.contents import pictures_of
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
+from storage.files import read_bytes
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of the template that counts, and of the one that counts before it for requests with tools."""
@@ -107,11 +108,11 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Sources by name: of chat_template.jinja and additional_chat_templates/, else of tokenizer_config.json,
     which is `config`. Empty without any."""
     found = {
-        path.stem: path.read_text(encoding="utf-8")
+        path.stem: read_bytes(str(path)).decode()
         for path in (folder / "additional_chat_templates").glob("*.jinja")
     }
     if (folder / "chat_template.jinja").exists():
-        found[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        found[DEFAULT] = read_bytes(str(folder / "chat_template.jinja")).decode()
     given = config.get("chat_template")
     if found or not given:
         return found

@@ -14,6 +14,7 @@ where no key is asked for.
 from __future__ import annotations
 
 import hmac
+import re
 import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ from sf_core.own_addresses import OwnAddresses
 
 KEY_HEADERS = (b"x-api-key", b"x-goog-api-key", b"authorization")
 """The first that is sent counts."""
+
+# RFC 9110, section 11: a scheme has no case, and spaces may follow
+_SCHEME = re.compile(rb"\Abearer +", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Caller:
     @classmethod
     def of(cls, scope: Scope, keys: Keys) -> Caller:
         headers = dict(scope["headers"])
-        given = next(filter(None, map(headers.get, KEY_HEADERS)), b"").removeprefix(b"Bearer ")
+        given = _SCHEME.sub(b"", next(filter(None, map(headers.get, KEY_HEADERS)), b""))
         if not given and AGENTS_PATH.fullmatch(scope["path"]):
             given = dict(urllib.parse.parse_qsl(scope.get("query_string", b""))).get(b"key", b"")
         is_whole_key = _is_same(given, keys.operator)

@@ -20,6 +20,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 from sf_core.dataplane.journal.framing import frames, payload
 from sf_core.dataplane.journal.ownership import NotOwnedError, Owner, Ownership
+from storage.local.opening import open_own
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class JournalFile:
         self.take()
         if self._is_known:
             self._refuse_changed()
-        with open(self.path, "r+b") as file:
+        with open(self.path, "r+b", opener=private) as file:
             piece: list[E] = []
             end = intact = 0
             for data in self._known_frames(file):
@@ -147,7 +148,7 @@ class JournalFile:
         if self._file is None:
             self._open()
         self._refuse_changed()
-        with open(self.path, "rb") as before:
+        with open(self.path, "rb", opener=private) as before:
             self._replace(before, head, (data for data in frames(before) if keep(payload(data))))
 
     def resume(self) -> None:
@@ -174,7 +175,7 @@ class JournalFile:
 
     def _copy(self) -> None:
         """Make a file of what this process has read."""
-        with open(self.path, "rb") as before:
+        with open(self.path, "rb", opener=private) as before:
             self._refuse_other(os.fstat(before.fileno()))
             self._replace(before, (), self._known_frames(before))
 
@@ -257,4 +258,4 @@ class JournalFile:
 
 def private(path: str, flags: int) -> int:
     """Opener of files that no other user may read: they hold keys of runs and private data of agents."""
-    return os.open(path, flags, 0o600)
+    return open_own(path, flags, 0o600)

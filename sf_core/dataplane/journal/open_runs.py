@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
+from storage.files import read_if_there, write_atomic
+from storage.json_files import load_json
 from storage.locks import FileLock, HeldError
 
 
@@ -23,9 +24,7 @@ class OpenRuns:
                 f"another data plane uses {folder}: give this data plane its own folder"
             ) from None
         self._file = folder / "open-runs.json"
-        self._journals: dict[str, str] = (
-            json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
-        )
+        self._journals: dict[str, str] = load_json(read_if_there(str(self._file)) or b"{}")
 
     @property
     def journals(self) -> list[Path]:
@@ -44,10 +43,5 @@ class OpenRuns:
     def _write(self, journals: dict[str, str]) -> None:
         if journals == self._journals:
             return
-        temporary = self._file.with_suffix(".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(journals, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._file)
+        write_atomic(str(self._file), json.dumps(journals).encode())
         self._journals = journals

@@ -42,7 +42,8 @@ def export_session(
     """The report of its end has a reward, even for a failure, unless the answer could not be judged. `sight`
     is that of a policy that was shown pictures."""
     assert report.reward is not None or report.status == "unjudged"
-    finished_at = time.time()
+    # the clock may have been changed since the session began, perhaps in another process
+    finished_at = max(session.started_at, time.time())
     steps = {session.find_turn_id(answer): step for answer, step in report.step_rewards.items()}
     rewards = {turn: steps.get(session.turn_id(turn.prompt, turn.sample)) for turn in session.turns}
     reach: _Reach = {}

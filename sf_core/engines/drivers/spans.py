@@ -98,7 +98,8 @@ class Spans:
 
     def _goes_on(self, start: float, version: int) -> bool:
         assert self._span is not None
-        is_close, is_short = start - self._span[1] < BUSY_GAP_S, start - self._span[0] < MAX_SPAN_S
+        # 0: the clock may have been set back
+        is_close, is_short = start - self._span[1] < BUSY_GAP_S, 0 <= start - self._span[0] < MAX_SPAN_S
         return is_close and is_short and version == self._version
 
 

@@ -3,7 +3,6 @@ knows. One that ends is started again, at the same address."""
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import socket
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
 import httpx
 
@@ -23,6 +21,8 @@ from sf_core.models.context import longest_context
 from sf_core.surroundings import has_gpu, vllm_python
 from sf_core.types import Endpoint
 from sf_core.waits import waiting_for
+from storage.files import join, read_bytes
+from storage.json_files import load_json
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class JudgeServer:
 
 def _count_kv_bytes(folder: str, num_calls: int) -> int:
     """Memory for the KV of so many calls, each as long as the model's context, as far as it is given."""
-    shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    shape = load_json(read_bytes(join(folder, "config.json")))
     length = longest_context(shape) or 2**15
     # one more: vLLM keeps a block for itself
     needed = cache_bytes(shape, num_calls + 1, length)

@@ -16,6 +16,7 @@ from sf_core.models.cache_size import cache_bytes
 from sf_core.models.language import TOWER
 from sf_core.pictures.sight import PROCESSOR, Sight, read_sight
 from storage.files import join, read_bytes, read_if_there
+from storage.json_files import load_json
 from storage.scratch import scratch_folder
 from storage.tensors.tensor_bytes import Entry, Header, Shapes, find_difference, read_header
 from storage.tensors.weights import FILE_NAME, INDEX_NAME, open_weights
@@ -58,7 +59,7 @@ class PolicyFolder:
     def __init__(self, start_dir: str, *, untied: bool, max_picture_tokens: int | None = None) -> None:
         self._place = scratch_folder()
         self.path = self._place.name
-        self.config: dict[str, Any] = json.loads(read_bytes(join(start_dir, "config.json")))
+        self.config: dict[str, Any] = load_json(read_bytes(join(start_dir, "config.json")))
         self._start_dir, self._untied = start_dir, untied
         sight = read_sight(start_dir)
         self.sight = sight and sight.limit(max_picture_tokens)
@@ -158,7 +159,7 @@ class PolicyFolder:
 
     def _write_processor(self, sight: Sight) -> None:
         """Write how pictures are resized so that none is that has a size of the sight."""
-        processor = json.loads(read_bytes(join(self._start_dir, PROCESSOR)))
+        processor = load_json(read_bytes(join(self._start_dir, PROCESSOR)))
         size = {"shortest_edge": sight.min_pixels, "longest_edge": sight.max_pixels}
         kept = {key: value for key, value in processor.items() if key not in ("min_pixels", "max_pixels")}
         Path(self.path, PROCESSOR).write_text(json.dumps(kept | {"size": size}), encoding="utf-8")

@@ -6,7 +6,6 @@ splitting into sentences, with numbers for short texts; `first_words` and `quest
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from sf_core.environments.instructions.words import keywords, phrases
 from sf_core.environments.splits import Split
+from storage.json_files import load_json
 
 Parameters = dict[str, Any]
 """JSON values."""
@@ -74,7 +74,7 @@ def _draw_phrase(random: Random, split: Split) -> Parameters:
 def _is_json(text: str) -> bool:
     try:
         return isinstance(
-            json.loads(text.removeprefix("```json").removeprefix("```").removesuffix("```")), dict
+            load_json(text.removeprefix("```json").removeprefix("```").removesuffix("```")), dict
         )
     except ValueError:
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from typing import Annotated, Any
 
@@ -12,13 +11,14 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from storage.files import read_bytes
+from storage.json_files import load_json
 
 _PATHS = re.compile(r"^(?:--- a|\+\+\+ b)/([^\t\n]+)", re.MULTILINE)
 
 
 def _as_list(value: Any) -> Any:
     # JSON text in the public data set
-    return json.loads(value) if isinstance(value, str) else value
+    return load_json(value) if isinstance(value, str) else value
 
 
 Tests = Annotated[

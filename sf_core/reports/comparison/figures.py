@@ -52,7 +52,7 @@ def _row(iteration: Iteration) -> dict[str, float | None]:
     return {name: iteration.stages["train"].data.get(name) for name in TRAINING} | {
         "reward": iteration.reward,
         "lag": iteration.lag,
-        "tokens_per_second": iteration.tokens_per_second if iteration.seconds else None,
+        "tokens_per_second": iteration.tokens_per_second,
     }
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.reports.view import RunView
 from storage import files
-from storage.json_files import parse_json
+from storage.json_files import load_json, parse_json
 from storage.run_directory import RunDirectory
 from storage.tables.trajectories import read_trajectories
 
@@ -55,7 +55,7 @@ def read_answers(uris: list[str]) -> dict[str, list[GivenAnswer]]:
     found: dict[str, list[GivenAnswer]] = defaultdict(list)
     for rows in sessions.values():
         # the last branch has the newest turn
-        messages = json.loads(rows[-1]["messages"])
+        messages = load_json(rows[-1]["messages"])
         prompt = next((text_of_answer(message) for message in messages if message["role"] == "user"), "")
         text = next(
             (text_of_answer(message) for message in reversed(messages) if message["role"] == "assistant"), ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +12,7 @@ import msgspec
 from sf_core.dataplane.chat.messages import Message, text_of
 from sf_core.reports.export.conversations import UNTOLD, Format, Row, StoredChat, Turn
 from storage import files
+from storage.json_files import load_json
 
 SOURCES = {"assistant": "agent", "user": "user"}
 """Sources of steps by role; all other messages are the system's."""
@@ -38,7 +38,7 @@ class Atif(Format):
             "model_name": conversation.policy,
         }
         if conversation.tools is not None:
-            agent["tool_definitions"] = json.loads(conversation.tools)
+            agent["tool_definitions"] = load_json(conversation.tools)
         return {
             "schema_version": "ATIF-v1.7",
             "session_id": facts.pop("session_id"),

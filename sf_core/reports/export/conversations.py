@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import pyarrow as pa
 from sf_core.dataplane.chat.messages import Message, list_pictures, text_of
 from sf_core.dataplane.chat.tool_formats import Tool
 from storage import files
+from storage.json_files import load_json
 from storage.media import media_file
 from storage.tables.parquet import numpy_rows
 from storage.tables.schema import IMAGES, NOT_SAMPLED
@@ -83,7 +83,7 @@ class Format:
             {name: value for name, value in message.items() if name != "unparsed_calls"}
             for message in conversation.messages
         ]
-        return messages, json.loads(conversation.tools or "[]")
+        return messages, load_json(conversation.tools or "[]")
 
     def convert(self, conversation: StoredChat) -> Row | str:
         """A row, or the reason why the format cannot hold it."""
@@ -123,7 +123,7 @@ def read_conversations(uri: str, media: str) -> Iterator[list[StoredChat]]:
 def _conversation(
     row: dict[str, Any], media: str, token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
 ) -> StoredChat:
-    messages, turns, pictures = json.loads(row["messages"]), row["turns"], None
+    messages, turns, pictures = load_json(row["messages"]), row["turns"], None
     if IMAGES.name in row:
         pictures = [media_file(media, part["sha256"]) for part in list_pictures(messages)]
     # texts and parts would make columns of two types

@@ -26,6 +26,7 @@ from sf_core.reports.export.conversations import (
     mark_pictures,
 )
 from storage import files
+from storage.json_files import load_json
 from storage.tables.trajectories import iter_trajectories
 
 
@@ -39,7 +40,7 @@ class Verl(Format):
 
     def __init__(self, parts: Sequence[str]) -> None:
         distinct = {text for uri in parts for text in _distinct_tools(uri)}
-        self._tools, self._type = _in_parquet({text: json.loads(text) for text in sorted(distinct)})
+        self._tools, self._type = _in_parquet({text: load_json(text) for text in sorted(distinct)})
 
     def render(self, conversation: StoredChat) -> Rendered:
         tools = None if conversation.tools is None else self._tools.get(conversation.tools)

@@ -136,7 +136,7 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]], media: str) -> bytes:
         described.append(
             {
                 "id": first.session_id,
-                "seconds": round(first.finished_at - first.started_at, 3),
+                "seconds": round(max(0.0, first.finished_at - first.started_at), 3),
                 "reward_parts": dict(first.reward_parts),
                 "output": None if first.output is None else first.output[-LAST_OUTPUT:],
                 "branches": entries,

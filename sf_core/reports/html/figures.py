@@ -18,8 +18,9 @@ from sf_core.reports.evaluations.comparison import read_comparisons
 from sf_core.reports.evaluations.judgements import judge_rows
 from sf_core.reports.series import RunSeries, record_devices
 from sf_core.reports.view import Iteration, RunView
-from sf_core.scheduling.figures import Window, by_worker
+from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.timeline import Span
+from sf_core.stopwatch import Window
 from storage.errors import StorageError
 from storage.run_directory import STAGES
 from storage.tables.batches import read_batch

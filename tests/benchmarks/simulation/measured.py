@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sf_core.config import RunConfig
 from sf_core.scheduling.timeline import Timeline
-from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
+from tests.bench.runs import commit
 
 
 def leave_run(uri: str, *, iterations: int, rollout: float, train: float) -> None:
@@ -22,6 +22,4 @@ def leave_run(uri: str, *, iterations: int, rollout: float, train: float) -> Non
             for k in range(iterations):
                 timeline.add("busy", tag, 1000.0 * k, 1000.0 * k + seconds)
     for k in range(iterations):
-        directory.commit_manifest(
-            Manifest(run_id=directory.run_id, iteration=k, stage="train", attempt=attempt)
-        )
+        commit(directory, k, "train", attempt=attempt)

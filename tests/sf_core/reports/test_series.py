@@ -13,8 +13,8 @@ from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
 from storage import files
-from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+from tests.bench.runs import commit
 from tests.sf_core.reports.test_tables import shown
 
 AT = 1000.0
@@ -28,7 +28,7 @@ def commit_iteration(run: RunDirectory, number: int, start: float, end: float) -
         more = {"filter": {"lags": [30, 10]}}.get(stage, {})
         waits = [{"what": f"batch {number}", "start": start, "end": start + 0.5}]
         data = times | more | ({"waits": waits} if stage == "rollout" else {})
-        run.commit_manifest(Manifest(run_id=run.run_id, iteration=number, stage=stage, attempt=1, data=data))
+        commit(run, number, stage, data=data)
 
 
 def write_spans(run: RunDirectory, *spans: Span) -> None:

@@ -8,7 +8,7 @@ from sf_core.reports.summary import orchestration_seconds, summarise
 from sf_core.reports.view import RunView
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from tests.bench.runs import commit, configure
+from tests.bench.runs import commit, configure, stage_data
 from tests.sf_core.reports.html.report_runs import AT, commit_iteration, talk
 
 
@@ -19,7 +19,7 @@ def iteration(number: int, attempt: int, *stages: tuple[str, float, float]) -> l
             iteration=number,
             stage=name,
             attempt=attempt,
-            data={"started_at": start, "finished_at": end},
+            data=stage_data(name, started_at=start, finished_at=end),
         )
         for name, start, end in stages
     ]

@@ -18,11 +18,11 @@ from sf_core.reports.series import RunSeries
 from sf_core.reports.tables import inspect_run, inspect_session
 from sf_core.reports.view import RunView
 from storage import files
-from storage.manifests import Manifest
 from storage.media import PictureSpan, media_file
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.tables.trajectories import write_trajectories
+from tests.bench.runs import commit
 
 WORDS = ["what", "is", "six", "times", "seven", "calc", "42", "</s>", "thanks"]
 
@@ -63,10 +63,6 @@ def trajectory(session: str, versions: list[int], **changes: Any) -> Trajectory:
 
 GIVEN = [NOT_SAMPLED] * 5
 SCORED = [TurnSpan("user", 0, 5), TurnSpan("assistant", 5, 6, "stop", "e-r0", 1.0, 1.0, 0, 0.25)]
-
-
-def commit(run: RunDirectory, iteration: int, stage: str, **more: Any) -> None:
-    run.commit_manifest(Manifest(run_id=run.run_id, iteration=iteration, stage=stage, attempt=1, **more))
 
 
 @pytest.fixture

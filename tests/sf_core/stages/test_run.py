@@ -15,7 +15,6 @@ from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.types import Task
 from storage import files
 from storage.attempts import Attempt
-from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.ages import age
 from tests.bench.dataplane.planes import attended, running_app
@@ -265,7 +264,5 @@ def test_the_learning_rate_follows_the_size_of_the_policy_unless_it_is_named(
     config = configured(tmp_path)
     config = config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": given})})
     run = begin_attempt(config)
-    RunDirectory(run.uri).commit_manifest(
-        Manifest(run_id="r", iteration=None, stage="start", attempt=1, data=data)
-    )
+    commit(RunDirectory(run.uri), None, "start", data=data)
     assert OpenRun(run).config.train.rate == expected

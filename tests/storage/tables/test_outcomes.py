@@ -11,10 +11,10 @@ import pytest
 from storage import files
 from storage.errors import StorageError
 from storage.files import FileRef
-from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 from storage.tables import parquet
 from storage.tables.outcomes import SCHEMA, read_outcomes, write_outcomes
+from tests.bench.runs import commit
 
 
 def outcome(number: int, **changes: Any) -> dict[str, Any]:
@@ -42,9 +42,7 @@ OUTSIDE: dict[str, Any] = {"task_index": None, "rewards": [], "scores": [], "tok
 
 def committed(run: RunDirectory, iteration: int, *rows: dict[str, Any]) -> FileRef:
     ref = write_outcomes(run, iteration, rows, "rollout-1")
-    run.commit_manifest(
-        Manifest(run_id=run.run_id, iteration=iteration, stage="rollout", attempt=1, outputs=[ref])
-    )
+    commit(run, iteration, "rollout", outputs=[ref])
     return ref
 
 

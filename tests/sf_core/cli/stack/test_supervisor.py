@@ -12,12 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from supervisor import loggers
 from supervisor.options import ServerOptions
 
 from sf_core.child_processes import MARK
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, make_configuration, read_pid
+from sf_core.cli.stack.supervisord_child import refuse_links
+from storage.errors import StorageError
 from tests.patience import patience, wait_until
 
 SLEEP = ["sleep", "300"]
@@ -53,6 +56,27 @@ def marked(folder: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+@pytest.mark.parametrize("name", ["a", "supervisord"])
+def test_a_log_is_not_written_through_a_link(tmp_path: Path, stack: Supervisor, name: str) -> None:
+    (tmp_path / "precious").write_bytes(b"mine")
+    (tmp_path / "logs").mkdir()
+    (link := tmp_path / "logs" / f"{name}.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(StackError) as refused:
+        stack.start(Part("a", SLEEP))
+    assert str(refused.value) == f"{link} is a link, but must be a file: remove or rename it"
+    assert (tmp_path / "precious").read_bytes() == b"mine"
+
+
+def test_supervisord_opens_no_link_as_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "open", open, raising=False)
+    refuse_links()
+    (link := tmp_path / "a.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(StorageError, match=r"a\.log is a link, but must be a file"):
+        loggers.FileHandler(str(link))
+    loggers.FileHandler(str(tmp_path / "b.log")).close()
+    assert not (tmp_path / "precious").exists() and (tmp_path / "b.log").is_file()
 
 
 def test_supervisord_reads_a_part_as_it_is(tmp_path: Path) -> None:

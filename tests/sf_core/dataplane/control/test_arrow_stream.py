@@ -14,7 +14,6 @@ import pytest
 
 from sf_core.dataplane.control import arrow_stream as stream_module
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream
-from storage.manifests import Manifest
 from storage.media import PictureSpan
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import write_outcomes
@@ -22,7 +21,7 @@ from storage.tables.parquet import METADATA
 from storage.tables.schema import SCHEMA, SEEING_SCHEMA
 from storage.tables.trajectories import images_of, read_trajectories, to_rows, write_trajectories
 from tests.bench.dataplane.planes import ServedPlane
-from tests.bench.runs import conversation
+from tests.bench.runs import commit, conversation
 from tests.patience import join
 
 PAGE = (Path(__file__).parents[4] / "docs" / "guides" / "training" / "your-trainer.md").read_text(
@@ -85,9 +84,7 @@ def test_a_committed_batch_is_read_from_the_run_directory(answering_plane: Serve
     rows = to_rows(read_trajectories(sealed_file(answering_plane)))[:1]
     ref = write_trajectories(directory, 7, rows, "other")
     outputs = [write_outcomes(directory, 7, [], "other"), ref]
-    directory.commit_manifest(
-        Manifest(run_id="run", iteration=7, stage="rollout", attempt=1, outputs=outputs)
-    )
+    commit(directory, 7, "rollout", outputs=outputs)
     assert read(answering_plane.http.get(PATH.format(7))).num_rows == 1
 
 

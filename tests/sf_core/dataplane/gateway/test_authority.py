@@ -252,6 +252,14 @@ def test_a_client_is_not_given_the_operators_group(tmp_path: Path, model_dir: st
         assert own["session_id"] not in others
 
 
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER ", "Bearer   ", ""])
+def test_the_scheme_of_a_key_has_no_case(each_stand: Stand, scheme: str) -> None:
+    for kind, key in each_stand.keys(each_stand.claimed).items():
+        headers = {"Authorization": f"{scheme}{key}"} if key else {}
+        answer = each_stand.http.get("/runs/run", headers=headers)
+        assert (answer.status_code == 200) is (kind == "operator"), (scheme, kind)
+
+
 def test_keys_are_compared_in_constant_time(each_stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 

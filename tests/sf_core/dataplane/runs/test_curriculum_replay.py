@@ -22,12 +22,12 @@ from sf_core.dataplane.runs.results import outcome_of
 from sf_core.recipes.curriculum import PastGroup, Tasks
 from sf_core.recipes.outcomes import Pick, TaskRef
 from storage.files import FileRef
-from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import read_outcomes
 from tests.bench.dataplane.conversations import sample, user
 from tests.bench.dataplane.planes import say
 from tests.bench.dataplane.run_driver import OPERATIONS, Driver
+from tests.bench.runs import commit
 from tests.properties import examples
 
 CURRICULA: list[dict[str, Any]] = [
@@ -66,10 +66,7 @@ class CurriculumDriver(Driver):
             return
         answer = dict(await self.plane.sealers["run"].seal_batch(last, self.spec["attempt"]))
         files = [FileRef(**ref) for ref in (*answer.pop("files"), *answer.pop("outcomes", ()))]
-        manifest = Manifest(
-            run_id="run", iteration=last, stage="rollout", attempt=1, outputs=files, data=answer
-        )
-        self.directory.commit_manifest(manifest)
+        commit(self.directory, last, "rollout", outputs=files, data=answer)
 
     async def seal(self) -> None:
         await self.commit()

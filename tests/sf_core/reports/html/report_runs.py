@@ -8,14 +8,13 @@ import numpy as np
 from playwright.sync_api import Browser, Page
 
 from sf_core.scheduling.timeline import Span
-from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from storage.tables.batches import write_batch
 from storage.tables.outcomes import write_outcomes
 from storage.tables.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.tables.trajectories import read_trajectories, write_trajectories
 from tests.bench.pages import new_page
-from tests.bench.runs import mean_reward
+from tests.bench.runs import commit, mean_reward
 from tests.sf_core.reports.test_series import write_spans
 from tests.sf_core.reports.test_tables import trajectory
 
@@ -112,16 +111,7 @@ def commit_iteration(
     }
     for stage in STAGES:
         data = {"started_at": at, "finished_at": at + 10} | told.get(stage, {})
-        run.commit_manifest(
-            Manifest(
-                run_id=run.run_id,
-                iteration=number,
-                stage=stage,
-                attempt=1,
-                outputs=outputs.get(stage, []),
-                data=data,
-            )
-        )
+        commit(run, number, stage, outputs=outputs.get(stage, []), data=data)
     write_spans(
         run,
         Span("t0", "rollout", at, at + 5, "held", lease=f"t0-{number}"),

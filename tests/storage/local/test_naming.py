@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from storage import files, naming
+from storage import files
 from storage.errors import StorageError
+from storage.local import naming
 from storage.run_directory import RunDirectory
 
 
