@@ -382,13 +382,15 @@ def main() -> None:
         # a shell shows nothing but the words that fit
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             app(prog_name="sf")
+    # commands that need the user's modules add the user's folders
+    import_from([])
     try:
-        import_from([os.getcwd()])
+        here = Path.cwd()
     except FileNotFoundError:
         say_error("the current folder does not exist any more: run the command in another folder")
         sys.exit(2)
     if STARTING.intersection(sys.argv[1:2]) and not {"--help", "-h"}.intersection(sys.argv):
-        if is_another_copy(Path.cwd()):
+        if is_another_copy(here):
             errors.print(f"note: this folder has a copy of SeamlessFlow, but {ROOT} runs", soft_wrap=True)
         try:
             check_proxies()
