@@ -6,7 +6,6 @@ deployment to our defaults.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -16,8 +15,7 @@ from pydantic import BeforeValidator
 
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import describe_differences, merge_sections
-
-log = logging.getLogger(__name__)
+from sf_core.reports.log_lines import tell
 
 
 def over_deployed(given: Any) -> Any:
@@ -31,8 +29,7 @@ def over_deployed(given: Any) -> Any:
     merged = merge_sections(settings, given)
     if changed := describe_differences(settings, merged):
         sentence = f"settings as in the deployment {deployed.name}, except for {', '.join(changed)}"
-        # Prefect takes the run of a log line from the context, which is made after this
-        log.warning(sentence, extra={"flow_run_id": flow_run.id})
+        tell(sentence, flow_run_id=flow_run.id)
     return merged
 
 

@@ -12,9 +12,15 @@ log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)
 
 
-def tell(line: str) -> None:
-    """Write a line of progress to the log of the flow and to that of its run in Prefect."""
-    log.info("%s", line)
+def tell(line: str, flow_run_id: str | None = None) -> None:
+    """Write a line of progress to the log of the flow and to that of its run in Prefect. Prefect knows the
+    run by its context; before that is made, name the run."""
+    log.info("%s", line, extra=None if flow_run_id is None else {"flow_run_id": flow_run_id})
+
+
+def warn(line: str) -> None:
+    """Like `tell`, about what went wrong while the run goes on."""
+    log.warning("%s", line)
 
 
 def describe_iteration(view: RunView, number: int, iterations: int) -> str:

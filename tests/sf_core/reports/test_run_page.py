@@ -196,9 +196,7 @@ def test_answers_of_policies_are_shown_and_never_read_as_markdown(tmp_path: Path
 
 def test_no_character_is_shown_as_an_entity() -> None:
     """The Prefect UI shows numeric entities as they are written."""
-    assert show_text("Spell (example: sun -> nus): leally") == (
-        r"Spell \(example\: sun \-\> nus\)\: leally"
-    )
+    assert show_text("Spell (example: sun -> nus): leally") == (r"Spell \(example\: sun \-\> nus\)\: leally")
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
