@@ -31,7 +31,13 @@ from tasks.cluster import (
 from tasks.deployed import DeployedConfig
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name
-from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
+from tasks.interruption import (
+    end_cut_parts,
+    end_if_taken_over,
+    free_workers_at_end,
+    leave_to_successor,
+    send_logs_at_end,
+)
 from tasks.lease import Leases
 from tasks.page import Page
 from tasks.stages import evaluate, filter_, finish, publish, rollout
@@ -50,6 +56,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         for sentence in (*foresee(config), *warn_of_rates(config, sizes)):
             tell(sentence)
         end_if_taken_over()
+        end_cut_parts()
         run = begin_attempt(config)
         trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
         # free_workers_at_end is innermost: a flow that ends frees the workers first
@@ -58,6 +65,8 @@ def train(config: DeployedConfig) -> dict[str, Any]:
             for sentence in warn_of_rates(config, PolicySizes.of(config)) if sizes is None else ():
                 tell(sentence)
             OpenRun(run).register()
+            if resumed := OpenRun(run).describe_resumption():
+                tell(resumed)
             with Leases(run, plan) as leases:
                 for number in OpenRun(run).iterations_left():
                     plan = leases.replan()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,10 @@ from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
+    LogFilter,
+    LogFilterFlowRunId,
 )
+from prefect.client.schemas.sorting import LogSort
 from prefect.runtime import flow_run
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
@@ -50,6 +54,12 @@ REPORT_EVERY_S = 60.0
 shorter run. The table and the progress bar are renewed with the iterations."""
 
 WAITS_EVERY_S = 30.0
+
+RECENT_LINES = 200
+"""Number of log lines among which the line of the last iteration is looked for: the limit of the server."""
+
+ITERATION = re.compile(r"iteration (\d+), \d+ of \d+: ")
+"""Matches the line of an iteration (sf_core/reports/log_lines.py)."""
 
 KEYS = {"progress": "progress", "iterations": "table", "report": "markdown", "waiting": "markdown"}
 """Artifact types by key. The keys are the same for all runs, or every run would add lines to Prefect's page
@@ -82,6 +92,7 @@ class Page:
         watch = partial(copy_context().run, self._watch_waits)
         threading.Thread(target=watch, name="waits", daemon=True).start()
         if first := self._run.iterations_left().start:
+            self._soon(self._tell_untold, first)
             self._show(first - 1)
         return self
 
@@ -89,6 +100,17 @@ class Page:
         """Log a line about the iteration and what is new to worry about, and show it on the page soon."""
         self._soon(self._tell, number)
         self._show(number)
+
+    def _tell_untold(self, first: int) -> None:
+        """Log the lines of earlier iterations that the log lacks. A killed process does not send its last
+        lines, and workers may finish an iteration without it."""
+        with get_client(sync_client=True) as client:
+            mine = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[self._flow_run_id]))
+            lines = client.read_logs(mine, limit=RECENT_LINES, sort=LogSort.TIMESTAMP_DESC)
+        told = next(filter(None, (ITERATION.match(line.message) for line in lines)), None)
+        # the log of another flow run may have those before the last one
+        for number in range(int(told[1]) + 1 if told else first - 1, first):
+            self._tell(number)
 
     def _tell(self, number: int) -> None:
         view, config = RunView(self._run.directory), self._run.config

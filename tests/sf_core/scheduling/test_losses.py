@@ -35,7 +35,8 @@ def losses() -> Losses:
         ("c0", "worker c0 is lost: its stage starts again when c0 is back or is replaced"),
         (
             "t0",
-            "worker t0 is lost: training continues from the last committed weights when t0 is back or is replaced",
+            "worker t0 is lost: training continues from the last committed weights when t0 is back or is "
+            "replaced",
         ),
     ],
 )
