@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from prefect.runtime import flow_run
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
 from sf_core.reports.concerns import concerns_of
-from sf_core.reports.log_lines import describe_iteration, tell
+from sf_core.reports.log_lines import describe_iteration, find_untold, tell
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
@@ -57,9 +56,6 @@ WAITS_EVERY_S = 30.0
 
 RECENT_LINES = 200
 """Number of log lines among which the line of the last iteration is looked for: the limit of the server."""
-
-ITERATION = re.compile(r"iteration (\d+), \d+ of \d+: ")
-"""Matches the line of an iteration (sf_core/reports/log_lines.py)."""
 
 KEYS = {"progress": "progress", "iterations": "table", "report": "markdown", "waiting": "markdown"}
 """Artifact types by key. The keys are the same for all runs, or every run would add lines to Prefect's page
@@ -107,9 +103,7 @@ class Page:
         with get_client(sync_client=True) as client:
             mine = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[self._flow_run_id]))
             lines = client.read_logs(mine, limit=RECENT_LINES, sort=LogSort.TIMESTAMP_DESC)
-        told = next(filter(None, (ITERATION.match(line.message) for line in lines)), None)
-        # the log of another flow run may have those before the last one
-        for number in range(int(told[1]) + 1 if told else first - 1, first):
+        for number in find_untold((line.message for line in lines), first):
             self._tell(number)
 
     def _tell(self, number: int) -> None:

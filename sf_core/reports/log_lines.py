@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterable
 
 from sf_core.reports.concerns import failures_line
 from sf_core.reports.view import RunView
@@ -21,6 +23,17 @@ def tell(line: str, flow_run_id: str | None = None) -> None:
 def warn(line: str) -> None:
     """Like `tell`, about what went wrong while the run goes on."""
     log.warning("%s", line)
+
+
+_ITERATION = re.compile(r"iteration (\d+), \d+ of \d+: ")
+"""Matches a line of `describe_iteration`."""
+
+
+def find_untold(lines: Iterable[str], first: int) -> range:
+    """The iterations before the first one of this attempt that have no line in the log, whose newest lines
+    come first. Without any such line, as in the log of another flow run, only the last one counts as missing."""
+    told = next(filter(None, map(_ITERATION.match, lines)), None)
+    return range(int(told[1]) + 1 if told else max(0, first - 1), first)
 
 
 def describe_iteration(view: RunView, number: int, iterations: int) -> str:

@@ -2,7 +2,6 @@ import asyncio
 import itertools
 import math
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -12,14 +11,6 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.server.api.server import create_app
-from prefect.settings import (
-    PREFECT_API_BLOCKS_REGISTER_ON_START,
-    PREFECT_API_DATABASE_CONNECTION_URL,
-    PREFECT_API_DATABASE_MIGRATE_ON_START,
-    PREFECT_CLIENT_MAX_RETRIES,
-    PREFECT_SERVER_ANALYTICS_ENABLED,
-    temporary_settings,
-)
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -27,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
 from tasks.prefect_server import MOST_BYTES, RefuseStrangers, RepeatRefused, RetrySoon
-from tests.e2e.prefect_home import make_prefect_home
 
 
 def answer(status: int) -> httpx.Response:
@@ -128,22 +118,6 @@ def test_what_changes_nothing_or_is_large_is_not_repeated(method: str, size: int
     app = Locked(refusals=1)
     assert repeated(app, method, bytes(size)).text == "locked"
     assert app.asked == 1
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Path]:
-    """Database of a Prefect server in this process, whose clients repeat no request."""
-    home = make_prefect_home(tmp_path / "home")
-    settings = {
-        PREFECT_API_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{home}/prefect.db",
-        PREFECT_CLIENT_MAX_RETRIES: 0,
-        # the client gives the application 30 s to start; migrations need half of that on two quiet cores
-        PREFECT_API_DATABASE_MIGRATE_ON_START: False,
-        PREFECT_API_BLOCKS_REGISTER_ON_START: False,
-        PREFECT_SERVER_ANALYTICS_ENABLED: False,
-    }
-    with temporary_settings(settings):
-        yield Path(home, "prefect.db")
 
 
 def test_a_run_is_submitted_although_the_database_changes_under_the_request(database: Path) -> None:
