@@ -31,7 +31,7 @@ _ITERATION = re.compile(r"iteration (\d+), \d+ of \d+: ")
 
 def find_untold(lines: Iterable[str], first: int) -> range:
     """The iterations before the first one of this attempt that have no line in the log, whose newest lines
-    come first. Without any such line, as in the log of another flow run, only the last one counts as missing."""
+    come first. Without any such line, as in the log of another flow run, only the last one is missing."""
     told = next(filter(None, map(_ITERATION.match, lines)), None)
     return range(int(told[1]) + 1 if told else max(0, first - 1), first)
 
