@@ -12,7 +12,7 @@ from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import OpenRun, begin_attempt, open_config
 from sf_core.stages.settling.first_tasks import check_held_out
 from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
-from tasks.deployed import DeployedConfig
+from tasks.deployed import EvaluateForm
 from tasks.identity import run_name_with_flow
 from tasks.interruption import (
     end_cut_parts,
@@ -26,7 +26,7 @@ from tasks.stages import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-def evaluate(config: DeployedConfig) -> dict[str, Any]:
+def evaluate(config: EvaluateForm) -> dict[str, Any]:
     """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
 
     Nothing is trained; only run_id, storage.root, evaluate.num_tasks and the addresses of `config` count."""

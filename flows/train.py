@@ -28,7 +28,7 @@ from tasks.cluster import (
     submit,
     use_lean_settings,
 )
-from tasks.deployed import DeployedConfig
+from tasks.deployed import TrainForm
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name
 from tasks.interruption import (
@@ -44,7 +44,7 @@ from tasks.stages import evaluate, filter_, finish, publish, rollout
 
 
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
-def train(config: DeployedConfig) -> dict[str, Any]:
+def train(config: TrainForm) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     with send_logs_at_end(), leave_to_successor():
         config = settle_config(identify_run(config))

@@ -19,7 +19,7 @@ from tasks.cluster import (
     scheduler_address,
     submit,
 )
-from tasks.deployed import DeployedConfig
+from tasks.deployed import WarmstartForm
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name_with_flow
 from tasks.interruption import (
@@ -34,7 +34,7 @@ from tasks.stages import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-def warmstart(config: DeployedConfig) -> str:
+def warmstart(config: WarmstartForm) -> str:
     """Make version 0 of the run's policy; returns its Hugging Face folder."""
     with send_logs_at_end(), leave_to_successor():
         config = settle_config(identify_run(config))
