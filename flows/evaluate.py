@@ -12,15 +12,21 @@ from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import OpenRun, begin_attempt, open_config
 from sf_core.stages.settling.first_tasks import check_held_out
 from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
-from tasks.deployed import DeployedConfig
+from tasks.deployed import EvaluateForm
 from tasks.identity import run_name_with_flow
-from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
+from tasks.interruption import (
+    end_cut_parts,
+    end_if_taken_over,
+    free_workers_at_end,
+    leave_to_successor,
+    send_logs_at_end,
+)
 from tasks.lease import Leases
 from tasks.stages import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-def evaluate(config: DeployedConfig) -> dict[str, Any]:
+def evaluate(config: EvaluateForm) -> dict[str, Any]:
     """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
 
     Nothing is trained; only run_id, storage.root, evaluate.num_tasks and the addresses of `config` count."""
@@ -32,6 +38,7 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
         check_held_out(config, is_trained=False)
         plan = await_plan(scheduler_address(), config)
         end_if_taken_over()
+        end_cut_parts()
         run = begin_attempt(config, evaluate_only=True)
         OpenRun(run).register(evaluate_only=True)
         # before lend_trainers: trainers are lent only for work that is known to be left

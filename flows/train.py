@@ -29,17 +29,23 @@ from tasks.cluster import (
     submit,
     use_lean_settings,
 )
-from tasks.deployed import DeployedConfig
+from tasks.deployed import TrainForm
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name
-from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
+from tasks.interruption import (
+    end_cut_parts,
+    end_if_taken_over,
+    free_workers_at_end,
+    leave_to_successor,
+    send_logs_at_end,
+)
 from tasks.lease import Leases
 from tasks.page import Page
 from tasks.stages import evaluate, filter_, finish, publish, rollout
 
 
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
-def train(config: DeployedConfig) -> dict[str, Any]:
+def train(config: TrainForm) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     with send_logs_at_end(), leave_to_successor():
         config = settle_config(identify_run(config))
@@ -52,6 +58,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         for sentence in (*foresee(config), *warn_of_rates(config, sizes)):
             tell(sentence)
         end_if_taken_over()
+        end_cut_parts()
         run = begin_attempt(config)
         trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
         # free_workers_at_end is innermost: a flow that ends frees the workers first
@@ -60,6 +67,8 @@ def train(config: DeployedConfig) -> dict[str, Any]:
             for sentence in warn_of_rates(config, PolicySizes.of(config)) if sizes is None else ():
                 tell(sentence)
             OpenRun(run).register()
+            if resumed := OpenRun(run).describe_resumption():
+                tell(resumed)
             with Leases(run, plan) as leases:
                 for number in OpenRun(run).iterations_left():
                     plan = leases.replan()

@@ -19,22 +19,29 @@ from tasks.cluster import (
     scheduler_address,
     submit,
 )
-from tasks.deployed import DeployedConfig
+from tasks.deployed import WarmstartForm
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name_with_flow
-from tasks.interruption import end_if_taken_over, free_workers_at_end, leave_to_successor, send_logs_at_end
+from tasks.interruption import (
+    end_cut_parts,
+    end_if_taken_over,
+    free_workers_at_end,
+    leave_to_successor,
+    send_logs_at_end,
+)
 from tasks.stages import demonstrate
 from tasks.stages import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-def warmstart(config: DeployedConfig) -> str:
+def warmstart(config: WarmstartForm) -> str:
     """Make version 0 of the run's policy; returns its Hugging Face folder."""
     with send_logs_at_end(), leave_to_successor():
         config = settle_config(identify_run(config))
         check_start(config, by_a_worker=True)
         trainers = await_plan(scheduler_address(), config).trainers if warms_model(config) else ()
         end_if_taken_over()
+        end_cut_parts()
         run = begin_attempt(config)
         with crash_without_scheduler(), free_workers_at_end(run):
             return start_policy(config, run, trainers)

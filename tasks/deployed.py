@@ -6,7 +6,6 @@ deployment to our defaults.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -15,9 +14,9 @@ from prefect.runtime import deployment, flow_run
 from pydantic import BeforeValidator
 
 from sf_core.config import RunConfig
+from sf_core.config.reference.form import Form, unfold
 from sf_core.config.yaml_file import describe_differences, merge_sections
-
-log = logging.getLogger(__name__)
+from sf_core.reports.log_lines import tell
 
 
 def over_deployed(given: Any) -> Any:
@@ -27,14 +26,30 @@ def over_deployed(given: Any) -> Any:
         return given
     with get_client(sync_client=True) as client:
         deployed = client.read_deployment(deployment_id)
-    settings = deployed.parameters.get("config") or {}
-    merged = merge_sections(settings, given)
+    settings = unfold(deployed.parameters.get("config") or {})
+    merged = merge_sections(settings, unfold(given))
     if changed := describe_differences(settings, merged):
         sentence = f"settings as in the deployment {deployed.name}, except for {', '.join(changed)}"
-        # Prefect takes the run of a log line from the context, which is made after this
-        log.warning(sentence, extra={"flow_run_id": flow_run.id})
+        tell(sentence, flow_run_id=flow_run.id)
     return merged
 
 
-DeployedConfig = Annotated[RunConfig, BeforeValidator(over_deployed)]
-"""Type of a flow's parameter `config`: validated after it is completed by the deployment."""
+_Deployed = BeforeValidator(over_deployed)
+
+TrainForm = Annotated[
+    RunConfig,
+    _Deployed,
+    Form(
+        "run_id",
+        *(f"train.{name}" for name in ("iterations", "learning_rate")),
+        "policy.model",
+        *(f"environment.{name}" for name in ("name", "tasks", "agent", "reward")),
+    ),
+]
+"""Type of a flow's parameter `config`: validated after it is completed by the deployment. The form shows the
+settings that people change first."""
+
+WarmstartForm = Annotated[
+    RunConfig, _Deployed, Form("run_id", "policy.model", "policy.warmstart", "environment.name")
+]
+EvaluateForm = Annotated[RunConfig, _Deployed, Form("run_id", "evaluate.num_tasks", "storage.root")]

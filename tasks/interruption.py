@@ -1,5 +1,5 @@
-"""What a flow still does when it ends. It sends its log lines, stops the work on the devices, and sets no
-state if another process works on the same flow run by then.
+"""What a flow still does when it ends, and what it does first for one that could not. It sends its log lines,
+stops the work on the devices, and sets no state if another process works on the same flow run by then.
 
 A flow ends by itself, or is interrupted (Cancel in the UI, end of its process worker or of `sf train`): by a
 signal, which raises wherever the flow is, and it is killed 30 s later. Dask drops queued tasks but lets
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from uuid import UUID
 
 import httpx
 from distributed import Future
@@ -27,6 +28,7 @@ from sf_core.dataplane_key import operator_key
 from sf_core.scheduling.cluster import end_tasks, owner_of
 from sf_core.stages.run import RunRef
 from tasks.cluster import dask_client, scheduler_address
+from tasks.lost_runs import crash_cut_parts
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,18 @@ def end_if_taken_over() -> None:
         if starts > flow_run.run_count:
             log.warning("start %d of this flow run has taken over: this process sets no state", starts)
             raise Abort
+
+
+def end_cut_parts() -> None:
+    """End in Prefect what an earlier process of this flow run has left unfinished, for example the subflow of
+    an iteration, which would be Running for ever."""
+    if flow_run.run_count < 2:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            crash_cut_parts(client, client.read_flow_run(UUID(flow_run.id)))
+    except httpx.HTTPError as error:  # the run does not depend on it
+        log.warning("unfinished subflows and tasks of an earlier start stay as they are: %s", error)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from typing import Any
 from prefect import Task, task
 
 from sf_core.dataplane.control.client import UNANSWERED
-from sf_core.scheduling.cluster import list_connected
+from sf_core.reports.log_lines import warn
+from sf_core.scheduling.cluster import Losses, list_connected
 from sf_core.scheduling.leases import Action, Lease, LeaseSet, Retire, Revoke
 from sf_core.scheduling.plan import Duty, Plan
 from sf_core.scheduling.worker_state import current_epoch, current_worker
@@ -31,19 +32,19 @@ LOOK_S = 1.0
 """Interval of checks for workers that have joined and leases that have ended."""
 
 
-@task(name="lease", task_run_name="lease-{spec.lease_id}")
+@task(name="lease", task_run_name="{spec.purpose}")
 def lease(run: RunRef, spec: Lease) -> str:
     """Hold a `rollout` worker as an engine until the lease is revoked."""
     return serve_lease(current_worker(), run, spec, current_epoch())
 
 
-@task(name="agents", task_run_name="agents-{spec.lease_id}")
+@task(name="agents", task_run_name="{spec.purpose}")
 def agents(run: RunRef, spec: Lease) -> int:
     """Hold an `agent` worker and run sessions on it until released."""
     return run_sessions(run, spec, "agent")
 
 
-@task(name="rewards", task_run_name="rewards-{spec.lease_id}")
+@task(name="rewards", task_run_name="{spec.purpose}")
 def rewards(run: RunRef, spec: Lease) -> int:
     """Hold a `reward` worker and score the answers of agents until released."""
     return run_sessions(run, spec, "reward")
@@ -58,6 +59,7 @@ class Leases:
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._ref, self._run = run, OpenRun(run)
         self._leases = LeaseSet(plan, self._run.config, run.attempt)
+        self._losses = Losses()
         self._futures: dict[str, TaskFuture] = {}
         """Futures of unsettled leases by lease id."""
         self._changing = threading.Lock()
@@ -119,8 +121,10 @@ class Leases:
         """Observe leases and workers (none if the scheduler does not answer), then do as is decided."""
         with self._changing:
             ended = {lease_id: end_of(future) for lease_id, future in self._futures.items()}
-            connected = list_connected(dask_client()).values()
-            self._leases.observe(time.monotonic(), connected, ended)
+            connected = list_connected(dask_client())
+            self._leases.observe(time.monotonic(), connected.values(), ended)
+            for sentence in self._losses.look(connected, self._leases.plan, self._leases.list_holders()):
+                warn(sentence)
             for lease_id in self._futures.keys() - self._leases.list_unsettled():
                 del self._futures[lease_id]
             for action in decide():

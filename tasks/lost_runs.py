@@ -1,4 +1,4 @@
-"""Sets the state of flow runs that lost their process when a stack ended.
+"""Sets the state of flow runs that lost their process when a stack ended, and of what a killed flow has left.
 
 `python -m tasks.lost_runs up POOL RETRIES` is called before a process worker of the pool starts, `... down
 RUN...` after the worker of these runs has ended. The server is the stack's own, with all processes on this
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import AwaitingRetry, Cancelled, Crashed, State
 
@@ -50,6 +50,29 @@ def hand_over(client: SyncPrefectClient, runs: Iterable[UUID]) -> list[str]:
         else:
             lines.append(f"run {run.name}: {run.state.name}")
     return lines
+
+
+def crash_cut_parts(client: SyncPrefectClient, run: FlowRun) -> None:
+    """Set to Crashed the subflows and tasks that an earlier process of this flow run has left unfinished.
+    Only their own process would set their states."""
+    state = Crashed(
+        message=f"its process ended; start {run.run_count} of run {run.name} continues from there"
+    )
+    is_cut = {"state": {"type": {"any_": CLAIMS}}}
+    flows = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate(is_cut | {"parent_flow_run_id": {"any_": [run.id]}})
+    )
+    for part in flows:
+        # Prefect changes the task run that stands for the subflow with it
+        client.set_flow_run_state(part.id, state, force=True)
+    tasks = client.read_task_runs(
+        flow_run_filter=FlowRunFilter.model_validate(
+            {"id": {"any_": [run.id, *(part.id for part in flows)]}}
+        ),
+        task_run_filter=TaskRunFilter.model_validate(is_cut),
+    )
+    for task in tasks:
+        client.set_task_run_state(task.id, state, force=True)
 
 
 def _once_lost(run: FlowRun, retries: int) -> State:

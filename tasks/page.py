@@ -22,13 +22,16 @@ from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
+    LogFilter,
+    LogFilterFlowRunId,
 )
+from prefect.client.schemas.sorting import LogSort
 from prefect.runtime import flow_run
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.dataplane_key import operator_key
 from sf_core.reports.concerns import concerns_of
-from sf_core.reports.log_lines import describe_iteration, tell
+from sf_core.reports.log_lines import describe_iteration, find_untold, tell
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
@@ -50,6 +53,9 @@ REPORT_EVERY_S = 60.0
 shorter run. The table and the progress bar are renewed with the iterations."""
 
 WAITS_EVERY_S = 30.0
+
+RECENT_LINES = 200
+"""Number of log lines among which the line of the last iteration is looked for: the limit of the server."""
 
 KEYS = {"progress": "progress", "iterations": "table", "report": "markdown", "waiting": "markdown"}
 """Artifact types by key. The keys are the same for all runs, or every run would add lines to Prefect's page
@@ -82,6 +88,7 @@ class Page:
         watch = partial(copy_context().run, self._watch_waits)
         threading.Thread(target=watch, name="waits", daemon=True).start()
         if first := self._run.iterations_left().start:
+            self._soon(self._tell_untold, first)
             self._show(first - 1)
         return self
 
@@ -89,6 +96,15 @@ class Page:
         """Log a line about the iteration and what is new to worry about, and show it on the page soon."""
         self._soon(self._tell, number)
         self._show(number)
+
+    def _tell_untold(self, first: int) -> None:
+        """Log the lines of earlier iterations that the log lacks. A killed process does not send its last
+        lines, and workers may finish an iteration without it."""
+        with get_client(sync_client=True) as client:
+            mine = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[self._flow_run_id]))
+            lines = client.read_logs(mine, limit=RECENT_LINES, sort=LogSort.TIMESTAMP_DESC)
+        for number in find_untold((line.message for line in lines), first):
+            self._tell(number)
 
     def _tell(self, number: int) -> None:
         view, config = RunView(self._run.directory), self._run.config

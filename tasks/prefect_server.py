@@ -1,8 +1,9 @@
-"""Our Prefect server, for `uvicorn --factory`: Prefect's own, whose 503 answers say when to retry. It takes
-one report of each crash, and refuses pages of other origins."""
+"""Our Prefect server, for `uvicorn --factory`: Prefect's own, which repeats a request that met a locked
+database. It takes one report of each crash, and refuses pages of other origins."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,6 +54,82 @@ class RetrySoon:
             self._first = now
         self._last, self._told_s = now, min(max(SOON_S, 2 * (now - self._first)), LATE_S)
         return self._told_s
+
+
+AGAIN_S, PAUSE_S = 20.0, 0.2
+"""Longest time for which a request is repeated, and the pause before it is."""
+
+MOST_BYTES = 2**20
+"""Size of the largest request that is repeated, because it must be kept."""
+
+LOCKED = (
+    f"the database of the Prefect server is still busy after {AGAIN_S:g} s, and nothing was changed: repeat "
+    "the request; if this happens often, use PostgreSQL (PREFECT_API_DATABASE_CONNECTION_URL)"
+)
+
+
+class RepeatRefused:
+    """Repeats a request that changes something and is answered by status 503, which Prefect's server gives to
+    one of two simultaneous writers of SQLite after it has undone all changes. Browsers do not repeat such a
+    request. After AGAIN_S the answer says so in words."""
+
+    def __init__(self, app: ASGIApp, now: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._now = app, now
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
+            return await self._app(scope, receive, send)
+        body, is_whole = await _read_body(receive)
+        if not is_whole:
+            return await self._app(scope, _follow(body, receive, more=True), send)
+        until = self._now() + AGAIN_S
+        # what the application notes in the scope belongs to one try
+        while await self._is_refused({**scope}, _follow(body, receive), send):
+            if self._now() > until:
+                return await JSONResponse({"detail": LOCKED, "exception_message": LOCKED}, 503)(
+                    scope, receive, send
+                )
+            await asyncio.sleep(PAUSE_S)
+
+    async def _is_refused(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Whether the answer is 503, which is not sent then."""
+        is_refused = False
+
+        async def filter_answer(message: Message) -> None:
+            nonlocal is_refused
+            if message["type"] == "http.response.start":
+                is_refused = message["status"] == 503
+            if not is_refused:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, filter_answer)
+        except Exception:
+            # Starlette raises the error of the database again, after the answer
+            if not is_refused:
+                raise
+        return is_refused
+
+
+async def _read_body(receive: Receive) -> tuple[bytes, bool]:
+    """The body of a request, and whether it is complete. A longer one than MOST_BYTES is not."""
+    body = b""
+    while len(body) <= MOST_BYTES:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return body, message["type"] == "http.request"
+    return body, False
+
+
+def _follow(body: bytes, receive: Receive, *, more: bool = False) -> Receive:
+    """Delivers the body that was read, then what `receive` does."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": more}]
+
+    async def deliver() -> Message:
+        return first.pop() if first else await receive()
+
+    return deliver
 
 
 class RefuseStrangers:
@@ -136,6 +213,7 @@ async def _provide_policy() -> type[FlowPolicy]:
 def create_app() -> FastAPI:
     ORCHESTRATION_DEPENDENCIES["flow_policy_provider"] = _provide_policy
     app = server.create_app(final=True)
+    app.add_middleware(RepeatRefused)
     app.add_middleware(RetrySoon)
     settings = get_current_settings()
     origins = settings.server.api.cors_allowed_origins.split(",")

@@ -19,6 +19,7 @@ from docs.build.repository import (
     readme_of,
     relative,
     resolve,
+    show_both,
     show_file,
 )
 from docs.build.routes import routes_page
@@ -102,7 +103,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.parent is None and page.file.inclusion is InclusionLevel.INCLUDED:
         # a column with the page alone
         page.meta.setdefault("hide", ["navigation"])
-    return lead_links(markdown, here, _shown.get(here, f"docs/{here}"))
+    return lead_links(show_both(markdown), here, _shown.get(here, f"docs/{here}"))
 
 
 def lead_links(markdown: str, here: str, source: str) -> str:

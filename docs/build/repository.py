@@ -26,7 +26,19 @@ _LINK = re.compile(
     r"|^ {0,3}\[[^\]]+\]: +(?P<named>\S+)",
     re.M,
 )
+_PICTURE = re.compile(
+    r"<picture>\s*"
+    r'<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img alt="(?P<told>[^"]*)" src="(?P<light>[^"]+)">\s*'
+    r"</picture>"
+)
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
+
+
+def show_both(markdown: str) -> str:
+    """The document with two pictures for each picture that has a dark variant. The site hides one of the two
+    by the colours that the reader has chosen there; `<picture>` knows only those of the system."""
+    return _PICTURE.sub(r"![\g<told>](\g<light>#only-light)![\g<told>](\g<dark>#only-dark)", markdown)
 
 
 def change_links(markdown: str, change: Callable[[str], str]) -> str:

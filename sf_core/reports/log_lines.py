@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterable
 
 from sf_core.reports.concerns import failures_line
 from sf_core.reports.view import RunView
@@ -12,9 +14,26 @@ log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)
 
 
-def tell(line: str) -> None:
-    """Write a line of progress to the log of the flow and to that of its run in Prefect."""
-    log.info("%s", line)
+def tell(line: str, flow_run_id: str | None = None) -> None:
+    """Write a line of progress to the log of the flow and to that of its run in Prefect. Prefect knows the
+    run by its context; before that is made, name the run."""
+    log.info("%s", line, extra=None if flow_run_id is None else {"flow_run_id": flow_run_id})
+
+
+def warn(line: str) -> None:
+    """Like `tell`, about what went wrong while the run goes on."""
+    log.warning("%s", line)
+
+
+_ITERATION = re.compile(r"iteration (\d+), \d+ of \d+: ")
+"""Matches a line of `describe_iteration`."""
+
+
+def find_untold(lines: Iterable[str], first: int) -> range:
+    """The iterations before the first one of this attempt that have no line in the log, whose newest lines
+    come first. Without any such line, as in the log of another flow run, only the last one is missing."""
+    told = next(filter(None, map(_ITERATION.match, lines)), None)
+    return range(int(told[1]) + 1 if told else max(0, first - 1), first)
 
 
 def describe_iteration(view: RunView, number: int, iterations: int) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import math
+import re
+import string
 from collections.abc import Sequence
 
 from sf_core.config import RunConfig
@@ -17,7 +19,7 @@ from sf_core.reports.evaluations.judgements import sum_judges
 from sf_core.reports.export.tensorboard import write_events
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.series import RunSeries, read_devices, record_devices
-from sf_core.reports.tables import cut_short, device_cells
+from sf_core.reports.tables import cut_short, device_cells, make_printable
 from sf_core.reports.timeline import draw_newest
 from sf_core.reports.view import Iteration, RunView, failures_of, kinds_text
 from sf_core.waits import Facts, clock
@@ -76,10 +78,10 @@ class RunPage:
         names, rows = device_cells(devices)
         due, view = self._config.train.iterations, RunView(self._run)
         parts = [
-            f"# Run {self._run.run_id}",
-            *filter(None, [view.describe_adapter()]),
+            f"# Run {show_text(self._run.run_id)}",
+            *filter(None, [show_text(view.describe_adapter())]),
             f"{newest + 1} of {due} iterations are through. {self._progress_of_policy()}",
-            *(f"- {_cell(concern)}" for concern in sum_concerns(self._concerns.values())),
+            *(f"- {show_text(concern)}" for concern in sum_concerns(self._concerns.values())),
             "## Reward",
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
             *self._answers(),
@@ -106,7 +108,9 @@ class RunPage:
         if not examples.pairs:
             return []
         names = ["task", f"version {first}", f"version {last}"]
-        rows = [[_cell(new.prompt), _show_answer(old), _show_answer(new)] for old, new in examples.pairs]
+        rows = [
+            [_show_short(new.prompt), _show_answer(old), _show_answer(new)] for old, new in examples.pairs
+        ]
         if examples.has_greedy:
             names.append(f"version {last}, {GREEDY}")
             for row, (_, new) in zip(rows, examples.pairs, strict=True):
@@ -116,7 +120,7 @@ class RunPage:
 
     def _judges(self, view: RunView) -> list[str]:
         told = sum_judges(map(view.iteration, sorted(self._rows)))
-        return ["## Judges", "\n".join(f"- {sentence}" for sentence in told)] if told else []
+        return ["## Judges", "\n".join(f"- {show_text(sentence)}" for sentence in told)] if told else []
 
     def _files(self, newest: int) -> str:
         run, made = self._run, newest + 1
@@ -153,7 +157,7 @@ def waits_table(waits: Sequence[Facts]) -> str:
     """Markdown table of the current waits."""
     if not waits:
         return "Nothing takes long at the moment."
-    rows = [[clock(wait["since"]), clock(wait["until"]), wait["what"]] for wait in waits]
+    rows = [[clock(wait["since"]), clock(wait["until"]), show_text(wait["what"])] for wait in waits]
     return _table(["since", "until", "for"], rows)
 
 
@@ -164,15 +168,19 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---
 
 
 def _show_answer(answer: GivenAnswer) -> str:
-    return f"{answer.told} {_cell(answer.text)}"
+    return f"{answer.told} {_show_short(answer.text)}"
 
 
-def _cell(text: str) -> str:
-    """Text of a policy or a task in a cell of a Markdown table: shown as it is, and short."""
-    # no mark of Markdown or HTML is left to be read as one
-    return "".join(
-        c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in " ".join(cut_short(text).split())
-    )
+def _show_short(text: str) -> str:
+    """Text of a policy or a task for a cell of a table: without line breaks, and short."""
+    return show_text(" ".join(cut_short(text).split()))
+
+
+def show_text(text: str) -> str:
+    """Markdown that shows this text, with no mark of Markdown or HTML in it that is read as one.
+
+    Marks are escaped by a backslash, because the Prefect UI shows numeric entities as they are written."""
+    return re.sub(f"[{re.escape(string.punctuation)}]", r"\\\g<0>", make_printable(text))
 
 
 def _round(value: float | None, digits: int) -> float | None:

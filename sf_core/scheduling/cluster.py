@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import find_device
-from sf_core.scheduling.plan import Plan, Worker, local_workers, make_plan, worker_of
+from sf_core.scheduling.plan import Plan, Worker, duty_of, local_workers, make_plan, worker_of
 from sf_core.scheduling.tls import require_certificates
 from sf_core.surroundings import count_gpus, gpu_memory, scheduler_address
 
@@ -84,6 +84,65 @@ def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
         with suppress(ValueError):
             found[address] = worker_of(info)
     return found
+
+
+WORK = {
+    "rollout": "its answers continue",
+    "agent": "its sessions start again",
+    "reward": "its answers are scored",
+    "cpu": "its stage starts again",
+    "train": "training continues from the last committed weights",
+}
+"""The work of a lost worker, by the tag under which the run uses the worker."""
+
+
+class Losses:
+    """Tells which of its workers a run loses, and where their work continues. Facts in, sentences out."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, Worker]] = {}
+        """Address and description of each worker, as it was last connected."""
+        self._lost: set[str] = set()
+
+    def look(self, connected: Mapping[str, Worker], plan: Plan, held: Container[str]) -> list[str]:
+        """What has happened since the last look, a sentence per worker. `connected`: workers by address, none
+        if the scheduler does not answer. `held`: names of the workers with a lease; the run does not miss
+        other agents and engines."""
+        if not connected:
+            return []
+        now = {worker.name: (address, worker) for address, worker in connected.items()}
+        told = []
+        for name, (address, worker) in sorted(self._known.items()):
+            tag = _tag_of_use(worker, plan)
+            is_missed = tag in ("train", "cpu") or (tag in WORK and name in held)
+            if name in now:
+                if name in self._lost:
+                    self._lost.remove(name)
+                    told.append(f"worker {name} is back")
+                elif is_missed and now[name][0] != address:
+                    told.append(f"worker {name} was lost and is back: {WORK[tag]} there")
+            elif is_missed and name not in self._lost:
+                self._lost.add(name)
+                others = sorted(w.name for _, w in now.values() if _takes_over(w, tag, plan))
+                place = f"on {', '.join(others)}" if others else f"when {name} is back or is replaced"
+                told.append(f"worker {name} is lost: {WORK[tag]} {place}")
+        self._known |= now
+        return told
+
+
+def _tag_of_use(worker: Worker, plan: Plan) -> str:
+    """The tag under which the run uses the worker; empty if it does not."""
+    if worker.name in plan.trainers:
+        return "train"
+    return duty_of(worker, plan.trainers) or ("cpu" if "cpu" in worker.tags else "")
+
+
+def _takes_over(worker: Worker, tag: str, plan: Plan) -> bool:
+    """Whether the run uses this worker under the same tag. A lost trainer is first waited for."""
+    if tag == "train":
+        return False
+    is_lent = tag == "rollout" and plan.lent and worker.name in plan.trainers
+    return is_lent or _tag_of_use(worker, plan) == tag
 
 
 def scheduler_of(config: RunConfig) -> str | None:

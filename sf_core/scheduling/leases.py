@@ -38,6 +38,24 @@ class Lease:
         """Id of the engine or runner in the data plane."""
         return f"{self.worker}:{self.lease_id}"
 
+    @property
+    def purpose(self) -> str:
+        """What is held, for which work, and of a trainer when: the name of the lease in Prefect.
+
+        >>> Lease("agent", "a0", "a0-2.1").purpose
+        'agents on a0'
+        >>> Lease("rollout", "t0", "t0-3.1", after=4, trainers=("t0",)).purpose
+        'rollout on t0, lent after iteration 4 has trained'
+        """
+        work = {"agent": "agents", "reward": "rewards", "rollout": "rollout"}[self.duty]
+        held = f"{work} on {self.worker}"
+        if not self.trainers:
+            return held
+        when = (
+            "until iteration 0 trains" if self.after is None else f"after iteration {self.after} has trained"
+        )
+        return f"{held}, lent {when}"
+
 
 def lease_of(holder: str) -> tuple[str, str]:
     """The worker and the lease id of a `Lease.holder`."""
@@ -116,6 +134,10 @@ class LeaseSet:
     def list_unsettled(self) -> set[str]:
         """Ids of the leases that are queued or run, or ended in a way that is not known."""
         return {lease.lease_id for lease in self._leases() if self._how(lease) in (None, "unknown")}
+
+    def list_holders(self) -> set[str]:
+        """Names of the workers with a lease that has not ended by itself."""
+        return {lease.worker for lease in self._leases() if self._how(lease) in (None, "unknown", "lost")}
 
     def begin(self) -> list[Action]:
         """The permanent leases at the start."""

@@ -104,6 +104,18 @@ class OpenRun:
         first = min(len(view.read_committed(stage)) for stage in STAGES)
         return range(first, self.config.train.iterations)
 
+    def describe_resumption(self) -> str:
+        """The iteration with which this attempt continues, in words; empty for the first attempt."""
+        if self.ref.attempt == 1:
+            return ""
+        left, iterations = self.iterations_left(), self.config.train.iterations
+        if not left:
+            return f"attempt {self.ref.attempt} continues after the last iteration, with the evaluation"
+        done = [stage for stage in STAGES if stage not in self.list_pending_stages(left.start)]
+        stages = f", whose {' and '.join(done)} {'is' if len(done) == 1 else 'are'} committed" if done else ""
+        number = f"iteration {left.start}, {left.start + 1} of {iterations}"
+        return f"attempt {self.ref.attempt} continues with {number}{stages}"
+
     def evaluation_due(self, version: int) -> bool:
         """Whether to evaluate this version: every `evaluate.every`-th and the last one, unless committed."""
         config = self.config

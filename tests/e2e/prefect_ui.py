@@ -38,6 +38,13 @@ class PrefectUi:
         """Choose another kind for the last setting of this name."""
         self.field(name).last.get_by_text(kind, exact=True).first.click()
 
+    def unfold(self, section: str) -> None:
+        """Show the fields of this section of the folded part."""
+        if not self.field("seed").count():
+            self.choose("all_settings", "change")
+            expect(self.field("seed")).to_be_visible()
+        self.choose(section, "change")
+
     def submit(self) -> None:
         self.page.get_by_role("button", name="Submit").click()
         self.page.wait_for_url(lambda url: not urlsplit(url).path.endswith("/run"))
@@ -56,6 +63,9 @@ class PrefectUi:
 
     def expect_state(self, name: str) -> None:
         expect(self.page.locator(".state-badge").first).to_have_text(name)
+
+    def open_artifact_page(self, artifact_id: UUID) -> None:
+        self.page.goto(f"{self._base}/artifacts/artifact/{artifact_id}")
 
     def open_artifact(self, key: str) -> None:
         """Open an artifact from the page of a run."""

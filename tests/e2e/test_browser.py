@@ -11,16 +11,19 @@ from uuid import UUID
 
 import pytest
 from playwright.sync_api import Browser, expect
-from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.actions import ArtifactCreate, DeploymentUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled
 
 from sf_core.config import RunConfig
 from sf_core.config.programs import Command
+from sf_core.config.reference.form import unfold
 from sf_core.recipes.curriculum import Curriculum, Stage
 from sf_core.recipes.gates import Mixed
+from sf_core.recipes.losses import Cispo
 from sf_core.recipes.outcomes import Success
+from sf_core.reports.run_page import show_text
 from storage.run_directory import RunDirectory
 from storage.tables.outcomes import read_outcomes
 from tests.bench.dataplane.planes import operator_client
@@ -72,6 +75,11 @@ def submit(server: Server, deployment: UUID, ui: PrefectUi) -> FlowRun:
     return started
 
 
+def settings_of(run: FlowRun) -> RunConfig:
+    """The settings that the form has sent."""
+    return RunConfig.model_validate(unfold(run.parameters["config"]))
+
+
 def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
     with operator_client(cluster.services.dataplane) as plane:
         status = plane.get(f"/runs/{config.run_id}").raise_for_status().json()
@@ -97,13 +105,14 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         ui.open_form(deployment)
         picture(ui, "prefect-form")
         ui.fill_in("iterations", "200")
+        ui.unfold("train")
         ui.choose("policy", "cispo")
         ui.field("policy").last.scroll_into_view_if_needed()
         picture(ui, "prefect-loss")
         run = submit(server, deployment, ui)
-        train = run.parameters["config"]["train"]
-        assert train["iterations"] == 200
-        assert train["loss"]["policy"] == {"kind": "cispo", "high": 0.28}
+        given = settings_of(run)
+        assert given.train.iterations == 200
+        assert given.train.loss.policy == Cispo(high=0.28)
 
         ui.leave()
         server.await_state(run, "Failed", 300)
@@ -160,8 +169,30 @@ def test_a_command_is_chosen_as_agent_in_the_form(server: Server, browser: Brows
     # no worker takes it
     with server.client() as client:
         client.set_flow_run_state(run.id, Cancelled(), force=True)
-    given = RunConfig.model_validate(run.parameters["config"]).environment.agent
+    given = settings_of(run).environment.agent
     assert given == Command(command=("claude", "-p"))
+
+
+def test_the_report_shows_what_policies_write_and_a_folded_setting_is_sent(
+    server: Server, browser: Browser
+) -> None:
+    written = r"Spell (example: sun -> nus): | <b>*not* bold</b> &lt; \| `code` [link](http://evil.test)"
+    deployment = deployment_id(server, "quickstart")
+    table = f"| task |\n|---|\n| {show_text(written)} |\n"
+    with server.client() as client:
+        report = client.create_artifact(ArtifactCreate(key="probe", type="markdown", data=table))
+    with prefect_ui(browser, server.api) as ui:
+        ui.open_artifact_page(report.id)
+        expect(ui.rows.nth(1).get_by_role("cell")).to_have_text(written)
+        ui.open_form(deployment)
+        ui.unfold("rollout")
+        ui.fill_in("group_size", "4")
+        run = submit(server, deployment, ui)
+    # no worker takes it
+    with server.client() as client:
+        client.set_flow_run_state(run.id, Cancelled(), force=True)
+    given = settings_of(run)
+    assert (given.rollout.group_size, given.rollout.max_tokens, given.train.iterations) == (4, 24, 40)
 
 
 @pytest.mark.timeout(900)
@@ -179,6 +210,7 @@ def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
     offer(server, deployment, config)
     with server.worker() as worker, prefect_ui(browser, server.api) as ui:
         ui.open_form(deployment)
+        ui.unfold("rollout")
         ui.choose("gate", "mixed")
         ui.choose("curriculum", "Curriculum")
         ui.choose("pool", "int")
@@ -191,7 +223,7 @@ def test_a_gate_and_a_curriculum_are_chosen_in_the_form(
         ui.field("stages").scroll_into_view_if_needed()
         picture(ui, "prefect-stages")
         run = submit(server, deployment, ui)
-        given = RunConfig.model_validate(run.parameters["config"]).rollout
+        given = settings_of(run).rollout
         assert (given.gate, given.success) == (Mixed(), Success(part="correct"))
         assert given.curriculum == Curriculum(pool=20, solved=0.5, stages=(Stage(shares={"low": 1}),))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.states import Cancelling, Crashed, Pending, Running
 
 from sf_core.child_processes import FLOW_RUN
@@ -25,6 +26,7 @@ HOOKS = "hook"
 """Argument of a worker's process that runs the hooks of a flow that has crashed."""
 
 
+# what is crashed and what is told: tests/tasks/test_lost_runs.py, tests/sf_core/reports/test_log_lines.py
 @pytest.mark.nightly
 def test_a_killed_run_is_started_again_where_it_stopped(server: Server, cluster: Cluster) -> None:
     config = without_addresses(cluster.config("killed"))
@@ -40,6 +42,14 @@ def test_a_killed_run_is_started_again_where_it_stopped(server: Server, cluster:
     after = manifests(config)
     assert (2, "publish") in after
     assert {key: after[key] for key in before} == before
+    with server.client() as client:
+        mine = FlowRunFilter.model_validate({"parent_flow_run_id": {"any_": [run.id]}})
+        parts = [part.state_name for part in client.read_flow_runs(flow_run_filter=mine)]
+    assert set(parts) <= {"Completed", "Crashed"} and parts.count("Crashed") <= 1
+    lines = server.logs(ended)
+    assert len([line for line in lines if line.startswith("attempt 2 continues with iteration ")]) == 1
+    for number in range(3):
+        assert len([line for line in lines if line.startswith(f"iteration {number}, ")]) == 1
 
 
 @pytest.mark.nightly

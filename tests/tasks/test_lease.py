@@ -23,7 +23,7 @@ from sf_core.scheduling.plan import Plan, Worker
 from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaskFuture, end_of
-from tasks.lease import Leases
+from tasks.lease import HELD_BY, Leases
 from tests.bench.dataplane.planes import ServedPlane, converse, finish
 from tests.bench.runs import configure
 from tests.patience import wait_until
@@ -69,10 +69,15 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(local_client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster(local_client)
+def workers() -> dict[str, Worker]:
+    """The connected workers by address."""
     tags = {"r0": "rollout", "a0": "agent", "a1": "agent"}
-    workers = {f"tcp://{name}": Worker(name, frozenset({tag})) for name, tag in tags.items()}
+    return {f"tcp://{name}": Worker(name, frozenset({tag})) for name, tag in tags.items()}
+
+
+@pytest.fixture
+def cluster(local_client: Client, workers: dict[str, Worker], monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster(local_client)
     monkeypatch.setattr("tasks.lease.dask_client", lambda: local_client)
     monkeypatch.setattr("tasks.lease.list_connected", lambda local_client: workers)
     monkeypatch.setattr("tasks.lease.submit", cluster.submit)
@@ -89,6 +94,27 @@ def leases(tmp_path: Path, served_plane: ServedPlane, cluster: Cluster) -> Lease
     )
     plan = Plan(rollout=("r0",), trainers=(), lent=False, agent=("a0", "a1"))
     return Leases(RunRef("run", run.uri, served_plane.url, attempt=1), plan)
+
+
+@pytest.mark.parametrize(
+    ("lease", "name"),
+    [
+        (Lease("agent", "a0", "a0-2.1"), "agents on a0"),
+        (Lease("reward", "w0", "w0-3.1"), "rewards on w0"),
+        (Lease("rollout", "r0", "r0-1.1"), "rollout on r0"),
+        (
+            Lease("rollout", "t0", "t0-4.1", after=None, trainers=("t0",)),
+            "rollout on t0, lent until iteration 0 trains",
+        ),
+        (
+            Lease("rollout", "t0", "t0-5.1", after=4, trainers=("t0",)),
+            "rollout on t0, lent after iteration 4 has trained",
+        ),
+    ],
+)
+def test_the_name_of_a_lease_in_prefect_says_who_is_held_for_what_and_when(lease: Lease, name: str) -> None:
+    template = HELD_BY[lease.duty].task_run_name
+    assert isinstance(template, str) and template.format(spec=lease) == name
 
 
 @pytest.mark.parametrize(
@@ -159,6 +185,16 @@ def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it(
         assert retiring() == {"a0:a0-0.1": False, "a1:a1-2.1": True}
     assert served_plane.get("/runs/run")["released"]
     assert "lease a0-0.1 was released but did not end" in caplog.messages
+
+
+def test_a_lost_worker_is_named_in_the_log_with_the_place_where_the_run_continues(
+    leases: Leases, workers: dict[str, Worker], served_plane: ServedPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    served_plane.register()
+    with leases:
+        workers["tcp://r0-restarted"] = workers.pop("tcp://r0")
+        told = "worker r0 was lost and is back: its answers continue there"
+        wait_until(lambda: told in caplog.messages, "the sentence")
 
 
 def test_a_run_whose_agents_all_fail_is_released_and_ends_with_their_error(

@@ -1,25 +1,23 @@
 import asyncio
+import itertools
+import math
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import FlowRun
 from prefect.server.api.server import create_app
-from prefect.settings import (
-    PREFECT_API_BLOCKS_REGISTER_ON_START,
-    PREFECT_API_DATABASE_CONNECTION_URL,
-    PREFECT_API_DATABASE_MIGRATE_ON_START,
-    PREFECT_SERVER_ANALYTICS_ENABLED,
-    temporary_settings,
-)
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-from tasks.prefect_server import RefuseStrangers, RetrySoon
-from tests.e2e.prefect_home import make_prefect_home
+from tasks.prefect_server import MOST_BYTES, RefuseStrangers, RepeatRefused, RetrySoon
 
 
 def answer(status: int) -> httpx.Response:
@@ -63,7 +61,86 @@ def test_a_client_that_is_refused_again_and_again_is_told_later_times_until_it_w
     assert asyncio.run(told()) == 0.1
 
 
-def test_the_installed_fastapi_takes_what_prefects_client_sends(tmp_path: Path) -> None:
+class Locked:
+    """An application that answers by 503 so many times, and then with the body of the request."""
+
+    def __init__(self, refusals: float) -> None:
+        self.refusals, self.asked = refusals, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.asked += 1
+        body = await Request(scope, receive).body()
+        is_refused = self.asked <= self.refusals
+        await PlainTextResponse("locked" if is_refused else body, 503 if is_refused else 201)(
+            scope, receive, send
+        )
+
+
+def repeated(app: Locked, method: str = "POST", body: bytes = b"a run") -> httpx.Response:
+    """The answer to this request, with a clock on which every look takes 5 s."""
+
+    async def ask() -> httpx.Response:
+        repeating = RepeatRefused(app, now=itertools.count(0.0, 5.0).__next__)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(repeating), base_url="http://server"
+        ) as http:
+            return await http.request(method, "/api/flow_runs/", content=body)
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.prefect_server.PAUSE_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_request_that_meets_a_locked_database_is_repeated_with_its_body() -> None:
+    app = Locked(refusals=3)
+    answered = repeated(app)
+    assert (answered.status_code, answered.text, app.asked) == (201, "a run", 4)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_database_that_stays_locked_is_told_in_words() -> None:
+    app = Locked(refusals=math.inf)
+    refused = repeated(app)
+    told = (
+        "the database of the Prefect server is still busy after 20 s, and nothing was changed: repeat the "
+        "request; if this happens often, use PostgreSQL (PREFECT_API_DATABASE_CONNECTION_URL)"
+    )
+    assert (refused.status_code, refused.json()["detail"], app.asked) == (503, told, 5)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("method", "size"), [("GET", 0), ("POST", MOST_BYTES + 1)])
+def test_what_changes_nothing_or_is_large_is_not_repeated(method: str, size: int) -> None:
+    app = Locked(refusals=1)
+    assert repeated(app, method, bytes(size)).text == "locked"
+    assert app.asked == 1
+
+
+def test_a_run_is_submitted_although_the_database_changes_under_the_request(database: Path) -> None:
+    """A transaction of SQLite that has read before another one writes cannot write any more."""
+
+    async def submit() -> FlowRun:
+        app = create_app(ephemeral=True, ignore_cache=True)
+        app.add_middleware(RepeatRefused)
+        async with PrefectClient(app) as client:
+            flow = await client.create_flow_from_name("train")
+            deployment = await client.create_deployment(flow, "quickstart")
+            with closing(sqlite3.connect(database, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                other.execute("UPDATE flow SET name = 'changed'")
+                # meanwhile the request reads, and waits to write
+                asyncio.get_running_loop().call_later(2.0, other.execute, "COMMIT")
+                return await client.create_flow_run_from_deployment(deployment)
+
+    assert asyncio.run(submit()).deployment_id
+
+
+@pytest.mark.usefixtures("database")
+def test_the_installed_fastapi_takes_what_prefects_client_sends() -> None:
     """`prefect deploy` reads the workers of a pool; from fastapi 0.151 on, that is answered by status 422."""
 
     async def read_workers() -> list[object]:
@@ -72,16 +149,7 @@ def test_the_installed_fastapi_takes_what_prefects_client_sends(tmp_path: Path) 
             await client.create_work_pool(WorkPoolCreate(name="sf", type="process"))
             return list(await client.read_workers_for_work_pool("sf"))
 
-    home = make_prefect_home(tmp_path / "home")
-    settings = {
-        PREFECT_API_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{home}/prefect.db",
-        # the client gives the application 30 s to start; migrations need half of that on two quiet cores
-        PREFECT_API_DATABASE_MIGRATE_ON_START: False,
-        PREFECT_API_BLOCKS_REGISTER_ON_START: False,
-        PREFECT_SERVER_ANALYTICS_ENABLED: False,
-    }
-    with temporary_settings(settings):
-        assert asyncio.run(read_workers()) == []
+    assert asyncio.run(read_workers()) == []
 
 
 OWN = "127.0.0.1:4200"

@@ -136,6 +136,8 @@ def _call(environment: dict[str, str], *module: str, folder: Path | None = None)
         raise StackError(f"{' '.join(module)} did not end within {DEPLOY_S:.0f} s") from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
+        # httpx ends the text of a refusal with a link to what its status means
+        said = [line for line in said if not line.startswith("For more information check:")]
         raise StackError(
             f"{' '.join(module)} failed: {said[-1] if said else f'exit status {done.returncode}'}"
         )

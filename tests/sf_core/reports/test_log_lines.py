@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.reports.log_lines import describe_iteration, tell
+from sf_core.reports.log_lines import describe_iteration, find_untold, tell
 from sf_core.reports.view import RunView
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.runs import commit, configure
@@ -13,6 +13,21 @@ FAILED = {
     "discarded": {"agent_error": 5},
     "last_error": "my_agent.py:12: agent raised KeyError: x",
 }
+
+
+@pytest.mark.parametrize(
+    ("newest_first", "numbers"),
+    [
+        (["iteration 3, 4 of 9: reward 0.5", "iteration 2, 3 of 9: reward 0.4"], [4, 5]),
+        (["iteration 3: 2 sessions failed", "iteration 5, 6 of 9: reward 0.5"], []),
+        (["attempt 2 continues with iteration 6, 7 of 9"], [5]),
+    ],
+)
+def test_the_iterations_before_another_attempt_that_the_log_does_not_tell_are_found(
+    newest_first: list[str], numbers: list[int]
+) -> None:
+    assert [*find_untold(newest_first, 6)] == numbers
+    assert not find_untold([], 0)
 
 
 def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 import base64
-import html
 import io
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from PIL import Image
 
 from sf_core.reports import run_page
-from sf_core.reports.run_page import RunPage, waits_table
+from sf_core.reports.run_page import RunPage, show_text, waits_table
 from sf_core.reports.series import record_devices
 from sf_core.reports.view import RunView
 from sf_core.scheduling.timeline import Span
@@ -43,6 +46,27 @@ def turn(run: RunDirectory, number: int) -> None:
         Span("t0", "train", start, start + 10, "held", "", None, lease),
         Span("t0", "train", start + 2, start + 6, "busy", "train", number, lease),
     )
+
+
+MARKDOWN = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+
+def read_rows(markdown: str) -> list[list[str]]:
+    """The texts that a table shows, headings first. Raises ValueError if a cell shows more than text."""
+    rows: list[list[str]] = []
+    for token in MARKDOWN.parse(markdown):
+        if token.type == "tr_open":
+            rows.append([])
+        elif token.type == "inline" and rows:
+            rows[-1].append(read_text(token))
+    return rows
+
+
+def read_text(token: Token) -> str:
+    parts = token.children or []
+    if marks := [part.type for part in parts if part.type not in ("text", "text_special")]:
+        raise ValueError(f"read as {marks}: {token.content}")
+    return "".join(part.content for part in parts)
 
 
 def evaluate(run: RunDirectory, version: int, reward: float) -> None:
@@ -147,8 +171,9 @@ def test_the_report_has_the_table_of_the_devices(configured_run: RunDirectory) -
 
 
 def test_waits_are_told_with_since_when_and_until_when() -> None:
-    line = waits_table([{"what": "batch 3: 2 of 8 groups", "since": AT, "until": AT + 1800}]).splitlines()[-1]
-    assert re.fullmatch(r"\| \d\d:\d\d:\d\d \| \d\d:\d\d:\d\d \| batch 3: 2 of 8 groups \|", line)
+    what = "batch 3: 2 of 8 groups | *engines* of <r0>"
+    *times, told = read_rows(waits_table([{"what": what, "since": AT, "until": AT + 1800}]))[-1]
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", time) for time in times) and told == what
     assert waits_table([]) == "Nothing takes long at the moment."
 
 
@@ -165,8 +190,19 @@ def test_answers_of_policies_are_shown_and_never_read_as_markdown(tmp_path: Path
     page = RunPage(run)
     page.update(0)
     report = page.report()
-    assert "| ask | 0.50 plain answer | 0.50 " in report
-    row = next(line for line in report.splitlines() if line.startswith("| ask |"))
-    shown = row.removeprefix("| ask | 0.50 plain answer |").removesuffix("|")
-    assert not set("![]()<>`*|") & set(shown)
-    assert html.unescape(shown).strip() == f"0.50 {' '.join(hostile.split())}"
+    answers = report.partition("## Answers to held-out tasks")[2].partition("##")[0]
+    assert read_rows(answers)[1:] == [["ask", "0.50 plain answer", f"0.50 {' '.join(hostile.split())}"]]
+
+
+def test_no_character_is_shown_as_an_entity() -> None:
+    """The Prefect UI shows numeric entities as they are written."""
+    assert show_text("Spell (example: sun -> nus): leally") == (r"Spell \(example\: sun \-\> nus\)\: leally")
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
+def test_any_text_is_shown_as_it_is_in_a_table_a_list_and_a_heading(text: str) -> None:
+    shown = show_text(text)
+    assert read_rows(f"| told |\n|---|\n| {shown} |\n")[1:] == [[text]]
+    for place in (f"- {shown}", f"# {shown}"):
+        [line] = [token for token in MARKDOWN.parse(place) if token.type == "inline"]
+        assert read_text(line) == text

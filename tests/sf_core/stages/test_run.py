@@ -159,6 +159,26 @@ def test_stages_are_pending_in_order_from_the_first_that_is_not_committed(tmp_pa
     assert seen == [(iteration, stage) for iteration in (0, 1) for stage in STAGES]
 
 
+def test_another_attempt_says_with_which_iteration_it_continues(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    first = OpenRun(begin_attempt(config))
+    assert first.describe_resumption() == ""
+    for stage in STAGES:
+        commit(first.directory, 0, stage)
+    second = OpenRun(begin_attempt(config))
+    assert second.describe_resumption() == "attempt 2 continues with iteration 1, 2 of 40"
+    commit(second.directory, 1, "rollout", attempt=2)
+    told = "attempt 2 continues with iteration 1, 2 of 40, whose rollout is committed"
+    assert second.describe_resumption() == told
+    commit(second.directory, 1, "filter", attempt=2)
+    told = "attempt 2 continues with iteration 1, 2 of 40, whose rollout and filter are committed"
+    assert second.describe_resumption() == told
+    for number, stage in product(range(1, 40), STAGES):
+        commit(second.directory, number, stage, attempt=2)
+    told = "attempt 2 continues after the last iteration, with the evaluation"
+    assert second.describe_resumption() == told
+
+
 def test_a_run_goes_on_from_its_first_gap(tmp_path: Path) -> None:
     run = OpenRun(begin_attempt(configured(tmp_path)))
     for iteration, stage in [(0, "rollout"), (0, "train"), (1, "rollout")]:

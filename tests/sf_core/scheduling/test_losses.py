@@ -1,0 +1,63 @@
+"""What the log says of workers that a run loses."""
+
+from __future__ import annotations
+
+import pytest
+
+from sf_core.scheduling.cluster import Losses
+from sf_core.scheduling.plan import Plan, Worker
+
+TAGS = {"r0": "rollout", "t0": "rollout train", "a0": "agent", "a1": "agent", "c0": "cpu"}
+PLAN = Plan(rollout=("r0",), trainers=("t0",), lent=True, agent=("a0", "a1"))
+
+
+def connected(*, without: str = "", restarted: str = "") -> dict[str, Worker]:
+    """The workers by address. Another process has another address."""
+    return {
+        f"tcp://{name}{'-2' if name == restarted else ''}": Worker(name, frozenset(tags.split()))
+        for name, tags in TAGS.items()
+        if name != without
+    }
+
+
+@pytest.fixture
+def losses() -> Losses:
+    losses = Losses()
+    assert losses.look(connected(), PLAN, held=TAGS) == []
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("r0", "worker r0 is lost: its answers continue on t0"),
+        ("a0", "worker a0 is lost: its sessions start again on a1"),
+        ("c0", "worker c0 is lost: its stage starts again when c0 is back or is replaced"),
+        (
+            "t0",
+            "worker t0 is lost: training continues from the last committed weights when t0 is back or is "
+            "replaced",
+        ),
+    ],
+)
+def test_a_lost_worker_is_named_once_with_the_place_where_the_run_continues(
+    losses: Losses, name: str, sentence: str
+) -> None:
+    assert losses.look(connected(without=name), PLAN, held=TAGS) == [sentence]
+    assert losses.look(connected(without=name), PLAN, held=TAGS) == []
+    assert losses.look(connected(restarted=name), PLAN, held=TAGS) == [f"worker {name} is back"]
+    assert losses.look(connected(restarted=name), PLAN, held=TAGS) == []
+
+
+def test_a_worker_that_restarts_between_two_looks_is_named(losses: Losses) -> None:
+    told = losses.look(connected(restarted="r0"), PLAN, held=TAGS)
+    assert told == ["worker r0 was lost and is back: its answers continue there"]
+
+
+def test_a_runner_that_has_given_back_its_lease_is_not_missed(losses: Losses) -> None:
+    assert losses.look(connected(without="a1"), PLAN, held={"r0", "a0"}) == []
+
+
+def test_nobody_is_lost_while_the_scheduler_does_not_answer(losses: Losses) -> None:
+    assert losses.look({}, PLAN, held=TAGS) == []
+    assert losses.look(connected(), PLAN, held=TAGS) == []

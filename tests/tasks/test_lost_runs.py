@@ -1,0 +1,79 @@
+"""What a killed flow has left in Prefect, with a server in this process. tests/e2e/test_lost_runs.py kills
+flows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, TaskRun
+from prefect.server.api.server import create_app
+from prefect.states import Completed, Running, State
+from starlette.testclient import TestClient
+
+from tasks.lost_runs import crash_cut_parts
+
+TOLD = "its process ended; start 2 of run killed continues from there"
+
+
+@flow(name="train")
+def a_flow() -> None: ...
+
+
+@task(name="train")
+def a_task() -> None: ...
+
+
+class InThisProcess(httpx.BaseTransport):
+    """Delivers the requests of a client to an application in this process."""
+
+    def __init__(self, http: TestClient) -> None:
+        self._http = http
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        answer = self._http.request(
+            request.method, str(request.url), content=request.read(), headers=request.headers
+        )
+        return httpx.Response(answer.status_code, content=answer.content)
+
+
+@pytest.fixture
+def client(database: Path) -> Iterator[SyncPrefectClient]:
+    with TestClient(create_app(ephemeral=True, ignore_cache=True)) as http:
+        transport = InThisProcess(http)
+        with SyncPrefectClient("http://server/api", httpx_settings={"transport": transport}) as client:
+            yield client
+
+
+def told(state: State[Any] | None) -> tuple[str | None, str | None]:
+    assert state is not None
+    return state.name, state.message
+
+
+def test_what_a_killed_flow_has_left_is_crashed_when_the_flow_starts_again(client: SyncPrefectClient) -> None:
+    run = client.create_flow_run(a_flow, name="killed", state=Running())
+    client.set_flow_run_state(run.id, Running(), force=True)
+
+    def begin(number: int, state: State[None]) -> tuple[FlowRun, TaskRun, TaskRun]:
+        """A subflow, a task of it, and the task run that stands for the subflow."""
+        stands_for_it = client.create_task_run(a_task, run.id, f"{number}", state=Running())
+        part = client.create_flow_run(a_flow, parent_task_run_id=stands_for_it.id, state=Running())
+        inner = client.create_task_run(a_task, part.id, "0", state=state)
+        client.set_flow_run_state(part.id, state, force=True)
+        return part, inner, stands_for_it
+
+    done, *tasks_done = begin(0, Completed())
+    cut, *tasks_cut = begin(1, Running())
+    lease = client.create_task_run(a_task, run.id, "lease", state=Running())
+    other = client.create_flow_run(a_flow, state=Running())
+    crash_cut_parts(client, client.read_flow_run(run.id))
+
+    flows = [told(client.read_flow_run(part.id).state) for part in (run, other, done, cut)]
+    assert flows == [("Running", None)] * 2 + [("Completed", None), ("Crashed", TOLD)]
+    tasks = [told(client.read_task_run(part.id).state) for part in (*tasks_done, *tasks_cut, lease)]
+    assert tasks == [("Completed", None)] * 2 + [("Crashed", TOLD)] * 3
