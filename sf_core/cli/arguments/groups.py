@@ -9,7 +9,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Prepare a run": ("init", "model", "settings", "plan", "try"),
-    "Train and measure": ("train", "resume", "evaluate"),
+    "Train and measure": ("train", "resume", "sweep", "evaluate"),
     "Use what runs have made": ("ls", "inspect", "report", "export", "serve", "replay", "gc"),
     "Host a stack or a cluster": (
         *("up", "down", "setup-server"),
@@ -23,6 +23,7 @@ _WORDS = {
     **dict.fromkeys(("journal_dir", "record", "folder", "root"), "FOLDER"),
     **dict.fromkeys(("host", "scheduler"), "ADDRESS"),
     **dict.fromkeys(("run", "runs", "where"), "RUN"),
+    **dict.fromkeys(("show", "resume"), "NAME"),
     **{"endpoint": "URL", "to": "FORMAT", "overrides": "KEY=VALUE", "device_kind": "KIND"},
 }
 """Words for the values of some parameters; those of others are the names themselves."""
