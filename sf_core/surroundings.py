@@ -59,6 +59,11 @@ def scheduler_address() -> str | None:
     return os.environ.get("SF_SCHEDULER") or None
 
 
+def hub_endpoint() -> str | None:
+    """URL of the Hugging Face Hub (HF_ENDPOINT), if it is not the public one."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
 def own_workers() -> frozenset[str] | None:
     """Names of the workers of a Dask scheduler that a run may use (SF_WORKERS, separated by commas), as the
     others belong to other runs; None: it may use all."""

@@ -21,6 +21,7 @@ from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.arguments.proxies import STARTING, check_proxies
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
+from sf_core.cli.push import commands as push_commands
 from sf_core.cli.runs import RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
@@ -41,6 +42,7 @@ app.add_typer(serve_commands)
 app.add_typer(host_commands)
 app.add_typer(data_commands)
 app.add_typer(model_commands)
+app.add_typer(push_commands)
 app.add_typer(sweep_commands)
 
 NAMES = f"the name of a built-in configuration: {', '.join(builtin_configs())}"

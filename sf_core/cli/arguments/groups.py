@@ -10,7 +10,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 GROUPS: dict[str, tuple[str, ...]] = {
     "Prepare a run": ("init", "model", "settings", "plan", "try"),
     "Train and measure": ("train", "resume", "sweep", "evaluate"),
-    "Use what runs have made": ("ls", "inspect", "report", "export", "serve", "replay", "gc"),
+    "Use what runs have made": ("ls", "inspect", "report", "export", "serve", "push", "replay", "gc"),
     "Host a stack or a cluster": (
         *("up", "down", "setup-server"),
         *("server", "scheduler", "dataplane", "worker", "key"),

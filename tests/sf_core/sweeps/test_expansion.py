@@ -60,8 +60,10 @@ def test_there_is_one_run_for_each_combination_and_seed(
         f"rollout.group_size={','.join(map(str, sizes))}",
     ]
     sweep = expand(["quickstart"], options, seeds)
-    assert len(sweep.runs) == len({run.run_id for run in sweep.runs}) == math.prod(
-        (len(iterations), len(sizes), seeds)
+    assert (
+        len(sweep.runs)
+        == len({run.run_id for run in sweep.runs})
+        == math.prod((len(iterations), len(sizes), seeds))
     )
     found = {
         (run.config["train"]["iterations"], run.config["rollout"]["group_size"], run.config["seed"])
