@@ -65,8 +65,8 @@ def _open(uri: str) -> tuple[RunView, RunConfig]:
     due = config.train.iterations
     if not is_finished(view, due):
         raise ValueError(
-            f"run {run.run_id} is not finished ({view.progress().published} of {due} iterations), so it has no "
-            f"trained policy yet: finish it with `sf resume {uri}`"
+            f"run {run.run_id} is not finished ({view.progress().published} of {due} iterations), so it has "
+            f"no trained policy yet: finish it with `sf resume {uri}`"
         )
     if not has_weights(run.policy_dir):
         raise ValueError(
@@ -172,6 +172,8 @@ def _hub_errors(repo: str) -> Iterator[None]:
             404: f"; the owner of {repo} does not exist, or the token may not see it",
         }.get(status or 0, "")
         raise ValueError(f"the Hub refused {repo}: {_line(error)}{hint}") from None
+    except RuntimeError as error:  # of one file
+        raise ValueError(f"the upload to {repo} failed: {_line(error.__cause__ or error)}") from None
     except OSError as error:
         raise ValueError(f"the Hub cannot be reached: {_line(error)}") from None
 

@@ -26,9 +26,8 @@ from storage.files import join, read_if_there, write_atomic
 CARD = "README.md"
 PICTURE = "reward.png"
 
-_MARK = re.compile(
-    r"\n<!-- written by SeamlessFlow, and replaced as long as it is as written: ([0-9a-f]{64}) -->\n$"
-)
+_MARKED = "written by SeamlessFlow, and replaced as long as it is as written"
+_MARK = re.compile(rf"\n<!-- {_MARKED}: ([0-9a-f]{{64}}) -->\n\Z")
 
 
 def write_card(view: RunView, config: RunConfig) -> bool:
@@ -55,7 +54,7 @@ def write_card(view: RunView, config: RunConfig) -> bool:
 def sign(text: str) -> str:
     """The text with the mark by which it is known to be as it was written."""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{text}\n<!-- written by SeamlessFlow, and replaced as long as it is as written: {digest} -->\n"
+    return f"{text}\n<!-- {_MARKED}: {digest} -->\n"
 
 
 def is_ours(text: str) -> bool:
