@@ -174,11 +174,13 @@ def _hub_errors(repo: str) -> Iterator[None]:
         raise ValueError(f"the Hub refused {repo}: {_line(error)}{hint}") from None
     except RuntimeError as error:  # of one file
         raise ValueError(f"the upload to {repo} failed: {_line(error.__cause__ or error)}") from None
-    except OSError as error:
+    except ValueError:
+        raise
+    except Exception as error:  # of its HTTP client, which is another library in each of its versions
         raise ValueError(f"the Hub cannot be reached: {_line(error)}") from None
 
 
 def _line(error: BaseException) -> str:
-    """The first line of an error, without its full stop."""
+    """The first line of an error, without the mark at its end."""
     told = str(error).strip().splitlines()
-    return (told[0] if told else type(error).__name__).rstrip(". ")
+    return (told[0] if told else type(error).__name__).rstrip(".: ")

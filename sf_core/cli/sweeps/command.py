@@ -11,12 +11,15 @@ import typer
 from sf_core.cli.arguments.completion import complete_config, complete_override, complete_sweep
 from sf_core.cli.arguments.groups import App
 from sf_core.cli.terminal import console, errors, fail, print_json, report_bad_input, say_error, tell
-from sf_core.config import RunConfig, StorageConfig
+from sf_core.config import StorageConfig
 
 if TYPE_CHECKING:
     from sf_core.sweeps.sweep import OpenSweep, SweepFolder
 
 commands = App()
+
+SEEDS = 3
+"""Number of seeds if none is given."""
 
 MOST = 1000
 """Most seeds, and most runs at a time."""
@@ -43,11 +46,13 @@ def sweep(
         ),
     ] = None,
     seeds: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=1, max=MOST, help="Number of seeds per setting, from the seed of the configuration."
+            min=1,
+            max=MOST,
+            help="Number of seeds per setting, from the seed of the configuration. Default: 3.",
         ),
-    ] = 3,
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(help="Name of the sweep. By default a name of the configuration and the settings."),
@@ -86,14 +91,14 @@ def sweep(
     if show is not None:
         return _show(_find(show), as_json)
     if resume is not None:
-        for option, value in {"--set": overrides, "--name": name}.items():
+        for option, value in {"--set": overrides, "--seeds": seeds, "--name": name}.items():
             if value:
                 fail(
                     f"--resume {resume} continues the sweep as it is stored: leave {option} out, or repeat "
                     "the command that began the sweep"
                 )
         return _run(_read(_find(resume)), at_once)
-    _run(_begin(config or [], overrides or [], seeds, name), at_once)
+    _run(_begin(config or [], overrides or [], seeds or SEEDS, name), at_once)
 
 
 def _check_choice(config: list[Path] | None, resume: str | None, show: str | None) -> None:
@@ -105,25 +110,20 @@ def _check_choice(config: list[Path] | None, resume: str | None, show: str | Non
 
 
 def _begin(files: list[Path], overrides: list[str], seeds: int, name: str | None) -> OpenSweep:
+    from sf_core.cli.sweeps.launch import check_config
+    from sf_core.reports.tables import make_printable
     from sf_core.sweeps.expansion import expand
     from sf_core.sweeps.sweep import OpenSweep, SweepFolder
     from storage.files import absolute, check_writable
 
-    given = expand(files, overrides, seeds, name, _check)
+    given = expand(files, overrides, seeds, name, check_config)
     for setting in given.settings:
         if setting.fault is not None:
-            errors.print(f"{setting.label} has no runs: {setting.fault}", soft_wrap=True)
+            told = f"{setting.label} has no runs: {setting.fault}"
+            errors.print(make_printable(told), soft_wrap=True)
     folder = SweepFolder(absolute(given.root), given.name)
     check_writable(folder.root)
     return OpenSweep(folder, folder.put(given))
-
-
-def _check(config: RunConfig) -> None:
-    from sf_core.cli.runnable import check_runnable
-    from sf_core.stages.settling.first_tasks import check_held_out
-
-    check_runnable(config)
-    check_held_out(config)
 
 
 def _run(opened: OpenSweep, at_once: int | None) -> None:

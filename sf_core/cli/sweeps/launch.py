@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sf_core.cli.live import LineProgress, NewLines
+from sf_core.cli.runnable import check_runnable
 from sf_core.cli.stack.local import Services, local_stack, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import StackError, Supervisor
@@ -20,6 +21,7 @@ from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.scheduling.cluster import find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import make_plan
+from sf_core.stages.settling.first_tasks import check_held_out
 from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory
 from sf_core.surroundings import (
     CACHE_DIR,
@@ -61,10 +63,10 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
     if not left:
         console.print(f"sweep {name}: all {num_runs} runs are finished", soft_wrap=True)
         return _print(opened, console)
-    try:
-        takes = _check(opened.configs)
-    except ValueError as error:
-        raise SweepError(str(error)) from None
+    check_open_files()
+    if prefect_api_url() is None:
+        check_place(prefect_home(), *PREFECT_HOME)
+    takes = max(bytes_of_two_workers(PolicySizes.of(config)) for config in opened.configs)
     place = RunDirectory(opened.folder.uri)
     local = Path(place.local_dir)
     local.mkdir(parents=True, exist_ok=True)
@@ -91,30 +93,20 @@ def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> No
         raise SweepError(f"the flow of the sweep ended with code {code}; log: {local / 'logs'}")
 
 
-def _check(configs: list[RunConfig]) -> int:
-    """Bytes that two workers take. Raises ValueError or OSError if this machine does not allow a run."""
-    check_open_files()
-    if prefect_api_url() is None:
-        check_place(prefect_home(), *PREFECT_HOME)
-    most = 0
-    for config in configs:
-        sizes = PolicySizes.of(config)
-        takes = bytes_of_two_workers(sizes)
-        workers = find_workers(config, takes=takes)
-        if scheduler_of(config) is None:
-            make_plan(workers, config)
-            _check_here(config)
-        check_memory(sizes, workers)
-        most = max(most, takes)
-    return most
-
-
-def _check_here(config: RunConfig) -> None:
-    if config.policy.model is None:
-        check_place(cache_dir(), *CACHE_DIR)
-    if config.engine.kind == "vllm" and config.engine.vllm.url is None:
-        vllm_python()
-    check_installed(config)
+def check_config(config: RunConfig) -> None:
+    """Raises ValueError or OSError, one sentence, if a run cannot begin here."""
+    check_runnable(config)
+    check_held_out(config)
+    sizes = PolicySizes.of(config)
+    workers = find_workers(config, takes=bytes_of_two_workers(sizes))
+    if scheduler_of(config) is None:
+        make_plan(workers, config)
+        if config.policy.model is None:
+            check_place(cache_dir(), *CACHE_DIR)
+        if config.engine.kind == "vllm" and config.engine.vllm.url is None:
+            vllm_python()
+        check_installed(config)
+    check_memory(sizes, workers)
 
 
 def _hold(local: Path, name: str) -> FileLock:
