@@ -38,7 +38,7 @@ from sf_core import surroundings
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import list_connected, owner_of, scheduler_of
 from sf_core.scheduling.leases import LeaseEnd
-from sf_core.scheduling.plan import TASK_KINDS
+from sf_core.scheduling.plan import TASK_KINDS, Worker
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import own_workers
 from sf_core.waits import waiting_for
@@ -157,9 +157,9 @@ class OwnWorkers:
         self._tags: dict[str, frozenset[str]] = {}
         self._turn = itertools.count()
 
-    def choose(self, tag: str) -> str:
-        """Name of a worker with this tag, in turn. Raises ValueError if none was ever connected."""
-        connected = list_connected(dask_client()).values()
+    def choose(self, tag: str, connected: Iterable[Worker]) -> str:
+        """Name of a worker with this tag, in turn; one that is away will be back. Raises ValueError if none
+        was ever connected."""
         self._tags |= {worker.name: worker.tags for worker in connected}
         able = sorted(name for name, tags in self._tags.items() if tag in tags)
         if not able:
@@ -176,7 +176,7 @@ def submit(task: Task[..., Any], *args: Any, worker: str | None = None, **option
     would run it anywhere."""
     kind = TASK_KINDS[task.name]
     if worker is None and own_workers() is not None:
-        worker = _own_workers.choose(kind.tag)
+        worker = _own_workers.choose(kind.tag, list_connected(dask_client()).values())
     resources = dict.fromkeys([kind.tag, *([] if worker is None else [f"@{worker}"])], 1)
     run: RunRef = args[0]
     owner = run.within or owner_of(run.run_id, run.attempt)

@@ -40,8 +40,8 @@ def refuse(folder: Path, *arguments: str) -> str:
         (["run.yaml", "--json"], "--json is an option of --show: add --show NAME, or leave --json out"),
         (
             ["--resume", "first", "--seeds", "5"],
-            "--resume first continues the sweep as it is stored: leave --seeds out, or repeat the command that "
-            "began the sweep",
+            "--resume first continues the sweep as it is stored: leave --seeds out, or repeat the command "
+            "that began the sweep",
         ),
         (
             ["run.yaml", "--set", "train.iterations"],
@@ -67,8 +67,8 @@ def refuse(folder: Path, *arguments: str) -> str:
         ),
         (
             ["run.yaml", "--set", "train.learning_rate=fast,slow"],
-            "--set train.learning_rate: input should be a valid number, unable to parse string as a number, got "
-            "'fast'",
+            "--set train.learning_rate: input should be a valid number, unable to parse string as a number, "
+            "got 'fast'",
         ),
         (
             ["--show", "first"],

@@ -10,13 +10,14 @@ from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 
 from flows.evaluate import evaluate
+from flows.sweep import sweep
 from flows.train import train
 from flows.warmstart import warmstart
 from sf_core.config import RunConfig
 
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 
-flows = pytest.mark.parametrize("flow", [train, warmstart, evaluate], ids=lambda flow: flow.name)
+flows = pytest.mark.parametrize("flow", [train, warmstart, evaluate, sweep], ids=lambda flow: flow.name)
 
 
 def fields(flow: Flow[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,16 @@ import typer
 
 from sf_core.cli.arguments.completion import complete_config, complete_override, complete_sweep
 from sf_core.cli.arguments.groups import App
-from sf_core.cli.terminal import console, errors, fail, print_json, report_bad_input, say_error, tell
+from sf_core.cli.terminal import (
+    console,
+    errors,
+    fail,
+    interrupt,
+    print_json,
+    report_bad_input,
+    say_error,
+    tell,
+)
 from sf_core.config import StorageConfig
 
 if TYPE_CHECKING:
@@ -129,6 +139,7 @@ def _begin(files: list[Path], overrides: list[str], seeds: int, name: str | None
 def _run(opened: OpenSweep, at_once: int | None) -> None:
     from sf_core.cli.sweeps.launch import SweepError, launch_sweep
 
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         launch_sweep(opened, at_once, console)
     except SweepError as error:

@@ -140,7 +140,9 @@ def _run(
     config = opened.configs[0]
     dataplane = config.dataplane.url or dataplane_url()
     progress = LineProgress(console)
-    progress.note("starting what the sweep needs: Prefect, Dask and the data plane")
+    given = {"Prefect": prefect_api_url(), "Dask": scheduler_of(config), "the data plane": dataplane}
+    if started := [name for name, address in given.items() if address is None]:
+        progress.note(f"starting {', '.join(started)}")
     ready = start_services(
         stack,
         local,
