@@ -55,8 +55,10 @@ class SweepRow:
     label: str
     points: Mapping[str, Sequence[float]]
     """Values of the runs, by the figure."""
-    intervals: Mapping[str, tuple[float, float | None]]
-    """Mean and half of its 95 % interval, by the figure."""
+    means: Mapping[str, float]
+    """Means over the runs, by the figure."""
+    intervals: Mapping[str, tuple[float, float]]
+    """95 % intervals of the means, by the figure, as far as there are any."""
 
 
 def draw_sweep(name: str, rows: Sequence[SweepRow], before: float | None) -> bytes:
@@ -72,8 +74,10 @@ def draw_sweep(name: str, rows: Sequence[SweepRow], before: float | None) -> byt
             # above the interval, whose mean would hide them
             place.plot(seeds, [at - 0.16] * len(seeds), "o", mfc="none", mec=SEED, markersize=6, zorder=2)
             if key in row.intervals:
-                mean, half = row.intervals[key]
-                _draw_interval(place, at, mean, half, bound=None if key == "reward" else 0.0)
+                place.plot(row.intervals[key], [at, at], "-", color=INK, linewidth=2, zorder=3)
+                place.plot(row.intervals[key], [at, at], "|", color=INK, markersize=11, mew=2, zorder=3)
+            if key in row.means:
+                place.plot([row.means[key]], [at], "D", color=INK, markersize=6, zorder=4)
         if key == "reward" and before is not None:
             place.axvline(before, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         if key == "tokens":
@@ -86,14 +90,6 @@ def draw_sweep(name: str, rows: Sequence[SweepRow], before: float | None) -> byt
     figure.suptitle(f"Sweep {name}: mean and 95 % interval (Student's t over seeds)", color=INK, fontsize=11)
     _sweep_legend(figure, before)
     return _png(figure)
-
-
-def _draw_interval(axes: Any, at: int, mean: float, half: float | None, bound: float | None) -> None:
-    if half is not None:
-        low = mean - half if bound is None else max(bound, mean - half)
-        axes.plot([low, mean + half], [at, at], "-", color=INK, linewidth=2, zorder=3)
-        axes.plot([low, mean + half], [at, at], "|", color=INK, markersize=11, mew=2, zorder=3)
-    axes.plot([mean], [at], "D", color=INK, markersize=6, zorder=4)
 
 
 def _shortened(value: float, _: object) -> str:

@@ -31,6 +31,10 @@ class Mean:
             half = t_quantile(len(values) - 1) * error
         return cls(statistics.fmean(values), half, len(values))
 
+    def interval(self, least: float = -math.inf) -> tuple[float, float] | None:
+        """The 95 % interval; `least` is the smallest value that there can be."""
+        return None if self.half is None else (max(least, self.value - self.half), self.value + self.half)
+
 
 @cache
 def t_quantile(degrees: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +18,9 @@ HEADINGS = ("setting", "seeds", "held-out reward", "tokens sampled", "seconds")
 
 FIGURES = ("reward", "tokens", "seconds")
 """Figures of runs that a table has the means of, in the order of its columns."""
+
+LEAST = {"tokens": 0.0, "seconds": 0.0}
+"""Smallest values that figures can have. Of rewards none is known."""
 
 LEGEND = (
     "Mean ± half the 95 % interval of the mean, by Student's t over the seeds whose runs are finished. One "
@@ -84,19 +88,21 @@ def _run_data(run: RunResult) -> dict[str, Any]:
 
 def draw(opened: OpenSweep, results: Sequence[SettingResult]) -> bytes:
     """The picture of a sweep, as PNG."""
-    rows = [SweepRow(_shorten(r.setting.values), _points(r), _intervals(r)) for r in results if r.runs]
+    rows = [_row(result) for result in results if result.runs]
     befores = [before for result in results for before in result.values("before")]
     before = sum(befores) / len(befores) if befores else None
     return draw_sweep(opened.sweep.name, rows, before)
 
 
-def _points(result: SettingResult) -> dict[str, list[float]]:
-    return {figure: result.values(figure) for figure in FIGURES}
-
-
-def _intervals(result: SettingResult) -> dict[str, tuple[float, float | None]]:
-    means = {figure: result.mean(figure) for figure in FIGURES}
-    return {figure: (mean.value, mean.half) for figure, mean in means.items() if mean is not None}
+def _row(result: SettingResult) -> SweepRow:
+    means = {figure: mean for figure in FIGURES if (mean := result.mean(figure)) is not None}
+    found = {figure: mean.interval(LEAST.get(figure, -math.inf)) for figure, mean in means.items()}
+    return SweepRow(
+        _shorten(result.setting.values),
+        points={figure: result.values(figure) for figure in FIGURES},
+        means={figure: mean.value for figure, mean in means.items()},
+        intervals={figure: interval for figure, interval in found.items() if interval is not None},
+    )
 
 
 def _shorten(values: Mapping[str, str]) -> str:

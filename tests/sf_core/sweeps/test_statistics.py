@@ -39,6 +39,12 @@ def test_one_run_has_no_interval_and_none_has_no_mean() -> None:
     assert Mean.over([]) is None
 
 
+def test_an_interval_ends_where_values_do() -> None:
+    assert Mean(2.0, 5.0, 3).interval(least=0.0) == (0.0, 7.0)
+    assert Mean(2.0, 5.0, 3).interval() == (-3.0, 7.0)
+    assert Mean(2.0, None, 1).interval() is None
+
+
 def test_95_of_100_intervals_of_three_draws_hold_the_true_mean() -> None:
     draws = np.random.default_rng(3).normal(7.0, 2.0, (2000, 3)).tolist()
     means = [mean for values in draws if (mean := Mean.over(values)) is not None]
