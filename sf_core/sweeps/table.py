@@ -118,18 +118,25 @@ def to_markdown(opened: OpenSweep, results: Sequence[SettingResult], going_on: S
     so the picture is in the text."""
     rows = [[f"`{row[0].replace('`', '')}`", *row[1:]] for row in map(setting_row, results)]
     faults = [fault for fault in list_faults(results) if fault.partition(":")[0] not in going_on]
-    picture = base64.b64encode(draw(opened, results)).decode()
     parts = [
         f"# Sweep {opened.sweep.name}",
         f"{describe_states(results)}."
         + (f" Running now: {', '.join(map(escape, going_on))}." if going_on else ""),
         _table(rows),
         LEGEND,
-        f"![mean and 95 % interval per setting](data:image/png;base64,{picture})",
+        *_picture(opened, results),
         *(["## What is missing", "\n".join(f"- {escape(fault)}" for fault in faults)] if faults else []),
         f"Runs are in `{opened.folder.root}`. `sf sweep --show {opened.sweep.name}` prints this table.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _picture(opened: OpenSweep, results: Sequence[SettingResult]) -> list[str]:
+    """The picture, as soon as there is a run to draw."""
+    if not any(result.finished for result in results):
+        return []
+    picture = base64.b64encode(draw(opened, results)).decode()
+    return [f"![mean and 95 % interval per setting](data:image/png;base64,{picture})"]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -69,7 +69,7 @@ def test_a_card_tells_base_licence_evaluation_settings_and_commit(empty_run: Run
     assert "on 3 held-out tasks of `tests.e2e.echo_package:tasks`, with one answer each" in text
     assert "| before (version 0) | 0.500 | " in text and "| after (version 2) | 0.750 | " in text
     assert "| difference | +0.250 | -0.250 to +1.000 | |" in text
-    assert "1 tasks earned more after training, 1 less, 1 the same." in text
+    assert "Tasks that earned more after training: 1; less: 1; the same: 1. Solved: " in text
     assert "| version | 0 | 2 |" in text and f"![reward by iteration]({PICTURE})" in text
     assert Path(empty_run.policy_dir, PICTURE).read_bytes().startswith(b"\x89PNG")
     head_commit = subprocess.run(
