@@ -149,8 +149,8 @@ def _evaluation(config: RunConfig, comparison: Comparison | None) -> str:
         f"Measured on {comparison.tasks} held-out tasks of {_tasks(config)}, with {answers} each; no session "
         "of a held-out task is trained on.\n\n" + "\n".join(rows) + "\n\n"
         f"Tasks that earned more after training: {comparison.won}; less: {comparison.lost}; the same: "
-        f"{same}. Solved: answers with a reward of at least 1. The intervals are from a bootstrap over the tasks. "
-        "They do not cover how runs with other seeds differ."
+        f"{same}. Solved: answers with a reward of at least 1. The intervals are from a bootstrap over the "
+        "tasks. They do not cover how runs with other seeds differ."
     )
 
 
