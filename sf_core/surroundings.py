@@ -59,6 +59,18 @@ def scheduler_address() -> str | None:
     return os.environ.get("SF_SCHEDULER") or None
 
 
+def hub_endpoint() -> str | None:
+    """URL of the Hugging Face Hub (HF_ENDPOINT), if it is not the public one."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def own_workers() -> frozenset[str] | None:
+    """Names of the workers of a Dask scheduler that a run may use (SF_WORKERS, separated by commas), as the
+    others belong to other runs; None: it may use all."""
+    names = frozenset(name.strip() for name in os.environ.get("SF_WORKERS", "").split(",") if name.strip())
+    return names or None
+
+
 def prefect_api_url() -> str | None:
     """URL of the Prefect API that the user chose (PREFECT_API_URL), if any."""
     return os.environ.get("PREFECT_API_URL") or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -35,10 +36,11 @@ from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core import surroundings
 from sf_core.config import RunConfig
-from sf_core.scheduling.cluster import owner_of, scheduler_of
+from sf_core.scheduling.cluster import list_connected, owner_of, scheduler_of
 from sf_core.scheduling.leases import LeaseEnd
-from sf_core.scheduling.plan import TASK_KINDS
+from sf_core.scheduling.plan import TASK_KINDS, Worker
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.surroundings import own_workers
 from sf_core.waits import waiting_for
 
 R = TypeVar("R")
@@ -148,11 +150,33 @@ def dask_client() -> PrefectDaskClient:
     return context.task_runner.client
 
 
+class OwnWorkers:
+    """The workers of a run that shares a scheduler with other runs, as far as they were ever connected."""
+
+    def __init__(self) -> None:
+        self._tags: dict[str, frozenset[str]] = {}
+        self._turn = itertools.count()
+
+    def choose(self, tag: str, connected: Iterable[Worker]) -> str:
+        """Name of a worker with this tag, in turn; one that is away will be back. Raises ValueError if none
+        was ever connected."""
+        self._tags |= {worker.name: worker.tags for worker in connected}
+        able = sorted(name for name, tags in self._tags.items() if tag in tags)
+        if not able:
+            raise ValueError(f"none of the workers that SF_WORKERS names has the tag {tag!r}")
+        return able[next(self._turn) % len(able)]
+
+
+_own_workers = OwnWorkers()
+
+
 def submit(task: Task[..., Any], *args: Any, worker: str | None = None, **options: Any) -> TaskFuture:
     """Submit a task to the workers that carry the tag of its kind, or to the named one of them. Its first
     argument is the run. Raises KeyError for a task that sf_core.scheduling.plan does not know, because Dask
     would run it anywhere."""
     kind = TASK_KINDS[task.name]
+    if worker is None and own_workers() is not None:
+        worker = _own_workers.choose(kind.tag, list_connected(dask_client()).values())
     resources = dict.fromkeys([kind.tag, *([] if worker is None else [f"@{worker}"])], 1)
     run: RunRef = args[0]
     owner = run.within or owner_of(run.run_id, run.attempt)

@@ -45,6 +45,9 @@ def hand_over(client: SyncPrefectClient, runs: Iterable[UUID]) -> list[str]:
     lines = []
     for run in map(client.read_flow_run, runs):
         assert run.state
+        if run.parent_task_run_id is not None:
+            # its parent starts another one instead (tasks/children.py)
+            continue
         if run.state.type in CLAIMS or run.state.is_crashed():
             lines.append(_move(client, run, _once_ended(run)))
         else:

@@ -22,9 +22,11 @@ from sf_core.cli.arguments.groups import App, Commands
 from sf_core.cli.arguments.proxies import STARTING, check_proxies
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
+from sf_core.cli.push import commands as push_commands
 from sf_core.cli.runs import AsJson, RunDir
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.serving.command import commands as serve_commands
+from sf_core.cli.sweeps.command import commands as sweep_commands
 from sf_core.cli.terminal import (
     console,
     errors,
@@ -36,7 +38,6 @@ from sf_core.cli.terminal import (
 )
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
-from sf_core.config.programs import Command
 from sf_core.config.yaml_file import builtin_configs, load_config, override_config
 from sf_core.surroundings import STACK_FOLDER
 
@@ -50,6 +51,8 @@ app.add_typer(serve_commands)
 app.add_typer(host_commands)
 app.add_typer(data_commands)
 app.add_typer(model_commands)
+app.add_typer(push_commands)
+app.add_typer(sweep_commands)
 
 NAMES = f"the name of a built-in configuration: {', '.join(builtin_configs())}"
 ConfigFile = Annotated[
@@ -329,30 +332,10 @@ def _read_stored(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
     """The configuration, after its environment, Python references, command and model folder were checked."""
-    from sf_core.environments.registry import (
-        agent_of,
-        check_host,
-        environment_of,
-        group_reward_of,
-        prepare_of,
-        reward_of,
-        tasks_of,
-    )
-    from sf_core.import_path import import_from
-    from sf_core.scheduling.cluster import scheduler_of
-    from sf_core.stages.settling.start_folder import check_start
+    from sf_core.cli.runnable import check_runnable
 
-    import_from([os.getcwd()])
     try:
-        for checked in (environment_of, tasks_of, reward_of, group_reward_of, prepare_of):
-            checked(config.environment)
-        # a program and a sandbox need not be here if the workers are elsewhere
-        workers_are_here = scheduler_of(config) is None
-        if workers_are_here or not isinstance(config.environment.agent, Command):
-            agent_of(config.environment)
-        if workers_are_here:
-            check_host(config.environment)
-        check_start(config)
+        check_runnable(config)
     except (ValueError, OSError) as error:
         _fail(f"{source}: {error}")
     return config

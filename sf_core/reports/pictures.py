@@ -1,10 +1,12 @@
-"""Pictures of a run, as PNG: reward curve with device activity below it, timeline of the last iterations."""
+"""Pictures, as PNG: a run's reward curve with device activity below it, the timeline of its last iterations,
+and the settings of a sweep beside each other."""
 
 from __future__ import annotations
 
 import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sf_core.scheduling.figures import by_worker
@@ -13,6 +15,7 @@ from sf_core.scheduling.timeline import Span, idle_fraction
 COLOURS = {"rollout": "#4c9f70", "train": "#d1495b"}
 MOVING = "#e9b44c"
 INK = "#2e4057"
+SEED = "#8a5a00"
 GROUND = "#f3f1ec"
 """Colour of idle time, in which no tag holds the device."""
 
@@ -43,6 +46,71 @@ def draw_run(
     lanes.set(yticklabels=workers)
     _legend(figure)
     return _png(figure)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """A setting of a sweep in its picture."""
+
+    label: str
+    points: Mapping[str, Sequence[float]]
+    """Values of the runs, by the figure."""
+    means: Mapping[str, float]
+    """Means over the runs, by the figure."""
+    intervals: Mapping[str, tuple[float, float]]
+    """95 % intervals of the means, by the figure, as far as there are any."""
+
+
+def draw_sweep(name: str, rows: Sequence[SweepRow], before: float | None) -> bytes:
+    """PNG of a sweep: a row per setting, with its seeds, their mean and the 95 % interval, beside each other
+    for reward, tokens and seconds. before: held-out reward before training. Shapes tell what colours would.
+    """
+    panels = {"reward": "held-out reward", "tokens": "tokens sampled", "seconds": "seconds"}
+    lines = sum(1 + row.label.count("\n") for row in rows)
+    figure, axes = _plots(1, 3, figsize=(11, 1.9 + 0.34 * lines + 0.2 * len(rows)), sharey=True)
+    for place, (key, title) in zip(axes, panels.items(), strict=True):
+        for at, row in enumerate(rows):
+            seeds = row.points.get(key, ())
+            # above the interval, whose mean would hide them
+            place.plot(seeds, [at - 0.16] * len(seeds), "o", mfc="none", mec=SEED, markersize=6, zorder=2)
+            if key in row.intervals:
+                place.plot(row.intervals[key], [at, at], "-", color=INK, linewidth=2, zorder=3)
+                place.plot(row.intervals[key], [at, at], "|", color=INK, markersize=11, mew=2, zorder=3)
+            if key in row.means:
+                place.plot([row.means[key]], [at], "D", color=INK, markersize=6, zorder=4)
+        if key == "reward" and before is not None:
+            place.axvline(before, color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+        if key == "tokens":
+            place.xaxis.set_major_formatter(_shortened)
+        place.set(xlabel=title, ylim=(len(rows) - 0.4, -0.6))
+        place.grid(axis="x", alpha=0.25)
+        place.spines[["top", "right", "left"]].set_visible(False)
+        place.tick_params(axis="y", length=0)
+    axes[0].set(yticks=range(len(rows)), yticklabels=[row.label for row in rows])
+    figure.suptitle(f"Sweep {name}: mean and 95 % interval (Student's t over seeds)", color=INK, fontsize=11)
+    _sweep_legend(figure, before)
+    return _png(figure)
+
+
+def _shortened(value: float, _: object) -> str:
+    """A number of tokens at a tick."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def _sweep_legend(figure: Any, before: float | None) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], marker="o", mfc="none", mec=SEED, linestyle="", label="one seed"),
+        Line2D([], [], marker="D", color=INK, linestyle="", label="mean"),
+        Line2D([], [], marker="|", color=INK, linewidth=2, mew=2, markersize=11, label="95 % interval"),
+    ]
+    if before is not None:
+        handles.append(Line2D([], [], color=INK, linewidth=1, ls=(0, (2, 2)), label="before training"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
 def draw_timeline(

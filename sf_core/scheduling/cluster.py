@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import find_device
 from sf_core.scheduling.plan import Plan, Worker, duty_of, local_workers, make_plan, worker_of
 from sf_core.scheduling.tls import require_certificates
-from sf_core.surroundings import count_gpus, gpu_memory, scheduler_address
+from sf_core.surroundings import count_gpus, gpu_memory, own_workers, scheduler_address
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,12 @@ POLL_S = 0.2
 def read_workers(scheduler: str) -> list[Worker]:
     """Workers connected to a scheduler. Raises ValueError if it does not answer, or a worker is not ours."""
     return [worker_of(info) for info in _ask(scheduler)["workers"].values()]
+
+
+def select_own(workers: Iterable[Worker]) -> list[Worker]:
+    """Those that the runs of this process may use."""
+    names = own_workers()
+    return [worker for worker in workers if names is None or worker.name in names]
 
 
 def _ask(scheduler: str) -> dict[str, Any]:
@@ -78,11 +84,12 @@ def list_connected(client: Client) -> dict[str, Worker]:
 
 def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
     """Our workers by address, of all that Dask reports. A worker that was not started for us is skipped, or
-    its joining would end the run."""
+    its joining would end the run; so is one that belongs to other runs."""
     found = {}
     for address, info in infos.items():
         with suppress(ValueError):
-            found[address] = worker_of(info)
+            for worker in select_own([worker_of(info)]):
+                found[address] = worker
     return found
 
 
@@ -155,7 +162,7 @@ def find_workers(config: RunConfig, scheduler: str | None = None, takes: int = 0
     """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). `takes`: as that
     of `workers_here`. Raises ValueError if the scheduler cannot be reached."""
     if address := scheduler or scheduler_of(config):
-        return read_workers(address)
+        return select_own(read_workers(address))
     return [
         Worker(
             name,
@@ -188,7 +195,7 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
     while True:
         found = _ask(scheduler)
         try:
-            plan = make_plan([worker_of(info) for info in found["workers"].values()], config)
+            plan = make_plan(select_own(map(worker_of, found["workers"].values())), config)
         except ValueError as error:
             fault, left_s = error, JOIN_S - max(0.0, time.time() - found["started"])
             hope = "the Dask scheduler has just started: waiting for workers"

@@ -6,19 +6,22 @@ from typing import Any
 
 from sf_core.models.adapter import merge_folders
 from sf_core.models.language import load_whole
+from sf_core.reports.card.card import CARD, write_card
 from sf_core.reports.export.tensorboard import write_events
+from sf_core.reports.log_lines import tell
 from sf_core.reports.series import record_devices
 from sf_core.reports.summary import summarise
 from sf_core.reports.timeline import write_timelines
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.registry import trainer_kind
-from storage.files import copy_folder
+from storage.files import copy_folder, join
 from storage.tensors.weights import WEIGHT_FILES, save_weights
 
 
 def finish(ref: RunRef) -> dict[str, Any]:
-    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture.
+    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture, and
+    the model card.
     Raises ValueError if a later attempt has begun."""
     run = OpenRun(ref)
     run.directory.refuse_superseded(ref.attempt, "end the run")
@@ -27,7 +30,10 @@ def finish(ref: RunRef) -> dict[str, Any]:
     record_devices(view, run.config.train.iterations - 1, is_over=True)
     write_events(run.directory, run.config.train.iterations - 1)
     write_timelines(view)
-    return summarise(view, run.config)
+    summary = summarise(view, run.config)
+    if trainer_kind(run.config).computes_weights and not write_card(view, run.config):
+        tell(f"{join(run.directory.policy_dir, CARD)} was edited and stays as it is")
+    return summary
 
 
 def export_policy(run: OpenRun) -> None:
@@ -38,7 +44,7 @@ def export_policy(run: OpenRun) -> None:
         return
     version = run.resume_point().version
     folder, dtype = run.directory.policy_dir, run.config.policy.dtype_name
-    copy_folder(run.directory.start_dir, folder, exclude=WEIGHT_FILES)
+    copy_folder(run.directory.start_dir, folder, exclude=(*WEIGHT_FILES, CARD))
     newest = run.weights(version).uri
     if run.config.train.lora is None:
         weights = load_whole(run.directory.start_dir, newest)

@@ -13,6 +13,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
 from flows.evaluate import evaluate
+from flows.sweep import sweep
 from flows.train import train
 from flows.warmstart import warmstart
 from sf_core.config import RunConfig
@@ -22,7 +23,7 @@ from tests.e2e.quickstart import ROOT
 
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 
-flows = pytest.mark.parametrize("flow", [train, warmstart, evaluate], ids=lambda flow: flow.name)
+flows = pytest.mark.parametrize("flow", [train, warmstart, evaluate, sweep], ids=lambda flow: flow.name)
 
 
 @cache

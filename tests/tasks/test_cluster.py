@@ -5,7 +5,8 @@ import pytest
 from distributed.client import FutureCancelledError
 from prefect.futures import PrefectConcurrentFuture
 
-from tasks.cluster import SchedulerLostError, crash_without_scheduler, result_of
+from sf_core.scheduling.plan import Worker
+from tasks.cluster import OwnWorkers, SchedulerLostError, crash_without_scheduler, result_of
 
 
 def submitted(future: Future[int]) -> PrefectConcurrentFuture[int]:
@@ -39,3 +40,13 @@ def test_a_run_whose_scheduler_died_crashes_and_says_so() -> None:
 def test_a_task_that_was_given_up_is_no_dead_scheduler() -> None:
     with pytest.raises(FutureCancelledError), crash_without_scheduler():
         raise FutureCancelledError("lease-1", None)
+
+
+def test_the_tasks_of_a_run_beside_others_take_turns_on_its_own_workers() -> None:
+    own = OwnWorkers()
+    connected = [Worker(name, frozenset({name[0]})) for name in ("c1", "r0", "c0")]
+    assert [own.choose("c", connected) for _ in range(3)] == ["c0", "c1", "c0"]
+    # a worker that is being restarted is waited for, or the task would go to a worker of another run
+    assert own.choose("r", []) == "r0"
+    with pytest.raises(ValueError, match="none of the workers that SF_WORKERS names has the tag 't'"):
+        own.choose("t", connected)

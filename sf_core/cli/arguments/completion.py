@@ -37,6 +37,13 @@ def complete_run(incomplete: str) -> list[str]:
     return sorted(name for name in runs if name.startswith(incomplete))
 
 
+def complete_sweep(incomplete: str) -> list[str]:
+    """Sweeps in the default of `storage.root`."""
+    return sorted(
+        name for name in _names(os.path.join(StorageConfig().root, "sweeps")) if name.startswith(incomplete)
+    )
+
+
 def _names(folder: str) -> Iterator[str]:
     try:
         yield from (path.name for path in Path(folder).iterdir())

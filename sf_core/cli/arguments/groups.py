@@ -11,8 +11,8 @@ from sf_core.settings import did_you_mean
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Prepare a run": ("init", "model", "settings", "plan", "try"),
-    "Train and measure": ("train", "resume", "evaluate"),
-    "Use what runs have made": ("ls", "inspect", "report", "export", "serve", "replay", "gc"),
+    "Train and measure": ("train", "resume", "sweep", "evaluate"),
+    "Use what runs have made": ("ls", "inspect", "report", "export", "serve", "push", "replay", "gc"),
     "Host a stack or a cluster": (
         *("up", "down", "setup-server"),
         *("server", "scheduler", "dataplane", "worker", "key"),
@@ -25,6 +25,7 @@ _WORDS = {
     **dict.fromkeys(("journal_dir", "record", "folder", "root"), "FOLDER"),
     **dict.fromkeys(("host", "scheduler"), "ADDRESS"),
     **dict.fromkeys(("run", "runs", "where"), "RUN"),
+    **dict.fromkeys(("show", "resume"), "NAME"),
     **{"endpoint": "URL", "to": "FORMAT", "overrides": "KEY=VALUE", "device_kind": "KIND"},
 }
 """Words for the values of some parameters; those of others are the names themselves."""

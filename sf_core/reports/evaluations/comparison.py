@@ -11,7 +11,7 @@ import orjson
 
 from sf_core.config import RunConfig
 from sf_core.reports.evaluations.answers import SHOWN, Answers, GivenAnswer, answers_of, choose_examples
-from sf_core.reports.view import open_run
+from sf_core.reports.view import RunView, open_run
 from storage import files
 from storage.run_directory import RunDirectory
 
@@ -60,7 +60,19 @@ class Comparison:
 def compare(after: str, before: str | None, changed: Sequence[str]) -> Comparison:
     """Compare measurements of the same tasks, given by their run directories. Raises ValueError with one
     sentence if one of them is not done or a file is missing or broken."""
-    new = _open(after)
+    return _compare(_open(after), None if before is None else _open(before), changed)
+
+
+def compare_versions(view: RunView, before: int, after: int) -> Comparison | None:
+    """Compare two versions of a run by the run's own evaluations; None unless both have answers."""
+    config = view.run.read_config(RunConfig)
+    sides = [_Side(version, config, answers_of(view, version)) for version in (before, after)]
+    if not all(side.answers for side in sides):
+        return None
+    return _compare(sides[1], sides[0], ())
+
+
+def _compare(new: _Side, old: _Side | None, changed: Sequence[str]) -> Comparison:
     alone = Comparison(
         environment=new.config.environment.name,
         changed=list(changed),
@@ -69,11 +81,10 @@ def compare(after: str, before: str | None, changed: Sequence[str]) -> Compariso
         after=new.measure(),
         examples=[(None, own[0]) for own in list(new.answers.values())[:SHOWN]],
     )
-    if before is None:
+    if old is None:
         return alone
-    old = _open(before)
     if not new.answers.keys() & old.answers.keys():
-        raise ValueError(f"{before} and {after} have no answered task in common")
+        raise ValueError(f"versions {old.version} and {new.version} have no answered task in common")
     # of a task that one of them did not answer, that one has what a failed session is worth
     tasks = [*new.answers, *(task for task in old.answers if task not in new.answers)]
     unknown = [0.0] * (alone.tasks - len(tasks))
@@ -94,7 +105,7 @@ def compare(after: str, before: str | None, changed: Sequence[str]) -> Compariso
 class _Side:
     """The answers of a version. Sessions that failed before they had any have none."""
 
-    uri: str
+    version: int
     config: RunConfig
     answers: Answers
 
@@ -120,14 +131,14 @@ class _Side:
             k: float(np.mean([pass_at(min(k, len(own)), len(own), _count_solved(own)) for own in rewards]))
             for k in sorted({1, evaluate.answers})
         }
-        return Measured(version_of(self.uri), float(means.mean()), bootstrap(means), solved)
+        return Measured(self.version, float(means.mean()), bootstrap(means), solved)
 
 
 def _open(uri: str) -> _Side:
     view = open_run(uri)
     if not (found := answers_of(view, 0)):
         raise ValueError(f"{view.run.uri}: the evaluation is not done, or no session gave an answer")
-    return _Side(uri, view.run.read_config(RunConfig), found)
+    return _Side(version_of(uri), view.run.read_config(RunConfig), found)
 
 
 def _count_solved(rewards: Sequence[float]) -> int:

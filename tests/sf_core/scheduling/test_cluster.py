@@ -89,3 +89,9 @@ def test_a_second_run_is_refused_by_a_first_that_does_not_end_and_the_first_goes
         app, ["plan", str(ROOT / "configs" / "quickstart.yaml"), "--scheduler", scheduler]
     )
     assert "worker a1 is held by run first; a run that starts now" in " ".join(said.output.split())
+
+    # beside it, on workers that are its own, the second run begins
+    monkeypatch.setenv("SF_WORKERS", "t0, a0")
+    beside = cluster.await_plan(scheduler, RunConfig(run_id="second"))
+    assert (beside.trainers, beside.agent) == (("t0",), ("a0",))
+    assert sorted(worker.name for worker in cluster.list_connected(tagged_client).values()) == ["a0", "t0"]

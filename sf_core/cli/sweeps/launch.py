@@ -1,0 +1,210 @@
+"""Runs a sweep from the terminal: one stack for all of its runs, the flow, and what the flow tells."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from sf_core.cli.live import LineProgress, NewLines
+from sf_core.cli.runnable import check_runnable
+from sf_core.cli.stack.local import Services, local_stack, start_services
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisor import StackError, Supervisor
+from sf_core.cli.sweeps.show import print_sweep
+from sf_core.config import RunConfig
+from sf_core.engines.registry import engine_kind
+from sf_core.import_path import python_module
+from sf_core.scheduling.cluster import find_workers, scheduler_of, workers_here
+from sf_core.scheduling.plan import make_plan
+from sf_core.stages.settling.first_tasks import check_held_out
+from sf_core.stages.settling.sizes import PolicySizes, bytes_of_two_workers, check_memory
+from sf_core.surroundings import (
+    CACHE_DIR,
+    PREFECT_HOME,
+    cache_dir,
+    check_open_files,
+    check_place,
+    count_gpus,
+    dataplane_url,
+    prefect_api_url,
+    prefect_home,
+    vllm_python,
+)
+from sf_core.sweeps.request import SweepRequest
+from sf_core.sweeps.results import count_states, describe_states, read_results, unfinished
+from sf_core.sweeps.shares import copy_workers
+from sf_core.sweeps.sweep import OpenSweep
+from sf_core.training.registry import check_installed, trainer_kind
+from storage import locks
+from storage.errors import StorageError
+from storage.locks import FileLock
+from storage.run_directory import RunDirectory
+
+LOOK_S = 0.4
+
+FREED_S = 30.0
+"""Time for the runs to free the workers of a cluster that stays before they are killed."""
+
+
+class SweepError(RuntimeError):
+    """The sweep is not finished; the message says why, and how to continue it."""
+
+
+def launch_sweep(opened: OpenSweep, at_once: int | None, console: Console) -> None:
+    """Run what is left of the sweep, and print its table. In any case, every process started here has ended
+    afterwards."""
+    name, left = opened.sweep.name, unfinished(opened)
+    num_runs = len(opened.sweep.runs)
+    if not left:
+        console.print(f"sweep {name}: all {num_runs} runs are finished", soft_wrap=True)
+        return _print(opened, console)
+    check_open_files()
+    if prefect_api_url() is None:
+        check_place(prefect_home(), *PREFECT_HOME)
+    takes = max(bytes_of_two_workers(PolicySizes.of(config)) for config in opened.configs)
+    place = RunDirectory(opened.folder.uri)
+    local = Path(place.local_dir)
+    local.mkdir(parents=True, exist_ok=True)
+    lock = _hold(local, name)
+    done = f", {num_runs - len(left)} of them finished" if len(left) < num_runs else ""
+    console.print(f"sweep {name} in {opened.folder.uri}: {num_runs} runs{done}", soft_wrap=True)
+    first = opened.configs[0]
+    with lock, ExitStack() as ended, local_stack(local / "logs", _environment(opened.configs)) as stack:
+        if scheduler_of(first) is not None:
+            stack.stop_s = FREED_S
+        try:
+            code = _run(opened, at_once, takes, stack, ended, local, console)
+        except StackError as error:
+            raise SweepError(str(error)) from None
+        except KeyboardInterrupt:
+            console.print(f"stopped; {_how_to_go_on(opened)}", soft_wrap=True)
+            raise
+    _print(opened, console)
+    results = read_results(opened)
+    if count_states(results)["finished"] < num_runs:
+        log = local / "logs" / "flow-sweep.log"
+        raise SweepError(f"{describe_states(results)}; {_how_to_go_on(opened)}; log: {log}")
+    if code:
+        raise SweepError(f"the flow of the sweep ended with code {code}; log: {local / 'logs'}")
+
+
+def check_config(config: RunConfig) -> None:
+    """Raises ValueError or OSError, one sentence, if a run cannot begin here."""
+    check_runnable(config)
+    check_held_out(config)
+    sizes = PolicySizes.of(config)
+    workers = find_workers(config, takes=bytes_of_two_workers(sizes))
+    if scheduler_of(config) is None:
+        make_plan(workers, config)
+        if config.policy.model is None:
+            check_place(cache_dir(), *CACHE_DIR)
+        if config.engine.kind == "vllm" and config.engine.vllm.url is None:
+            vllm_python()
+        check_installed(config)
+    check_memory(sizes, workers)
+
+
+def _hold(local: Path, name: str) -> FileLock:
+    try:
+        lock = FileLock(local / "command.lock")
+    except locks.HeldError as error:
+        holder = ", ".join(filter(None, ["another command", locks.describe(error.facts)]))
+        raise SweepError(
+            f"sweep {name} is in use by {holder}: wait until that command ends, or stop that command with "
+            "Ctrl-C, and run this command again; to begin another sweep, add --name NAME"
+        ) from None
+    lock.tell()
+    return lock
+
+
+def _environment(configs: list[RunConfig]) -> dict[str, str]:
+    computes = any(engine_kind(c).needs_torch or trainer_kind(c).computes_weights for c in configs)
+    return {} if computes else {"SF_EMULATED": "1"}
+
+
+def _run(
+    opened: OpenSweep,
+    at_once: int | None,
+    takes: int,
+    stack: Supervisor,
+    ended: ExitStack,
+    local: Path,
+    console: Console,
+) -> int:
+    """Start the services and the flow, and wait for its end; returns its exit code."""
+    config = opened.configs[0]
+    dataplane = config.dataplane.url or dataplane_url()
+    progress = LineProgress(console)
+    given = {"Prefect": prefect_api_url(), "Dask": scheduler_of(config), "the data plane": dataplane}
+    if started := [name for name, address in given.items() if address is None]:
+        progress.note(f"starting {', '.join(started)}")
+    ready = start_services(
+        stack,
+        local,
+        copy_workers(
+            workers_here(config, takes),
+            count_gpus(),
+            at_once,
+            may_move=all(worker.device is None for worker in config.cluster.workers.values()),
+        ),
+        api=prefect_api_url(),
+        scheduler=scheduler_of(config),
+        dataplane=dataplane,
+    )
+    services = ready()
+    if dataplane is None:
+        ended.callback(_note_end, opened, services.dataplane)
+    progress.note(f"watch it at {services.api.removesuffix('/api')}")
+    return _run_flow(opened, at_once, stack, services, progress.hear)
+
+
+def _run_flow(
+    opened: OpenSweep,
+    at_once: int | None,
+    stack: Supervisor,
+    services: Services,
+    hear: Callable[[str], None],
+) -> int:
+    request = SweepRequest(
+        config=None, name=opened.sweep.name, root=opened.folder.root, at_once=at_once
+    ).model_dump_json()
+    command = python_module("flows.sweep", request)
+    logged = NewLines(stack.logs / "flow-sweep.log")
+    [process] = stack.start(Part("flow-sweep", command, services.addresses, once=True))
+    try:
+        while True:
+            # before reading the log, so that its last lines are read too
+            code = process.code()
+            for line in logged.read():
+                hear(line)
+            if code is not None:
+                return code
+            time.sleep(LOOK_S)
+    finally:
+        # first: the flow would report the loss of everything else as errors
+        stack.remove(process)
+
+
+def _note_end(opened: OpenSweep, dataplane: str) -> None:
+    """Record that the data plane has ended, so that nothing waits for its restart."""
+    for run in opened.sweep.runs:
+        directory = opened.directory(run)
+        with suppress(ValueError, StorageError):
+            if directory.exists():
+                directory.end_attempt(dataplane, socket.gethostname())
+
+
+def _how_to_go_on(opened: OpenSweep) -> str:
+    folder = opened.folder
+    is_found = folder.root == RunDirectory("runs").uri
+    return f"continue with `sf sweep --resume {folder.name if is_found else folder.uri}`"
+
+
+def _print(opened: OpenSweep, console: Console) -> None:
+    for line in print_sweep(opened, console):
+        console.print(line, soft_wrap=True)

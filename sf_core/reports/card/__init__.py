@@ -1,0 +1,1 @@
+"""The model card of a trained policy: RUN/policy/README.md."""

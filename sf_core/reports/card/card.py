@@ -1,0 +1,218 @@
+"""Writes the model card of a trained policy, from what the run directory tells."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution, version
+from typing import Any
+
+from sf_core.config import RunConfig
+from sf_core.pictures.sight import read_sight
+from sf_core.reports.card.base import Base, find_base, write_head
+from sf_core.reports.card.public import public_settings
+from sf_core.reports.evaluations.comparison import Comparison, Interval, compare_versions
+from sf_core.reports.pictures import draw_curve
+from sf_core.reports.series import RunSeries
+from sf_core.reports.view import RunView
+from sf_core.surroundings import ROOT
+from storage.files import join, read_if_there, write_atomic
+
+CARD = "README.md"
+PICTURE = "reward.png"
+
+_MARKED = "written by SeamlessFlow, and replaced as long as it is as written"
+_MARK = re.compile(rf"\n<!-- {_MARKED}: ([0-9a-f]{{64}}) -->\n\Z")
+
+
+def write_card(view: RunView, config: RunConfig) -> bool:
+    """Write the card and its picture into the policy folder of a run that is through. A card that somebody
+    has edited stays as it is: then False is returned."""
+    run, uri = view.run, join(view.run.policy_dir, CARD)
+    found = read_if_there(uri)
+    # an earlier version copied the card of the base
+    is_edited = found is not None and not is_ours(found.decode(errors="replace"))
+    if is_edited and found != read_if_there(join(run.start_dir, CARD)):
+        return False
+    series = RunSeries(view, last=config.train.iterations - 1)
+    rewards = {iteration.number: iteration.reward for iteration in series.through}
+    write_atomic(join(run.policy_dir, PICTURE), draw_curve(rewards, series.held_out))
+    comparison = compare_versions(view, 0, config.train.iterations)
+    sees = read_sight(run.start_dir) is not None
+    text = render_card(
+        run.run_id, config, find_base(config, run.start_dir), series.held_out, comparison, sees=sees
+    )
+    write_atomic(uri, sign(text).encode())
+    return True
+
+
+def sign(text: str) -> str:
+    """The text with the mark by which it is known to be as it was written."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text}\n<!-- {_MARKED}: {digest} -->\n"
+
+
+def is_ours(text: str) -> bool:
+    """Whether nobody has edited this card since it was written."""
+    found = _MARK.search(text)
+    return found is not None and hashlib.sha256(text[: found.start()].encode()).hexdigest() == found[1]
+
+
+def render_card(
+    run_id: str,
+    config: RunConfig,
+    base: Base,
+    held_out: Mapping[int, float],
+    comparison: Comparison | None,
+    *,
+    sees: bool,
+) -> str:
+    lora = config.train.lora is not None
+    head: dict[str, Any] = {} if base.name is None else {"base_model": base.name}
+    head |= base.licence
+    head |= {
+        "library_name": "transformers",
+        "pipeline_tag": "image-text-to-text" if sees else "text-generation",
+        "tags": ["seamlessflow", "reinforcement-learning", "llm-agent", *(["lora"] if lora else [])],
+    }
+    parts = [
+        write_head(head),
+        f"# {run_id}",
+        _about(config, base),
+        "## Evaluation",
+        _evaluation(config, comparison),
+        f"![reward by iteration]({PICTURE})",
+        _curve(held_out),
+        "## Use",
+        _USE,
+        "## Training",
+        f"Trained with {describe_version()}, {config.train.iterations} iterations of "
+        f"{config.rollout.groups_per_batch} groups with {config.rollout.group_size} sessions each, seed "
+        f"{config.seed}. Settings that differ from the defaults, without paths and addresses:",
+        _settings(config),
+        "## Licence",
+        _licence(base),
+    ]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+_USE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER_OR_REPOSITORY")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_REPOSITORY")
+```"""
+
+
+def _about(config: RunConfig, base: Base) -> str:
+    if base.is_built_in:
+        warmed = " and warmed up" if config.policy.warm_steps else ""
+        origin = f"a small model that was made{warmed} for this run"
+    else:
+        origin = f"[{base.name}](https://huggingface.co/{base.name})" if base.name else "a local model folder"
+    how = "an adapter (LoRA), merged into the weights here, was" if config.train.lora else "all weights were"
+    return (
+        f"A policy of an LLM agent, trained with reinforcement learning from {origin}: {how} trained on the "
+        f"tasks of {_tasks(config)}."
+    )
+
+
+def _tasks(config: RunConfig) -> str:
+    environment = config.environment
+    named = f"`{environment.name}`" if environment.tasks is None else f"`{environment.tasks}`"
+    return f"the environment {named}" if environment.tasks is None else named
+
+
+def _evaluation(config: RunConfig, comparison: Comparison | None) -> str:
+    if comparison is None or comparison.before is None or comparison.difference is None:
+        return "The held-out tasks have no stored answers of both the first and the last version."
+    before, after = comparison.before, comparison.after
+    answers = "one answer" if comparison.answers == 1 else f"{comparison.answers} answers"
+    assert comparison.interval is not None, "a comparison has it with the difference"
+    rows = [
+        "| | mean reward | 95 % interval | solved |",
+        "|---|---:|---:|---:|",
+        f"| before (version {before.version}) | {before.reward:.3f} | {_interval(before.interval)} | "
+        f"{before.solved[1]:.1%} |",
+        f"| after (version {after.version}) | {after.reward:.3f} | {_interval(after.interval)} | "
+        f"{after.solved[1]:.1%} |",
+        f"| difference | {comparison.difference:+.3f} | {_interval(comparison.interval, '+.3f')} | |",
+    ]
+    same = comparison.tasks - comparison.won - comparison.lost
+    return (
+        f"Measured on {comparison.tasks} held-out tasks of {_tasks(config)}, with {answers} each; no session "
+        "of a held-out task is trained on.\n\n" + "\n".join(rows) + "\n\n"
+        f"Tasks that earned more after training: {comparison.won}; less: {comparison.lost}; the same: "
+        f"{same}. Solved: answers with a reward of at least 1. The intervals are from a bootstrap over the "
+        "tasks. They do not cover how runs with other seeds differ."
+    )
+
+
+def _interval(interval: Interval, form: str = ".3f") -> str:
+    return f"{interval[0]:{form}} to {interval[1]:{form}}"
+
+
+def _curve(held_out: Mapping[int, float]) -> str:
+    versions = sorted(held_out)
+    if not versions:
+        return ""
+    return "\n".join(
+        [
+            f"| version | {' | '.join(map(str, versions))} |",
+            f"|---|{'---:|' * len(versions)}",
+            f"| held-out reward | {' | '.join(f'{held_out[number]:.3f}' for number in versions)} |",
+        ]
+    )
+
+
+def _settings(config: RunConfig) -> str:
+    lines = [f"{key}: {json.dumps(value)}" for key, value in public_settings(config).items()]
+    # a text could hold the fence
+    shown = [line.replace("```", "'''") for line in lines] or ["# none"]
+    return "\n".join(["```yaml", *shown, "```"])
+
+
+def _licence(base: Base) -> str:
+    if base.licence:
+        named = base.licence.get("license_name", base.licence["license"])
+        return (
+            f"The base has the licence `{named}`, as its own card tells; it covers what is derived from it."
+        )
+    if base.is_built_in:
+        return "No licence is named here. Who publishes this policy chooses one."
+    return "The files of the base name no licence, so none is named here. Look it up before you publish."
+
+
+def describe_version() -> str:
+    """The version of SeamlessFlow, and its commit where that is known."""
+    try:
+        named = f"SeamlessFlow {version('seamlessflow')}"
+    except PackageNotFoundError:
+        named = "SeamlessFlow"
+    commit = find_commit()
+    return named if commit is None else f"{named}, commit `{commit}`"
+
+
+def find_commit() -> str | None:
+    """The commit of a clone, or of an installation from a repository; None for a wheel of an index."""
+    if os.path.exists(ROOT / ".git"):
+        with suppress(OSError, subprocess.SubprocessError):
+            head = _git("rev-parse", "HEAD")
+            return f"{head} with local changes" if _git("status", "--porcelain", "-uno") else head
+    with suppress(PackageNotFoundError, ValueError, KeyError, TypeError):
+        told = distribution("seamlessflow").read_text("direct_url.json")
+        return str(json.loads(told or "")["vcs_info"]["commit_id"])
+    return None
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *words], capture_output=True, check=True, timeout=30, encoding="utf-8"
+    )
+    return done.stdout.strip()

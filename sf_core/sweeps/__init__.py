@@ -1,0 +1,1 @@
+"""Sweeps: one run for each setting and seed, and what they tell together."""

@@ -1,0 +1,194 @@
+"""A sweep as it is stored: its settings, its runs, and why runs of it failed.
+
+A sweep is the folder ROOT/sweeps/NAME; its runs are run directories in ROOT like any others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sf_core.config import RunConfig
+from sf_core.config.validation import validate_config
+from sf_core.config.yaml_file import find_differences
+from sf_core.settings import quote
+from storage import files
+from storage.json_files import parse_json
+from storage.run_directory import RunDirectory
+
+FOLDER = "sweeps"
+"""Folder of all sweeps below `storage.root`."""
+
+AS_IT_IS = "as configured"
+"""Label of the one setting of a sweep that only varies seeds."""
+
+OF_AN_ATTEMPT = ("cluster", "dataplane")
+"""Sections that may differ when a sweep goes on: where its runs compute."""
+
+
+SweepName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+"""A name as runs have it."""
+
+
+class Setting(BaseModel):
+    """One combination of values, which some runs share."""
+
+    model_config = ConfigDict(frozen=True)
+
+    values: Mapping[str, str]
+    """Values as YAML, by the key of their setting."""
+    fault: str | None = None
+    """Why there are no runs of it."""
+
+    @property
+    def label(self) -> str:
+        return ", ".join(f"{key}={text}" for key, text in self.values.items()) or AS_IT_IS
+
+
+class SweepRun(BaseModel):
+    run_id: str
+    setting: str
+    """Label of its setting."""
+    seed: int
+    config: dict[str, Any]
+    """The whole configuration, as JSON."""
+
+
+class Sweep(BaseModel):
+    """What a sweep consists of, in the order in which it runs."""
+
+    name: SweepName
+    settings: list[Setting]
+    runs: list[SweepRun]
+
+    @property
+    def root(self) -> str:
+        """`storage.root` of its configuration."""
+        return str(self.runs[0].config["storage"]["root"])
+
+    def extend(self, given: Sweep) -> Sweep:
+        """This sweep with the settings and seeds that another command gives it in addition. Raises ValueError
+        if that command describes another sweep of the same name."""
+        keys, others = _keys(self), _keys(given)
+        if keys != others:
+            raise ValueError(
+                f"sweep {self.name} varies {_listed(keys)}, not {_listed(others)}: choose another name with "
+                "--name NAME"
+            )
+        known = {run.run_id: run for run in self.runs}
+        for run in given.runs:
+            if run.run_id in known:
+                self._check_equal(known[run.run_id], run)
+        settings = {setting.label: setting for setting in (*self.settings, *given.settings)}
+        runs = [*self.runs, *(run for run in given.runs if run.run_id not in known)]
+        runs.sort(key=lambda run: run.seed)
+        return Sweep(name=self.name, settings=list(settings.values()), runs=runs)
+
+    def _check_equal(self, stored: SweepRun, given: SweepRun) -> None:
+        sides = [
+            {name: value for name, value in run.config.items() if name not in OF_AN_ATTEMPT}
+            for run in (stored, given)
+        ]
+        for key, before, now in find_differences(*sides):
+            raise ValueError(
+                f"sweep {self.name} has the run {stored.run_id} with {key} {quote(before)}, not "
+                f"{quote(now)}: choose another name with --name NAME, or use the former value"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFolder:
+    """Where a sweep is stored."""
+
+    root: str
+    """`storage.root` of its runs."""
+    name: str
+
+    @property
+    def uri(self) -> str:
+        return files.join(self.root, FOLDER, self.name)
+
+    def path(self, name: str) -> str:
+        return files.join(self.uri, name)
+
+    def exists(self) -> bool:
+        return files.exists(self.path("sweep.json"))
+
+    def read(self) -> Sweep:
+        """Raises ValueError with one sentence if there is no such sweep, or its file is broken."""
+        uri = self.path("sweep.json")
+        if (text := files.read_if_there(uri)) is None:
+            raise ValueError(f"no sweep {self.name} in {self.root}{_others(self.root)}")
+        return parse_json(Sweep, text, f"{uri}: cannot be read")
+
+    def write(self, sweep: Sweep) -> None:
+        files.write_atomic(self.path("sweep.json"), sweep.model_dump_json(indent=2).encode())
+
+    def put(self, given: Sweep) -> Sweep:
+        """Store a sweep, or what it adds to the one of its name; returns what is stored then."""
+        sweep = self.read().extend(given) if self.exists() else given
+        self.write(sweep)
+        return sweep
+
+    def read_failures(self) -> dict[str, str]:
+        """Why runs failed at their last attempt, by their names."""
+        uri = self.path("failures.json")
+        text = files.read_if_there(uri)
+        return {} if text is None else parse_json(dict[str, str], text, f"{uri}: cannot be read")
+
+    def note_end(self, run_id: str, failure: str | None) -> None:
+        """Keep why a run failed; None: it did not."""
+        failures = self.read_failures()
+        failures.pop(run_id, None)
+        if failure is not None:
+            failures[run_id] = failure
+        files.write_atomic(self.path("failures.json"), json.dumps(failures, indent=2).encode())
+
+
+@dataclass(frozen=True)
+class OpenSweep:
+    """A stored sweep, opened to run or to show it."""
+
+    folder: SweepFolder
+    sweep: Sweep
+
+    @classmethod
+    def read(cls, folder: SweepFolder) -> OpenSweep:
+        return cls(folder, folder.read())
+
+    def directory(self, run: SweepRun) -> RunDirectory:
+        return RunDirectory(files.join(self.folder.root, run.run_id))
+
+    def config(self, run: SweepRun) -> RunConfig:
+        """Raises ConfigError if this version does not know a setting of it."""
+        config = validate_config(dict(run.config), f"run {run.run_id}")
+        return config.put(["storage", "root"], self.folder.root)
+
+    @cached_property
+    def configs(self) -> list[RunConfig]:
+        """One configuration of each setting that has runs."""
+        return list({run.setting: self.config(run) for run in self.sweep.runs}.values())
+
+
+def list_sweeps(root: str) -> list[str]:
+    """Names of the sweeps in a `storage.root`."""
+    folders = files.list_folders(files.join(root, FOLDER))
+    return [folder.rpartition("/")[2] for folder in folders]
+
+
+def _others(root: str) -> str:
+    names = list_sweeps(root)
+    return f"; there is {', '.join(names)}" if names else "; `sf sweep CONFIG --seeds 3` makes one"
+
+
+def _keys(sweep: Sweep) -> list[str]:
+    return sorted({key for setting in sweep.settings for key in setting.values})
+
+
+def _listed(keys: list[str]) -> str:
+    return ", ".join(keys) or "seeds alone"
