@@ -11,6 +11,7 @@ from typing import NoReturn
 from sf_core.cli.stack import processes
 from sf_core.cli.stack.processes import Part
 from sf_core.config.addresses import check_free, is_loopback
+from sf_core.import_path import module_environment
 from sf_core.scheduling.tls import require_tls
 from sf_core.scheduling.worker import DASK_SETTINGS
 from sf_core.surroundings import prefect_password
@@ -37,5 +38,5 @@ def become_scheduler(host: str, port: int) -> NoReturn:
 
 
 def _become(part: Part) -> NoReturn:
-    environment = {**DASK_SETTINGS, **processes.PREFECT_SETTINGS, **part.env, **os.environ}
+    environment = {**DASK_SETTINGS, **processes.PREFECT_SETTINGS, **part.env, **module_environment()}
     os.execvpe(part.command[0], part.command, environment)

@@ -283,8 +283,11 @@ def open_run(uri: str) -> RunView:
         return RunView(run)
     if files.exists(logs := files.join(run.local_dir, "logs")):
         raise ValueError(f"{uri}: the run has not begun (config.json is missing); logs of its start: {logs}")
-    folder = run.uri.removesuffix("/" + run.run_id)
-    raise ValueError(f"{uri}: no run here (config.json is missing); {_list_runs(folder, run.run_id)}")
+    if run.run_id.endswith((".yaml", ".yml")):
+        listed = _list_runs(files.absolute("runs"), run.run_id)
+        raise ValueError(f"{uri} is a configuration, not a run; {listed}")
+    listed = _list_runs(run.uri.removesuffix("/" + run.run_id), run.run_id)
+    raise ValueError(f"{uri}: no run here (config.json is missing); {listed}")
 
 
 def _list_runs(folder: str, name: str) -> str:

@@ -83,6 +83,13 @@ def test_a_run(here: Path, command: str) -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["resume", "evaluate", "inspect", "serve"])
+def test_a_configuration_in_place_of_a_run(here: Path, command: str) -> None:
+    said = check_refused(here, [command, "train.yaml"])
+    assert said.startswith(f"train.yaml is a configuration, not a run; {here}/runs has the runs ")
+    assert {*said.rpartition("runs ")[2].strip().split(", ")} == {"mine", "yours"}
+
+
 def test_a_folder_without_runs_is_named(here: Path) -> None:
     said = check_refused(here, ["inspect", "elsewhere/mine"])
     assert said == f"elsewhere/mine: no run here (config.json is missing); {here}/elsewhere has no runs\n"

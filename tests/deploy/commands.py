@@ -15,7 +15,7 @@ from tests.e2e.conftest import ROOT
 DEPLOY = ROOT / "deploy"
 COMMANDS = typer.main.get_group(app).commands
 # that they work, tests/e2e/test_standing_stack.py and test_deployments.py show
-PREFECT = [processes.prefect_worker("sf").command[2:], ["prefect", "--no-prompt", "deploy", "--all"]]
+PREFECT = [processes.prefect_worker("sf").command[3:], ["prefect", "--no-prompt", "deploy", "--all"]]
 
 
 def filled_in(word: str, env: Mapping[str, str]) -> str:

@@ -35,8 +35,15 @@ def ask_greedily(run: RunDirectory, version: int, task_ids: Collection[str]) -> 
     """Have a version answer these held-out tasks in another process, which stores the answers; False if that
     fails or takes too long."""
     command = python_module("sf_core.cli.serving.greedy_process", run.uri, str(version), *task_ids)
-    quiet = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        return subprocess.run(command, env=module_environment(), timeout=LONGEST_S, **quiet).returncode == 0
+        done = subprocess.run(
+            command,
+            env=module_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=LONGEST_S,
+        )
     except subprocess.TimeoutExpired:
         return False
+    return done.returncode == 0

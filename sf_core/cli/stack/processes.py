@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import certifi
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import LOOPBACK, is_loopback
 from sf_core.dataplane.options import DataplaneOptions
-from sf_core.import_path import ROOT, python_module
+from sf_core.import_path import python_module
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
 from storage.files import write_atomic
 
@@ -57,9 +58,9 @@ def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) ->
     env |= {"PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": own_ui}
     env |= {"PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true"}
     app = ("--factory", "tasks.prefect_server:create_app", "--log-level", "warning")
-    # by default uvicorn looks into the current folder first
-    app += ("--app-dir", str(ROOT))
-    return Part("prefect-server", python_module("uvicorn", *app, "--host", host, "--port", str(port)), env)
+    # uvicorn imports from the current folder first, unless another place is named
+    where = ("--app-dir", os.devnull, "--host", host, "--port", str(port))
+    return Part("prefect-server", python_module("uvicorn", *app, *where), env)
 
 
 def prefect_worker(pool: str) -> Part:
