@@ -65,6 +65,7 @@ def crash_cut_parts(client: SyncPrefectClient, run: FlowRun) -> None:
     )
     # a run of a deployment has a process of its own, which may be alive
     flows = [child for child in children if child.deployment_id is None]
+    alive = {child.parent_task_run_id for child in children if child.deployment_id is not None}
     for part in flows:
         # Prefect changes the task run that stands for the subflow with it
         client.set_flow_run_state(part.id, state, force=True)
@@ -75,7 +76,8 @@ def crash_cut_parts(client: SyncPrefectClient, run: FlowRun) -> None:
         task_run_filter=TaskRunFilter.model_validate(is_cut),
     )
     for task in tasks:
-        client.set_task_run_state(task.id, state, force=True)
+        if task.id not in alive:
+            client.set_task_run_state(task.id, state, force=True)
 
 
 def _once_lost(run: FlowRun, retries: int) -> State:
