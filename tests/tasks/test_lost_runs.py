@@ -17,6 +17,7 @@ from prefect.states import Completed, Running, State
 from starlette.testclient import TestClient
 
 from tasks.lost_runs import crash_cut_parts
+from tasks.prefect_server import RepeatRefused
 
 TOLD = "its process ended; start 2 of run killed continues from there"
 
@@ -44,7 +45,10 @@ class InThisProcess(httpx.BaseTransport):
 
 @pytest.fixture
 def client(database: Path) -> Iterator[SyncPrefectClient]:
-    with TestClient(create_app(ephemeral=True, ignore_cache=True)) as http:
+    app = create_app(ephemeral=True, ignore_cache=True)
+    # SQLite refuses one of two simultaneous writers, and services of the server write too
+    app.add_middleware(RepeatRefused)
+    with TestClient(app) as http:
         transport = InThisProcess(http)
         with SyncPrefectClient("http://server/api", httpx_settings={"transport": transport}) as client:
             yield client
