@@ -14,13 +14,7 @@ from sf_core.stages.settling.first_tasks import check_held_out
 from tasks.cluster import TaggedTaskRunner, crash_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import EvaluateForm
 from tasks.identity import run_name_with_flow
-from tasks.interruption import (
-    end_cut_parts,
-    end_if_taken_over,
-    free_workers_at_end,
-    leave_to_successor,
-    send_logs_at_end,
-)
+from tasks.interruption import free_workers_at_end, leave_to_successor, send_logs_at_end, take_over
 from tasks.lease import Leases
 from tasks.stages import evaluate as evaluate_task
 
@@ -37,8 +31,7 @@ def evaluate(config: EvaluateForm) -> dict[str, Any]:
         config, version = evaluation.config, evaluation.version
         check_held_out(config, is_trained=False)
         plan = await_plan(scheduler_address(), config)
-        end_if_taken_over()
-        end_cut_parts()
+        take_over()
         run = begin_attempt(config, evaluate_only=True)
         OpenRun(run).register(evaluate_only=True)
         # before lend_trainers: trainers are lent only for work that is known to be left

@@ -32,13 +32,7 @@ from tasks.cluster import (
 from tasks.deployed import TrainForm
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name
-from tasks.interruption import (
-    end_cut_parts,
-    end_if_taken_over,
-    free_workers_at_end,
-    leave_to_successor,
-    send_logs_at_end,
-)
+from tasks.interruption import free_workers_at_end, leave_to_successor, send_logs_at_end, take_over
 from tasks.lease import Leases
 from tasks.page import Page
 from tasks.stages import evaluate, filter_, finish, publish, rollout
@@ -57,8 +51,7 @@ def train(config: TrainForm) -> dict[str, Any]:
         check_disk(config, sizes)
         for sentence in (*foresee(config), *warn_of_rates(config, sizes)):
             tell(sentence)
-        end_if_taken_over()
-        end_cut_parts()
+        take_over()
         run = begin_attempt(config)
         trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
         # free_workers_at_end is innermost: a flow that ends frees the workers first

@@ -22,13 +22,7 @@ from tasks.cluster import (
 from tasks.deployed import WarmstartForm
 from tasks.gang import Gang
 from tasks.identity import identify_run, run_name_with_flow
-from tasks.interruption import (
-    end_cut_parts,
-    end_if_taken_over,
-    free_workers_at_end,
-    leave_to_successor,
-    send_logs_at_end,
-)
+from tasks.interruption import free_workers_at_end, leave_to_successor, send_logs_at_end, take_over
 from tasks.stages import demonstrate
 from tasks.stages import warmstart as warmstart_task
 
@@ -40,8 +34,7 @@ def warmstart(config: WarmstartForm) -> str:
         config = settle_config(identify_run(config))
         check_start(config, by_a_worker=True)
         trainers = await_plan(scheduler_address(), config).trainers if warms_model(config) else ()
-        end_if_taken_over()
-        end_cut_parts()
+        take_over()
         run = begin_attempt(config)
         with crash_without_scheduler(), free_workers_at_end(run):
             return start_policy(config, run, trainers)

@@ -21,9 +21,11 @@ from sf_core.reports.log_lines import tell
 
 def over_deployed(given: Any) -> Any:
     """The settings given to this flow run, completed by those of its deployment; differences from the
-    deployment are logged. Without a deployment the settings are returned unchanged."""
-    if not isinstance(given, Mapping) or (deployment_id := deployment.id) is None:
+    deployment are logged. Settings that are validated already are returned unchanged."""
+    if not isinstance(given, Mapping):
         return given
+    if (deployment_id := deployment.id) is None:
+        return unfold(given)
     with get_client(sync_client=True) as client:
         deployed = client.read_deployment(deployment_id)
     settings = unfold(deployed.parameters.get("config") or {})

@@ -1,5 +1,5 @@
-"""What a flow still does when it ends, and what it does first for one that could not. It sends its log lines,
-stops the work on the devices, and sets no state if another process works on the same flow run by then.
+"""What a flow still does when it ends, and what it does first for a process that could not. It sends its log
+lines, stops the work on the devices, and sets no state if another process works on the same flow run by then.
 
 A flow ends by itself, or is interrupted (Cancel in the UI, end of its process worker or of `sf train`): by a
 signal, which raises wherever the flow is, and it is killed 30 s later. Dask drops queued tasks but lets
@@ -75,9 +75,10 @@ def end_if_taken_over() -> None:
             raise Abort
 
 
-def end_cut_parts() -> None:
-    """End in Prefect what an earlier process of this flow run has left unfinished, for example the subflow of
-    an iteration, which would be Running for ever."""
+def take_over() -> None:
+    """Begin in place of an earlier process of this flow run, if there was one: end in Prefect what it left
+    unfinished, for example the subflow of an iteration. Raises Abort if a later process has begun."""
+    end_if_taken_over()
     if flow_run.run_count < 2:
         return
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -58,13 +59,16 @@ def hand_over(client: SyncPrefectClient, runs: Iterable[UUID]) -> list[str]:
 def crash_cut_parts(client: SyncPrefectClient, run: FlowRun) -> None:
     """Set to Crashed the subflows and tasks that an earlier process of this flow run has left unfinished.
     Only their own process would set their states."""
-    state = Crashed(
+    state: State[Any] = Crashed(
         message=f"its process ended; start {run.run_count} of run {run.name} continues from there"
     )
     is_cut = {"state": {"type": {"any_": CLAIMS}}}
-    flows = client.read_flow_runs(
+    children = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate(is_cut | {"parent_flow_run_id": {"any_": [run.id]}})
     )
+    # a run of a deployment has a process of its own, which may be alive
+    flows = [child for child in children if child.deployment_id is None]
+    alive = {child.parent_task_run_id for child in children if child.deployment_id is not None}
     for part in flows:
         # Prefect changes the task run that stands for the subflow with it
         client.set_flow_run_state(part.id, state, force=True)
@@ -75,7 +79,8 @@ def crash_cut_parts(client: SyncPrefectClient, run: FlowRun) -> None:
         task_run_filter=TaskRunFilter.model_validate(is_cut),
     )
     for task in tasks:
-        client.set_task_run_state(task.id, state, force=True)
+        if task.id not in alive:
+            client.set_task_run_state(task.id, state, force=True)
 
 
 def _once_lost(run: FlowRun, retries: int) -> State:

@@ -71,10 +71,11 @@ class PrefectApi:
             found = client.read_deployment_by_name(deployment)
             return client.create_flow_run_from_deployment(found.id, parameters={"config": config})
 
-    def logs(self, run: FlowRun) -> list[str]:
+    def logs(self, run: FlowRun, level: int | None = None) -> list[str]:
+        """The messages of the run, of this level if one is given."""
         with self.client() as client:
             found = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
-        return [log.message for log in found]
+        return [log.message for log in found if level in (None, log.level)]
 
     def states(self, run: FlowRun) -> list[str]:
         """Names of the states that the run has had."""

@@ -11,6 +11,7 @@ import pytest
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
+from pydantic import TypeAdapter
 
 from flows.evaluate import evaluate
 from flows.sweep import sweep
@@ -19,6 +20,7 @@ from flows.warmstart import warmstart
 from sf_core.config import RunConfig
 from sf_core.config.reference.form import unfold
 from sf_core.config.yaml_file import load_config
+from tasks.deployed import TrainForm
 from tests.e2e.quickstart import ROOT
 
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
@@ -168,6 +170,11 @@ def test_every_run_can_be_started_from_the_folded_part(file: Path) -> None:
     form = {"all_settings": config.model_dump(mode="json")}
     assert validate({"config": form}, schema_of(train)) == []
     assert RunConfig.model_validate(unfold(form)) == config
+
+
+def test_a_form_without_a_deployment_is_unfolded() -> None:
+    given = TypeAdapter(TrainForm).validate_python({"run_id": "r", "all_settings": {"seed": 3}})
+    assert given == RunConfig(run_id="r", seed=3)
 
 
 def test_what_is_unfolded_is_a_configuration_and_stays_one() -> None:

@@ -17,6 +17,7 @@ from prefect.states import Completed, Running, State
 from starlette.testclient import TestClient
 
 from tasks.lost_runs import crash_cut_parts
+from tasks.prefect_server import RepeatRefused
 
 TOLD = "its process ended; start 2 of run killed continues from there"
 
@@ -44,7 +45,10 @@ class InThisProcess(httpx.BaseTransport):
 
 @pytest.fixture
 def client(database: Path) -> Iterator[SyncPrefectClient]:
-    with TestClient(create_app(ephemeral=True, ignore_cache=True)) as http:
+    app = create_app(ephemeral=True, ignore_cache=True)
+    # SQLite refuses one of two simultaneous writers, and services of the server write too
+    app.add_middleware(RepeatRefused)
+    with TestClient(app) as http:
         transport = InThisProcess(http)
         with SyncPrefectClient("http://server/api", httpx_settings={"transport": transport}) as client:
             yield client
@@ -71,9 +75,17 @@ def test_what_a_killed_flow_has_left_is_crashed_when_the_flow_starts_again(clien
     cut, *tasks_cut = begin(1, Running())
     lease = client.create_task_run(a_task, run.id, "lease", state=Running())
     other = client.create_flow_run(a_flow, state=Running())
+    stands_for_own = client.create_task_run(a_task, run.id, "2", state=Running())
+    own_process = client.create_flow_run_from_deployment(
+        client.create_deployment(run.flow_id, "deployed"),
+        parent_task_run_id=stands_for_own.id,
+        state=Running(),
+    )
     crash_cut_parts(client, client.read_flow_run(run.id))
 
-    flows = [told(client.read_flow_run(part.id).state) for part in (run, other, done, cut)]
-    assert flows == [("Running", None)] * 2 + [("Completed", None), ("Crashed", TOLD)]
-    tasks = [told(client.read_task_run(part.id).state) for part in (*tasks_done, *tasks_cut, lease)]
-    assert tasks == [("Completed", None)] * 2 + [("Crashed", TOLD)] * 3
+    flows = [told(client.read_flow_run(part.id).state) for part in (run, other, own_process, done, cut)]
+    assert flows == [("Running", None)] * 3 + [("Completed", None), ("Crashed", TOLD)]
+    tasks = [
+        told(client.read_task_run(part.id).state) for part in (stands_for_own, *tasks_done, *tasks_cut, lease)
+    ]
+    assert tasks == [("Running", None)] + [("Completed", None)] * 2 + [("Crashed", TOLD)] * 3

@@ -11,6 +11,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.server.api.server import create_app
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -134,7 +135,9 @@ def test_a_run_is_submitted_although_the_database_changes_under_the_request(data
                 other.execute("UPDATE flow SET name = 'changed'")
                 # meanwhile the request reads, and waits to write
                 asyncio.get_running_loop().call_later(2.0, other.execute, "COMMIT")
-                return await client.create_flow_run_from_deployment(deployment)
+                # like a browser, this client does not repeat a request
+                with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                    return await client.create_flow_run_from_deployment(deployment)
 
     assert asyncio.run(submit()).deployment_id
 
