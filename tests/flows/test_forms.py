@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 
@@ -14,7 +16,9 @@ from flows.sweep import sweep
 from flows.train import train
 from flows.warmstart import warmstart
 from sf_core.config import RunConfig
+from sf_core.sweeps.request import SweepRequest
 
+ROOT = Path(__file__).parents[2]
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 
 flows = pytest.mark.parametrize("flow", [train, warmstart, evaluate, sweep], ids=lambda flow: flow.name)
@@ -72,3 +76,17 @@ def test_choices_are_offered_as_such() -> None:
 def test_sections_come_in_the_order_of_the_configuration() -> None:
     shown = [name for name, _ in fields(train) if name.startswith("RunConfig.")]
     assert shown == [f"RunConfig.{name}" for name in RunConfig.model_fields]
+
+
+def test_the_deployed_sweep_can_be_begun_and_goes_on_with_a_retry(tmp_path: Path) -> None:
+    described = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    [given] = [deployed["parameters"]["sweep"] for deployed in described if deployed["name"] == "sweep"]
+    request = SweepRequest.model_validate(given | {"root": str(tmp_path)})
+    begun = request.open()
+    assert (begun.folder.name, len(begun.sweep.runs)) == ("quickstart-lr", 6)
+    assert request.open() == begun
+    # the name alone suffices to go on
+    later = SweepRequest.model_validate({"config": None, "name": "quickstart-lr", "root": str(tmp_path)})
+    assert later.open() == begun
+    with pytest.raises(ValueError, match="a sweep needs a config to begin, or the name of a stored sweep"):
+        SweepRequest(config=None).open()
