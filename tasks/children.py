@@ -132,7 +132,7 @@ def crash_left_children() -> None:
     with get_client(sync_client=True) as client:
         for left in client.read_flow_runs(flow_run_filter=mine):
             if left.state is None or not left.state.is_final():
-                ended = Crashed(message="the process of the sweep ended, and this run with it")
+                ended: State[Any] = Crashed(message="the process of the sweep ended, and this run with it")
                 client.set_flow_run_state(left.id, ended, force=True)
 
 

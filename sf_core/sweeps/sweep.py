@@ -90,11 +90,7 @@ class Sweep(BaseModel):
         return Sweep(name=self.name, settings=list(settings.values()), runs=runs)
 
     def _check_equal(self, stored: SweepRun, given: SweepRun) -> None:
-        sides = [
-            {name: value for name, value in run.config.items() if name not in OF_AN_ATTEMPT}
-            for run in (stored, given)
-        ]
-        for key, before, now in find_differences(*sides):
+        for key, before, now in find_differences(_of_the_run(stored), _of_the_run(given)):
             raise ValueError(
                 f"sweep {self.name} has the run {stored.run_id} with {key} {quote(before)}, not "
                 f"{quote(now)}: choose another name with --name NAME, or use the former value"
@@ -184,6 +180,10 @@ def list_sweeps(root: str) -> list[str]:
 def _others(root: str) -> str:
     names = list_sweeps(root)
     return f"; there is {', '.join(names)}" if names else "; `sf sweep CONFIG --seeds 3` makes one"
+
+
+def _of_the_run(run: SweepRun) -> dict[str, Any]:
+    return {name: value for name, value in run.config.items() if name not in OF_AN_ATTEMPT}
 
 
 def _keys(sweep: Sweep) -> list[str]:

@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-STARTING = {"train", "resume", "evaluate", "try", "serve", "up", "server", "worker", "setup-server"}
+STARTING = {
+    *("train", "resume", "sweep", "evaluate", "try", "serve"),
+    *("up", "server", "worker", "setup-server"),
+}
 """Commands that start processes with such clients."""
 
 _NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
