@@ -1,7 +1,10 @@
-"""The Prefect flows. Importing them fails if other packages shadow ours, whatever started the process."""
+"""The Prefect flows. Importing them fails if other packages shadow ours, whatever started the process. Log lines
+of the process are printable from then on."""
 
 import sys
 
+from sf_core.printable import clean_logs
 from sf_core.surroundings import check_names
 
 check_names(sys.path)
+clean_logs()
