@@ -1,5 +1,5 @@
-"""The Prefect flows. Importing them fails if other packages shadow ours, whatever started the process. Log lines
-of the process are printable from then on."""
+"""The Prefect flows. Importing them fails if other packages shadow ours, whatever started the process. From then
+on log lines of the process are printable."""
 
 import sys
 
