@@ -1,11 +1,13 @@
 """The Prefect flows. Importing them decides where their process imports from and its working directory,
-whatever started it."""
+whatever started it. From then on log lines of the process are printable."""
 
 import os
 
 from sf_core.import_path import import_from, user_folders
+from sf_core.printable import clean_logs
 from sf_core.surroundings import flow_folder
 
 import_from(user_folders())
 if folder := flow_folder():
     os.chdir(folder)
+clean_logs()

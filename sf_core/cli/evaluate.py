@@ -33,7 +33,8 @@ class MeasuredResult:
     file: str
 
     def as_json(self) -> str:
-        return orjson.dumps(asdict(self.comparison), option=orjson.OPT_NON_STR_KEYS).decode()
+        # in ASCII: an answer holds characters that steer a terminal
+        return json.dumps(orjson.loads(orjson.dumps(asdict(self.comparison), option=orjson.OPT_NON_STR_KEYS)))
 
     def as_table(self) -> RenderableType:
         own = self.comparison

@@ -313,9 +313,21 @@ def _log_of_session(reason: str, logs: Path) -> Path | None:
     return None
 
 
+_SHOWN = (
+    *("reward_before", "reward_after", "seconds_total"),
+    *("tokens_generated", "tokens_per_second", "idle_fraction"),
+)
+"""Figures of a summary that every version has written."""
+
+
 def _print_result(directory: RunDirectory, config: RunConfig, console: Console) -> None:
     summary = directory.read_summary()
     assert summary is not None, "a run that ended well has its summary"
+    if missing := [name for name in _SHOWN if name not in summary]:
+        raise LaunchError(
+            f"{directory.path('summary.json')}: the field {missing[0]} is missing; remove the file, and "
+            "repeat the command to write it again"
+        )
     causes = summary.get("idle_by_cause", {})  # not in a summary of an earlier version
     idle = ", ".join(
         f"{worker} {share:.0%}{_causes(causes.get(worker, {}))}"

@@ -80,13 +80,13 @@ def sessions_of(found: SessionSet, columns: Sequence[str]) -> pa.Table:
     firsts = rows.take(first_rows(rows["session_id"]))
     values: dict[str, Any] = {name: firsts[name] for name in (*_REPEATED, *texts)}
     values |= {name: merged[f"{name}_{how}"] for name, how in (_SUMS | _ENDS).items()}
-    # the clock may have been changed during a session
-    end = pc.max_element_wise(values["finished_at"], values["started_at"])
-    lasted = pc.subtract(end, values["started_at"])
+    lasted = pc.subtract(values["finished_at"], values["started_at"])
+    seconds = pc.divide(lasted.cast(pa.int64()).cast(pa.float64()), 1e6)
     values |= {
         "iteration": pa.array([found.number] * len(firsts), pa.int32()),
         "kind": pa.array([KINDS[found.kind]] * len(firsts)),
-        "seconds": pc.divide(lasted.cast(pa.int64()).cast(pa.float64()), 1e6),
+        # earlier versions have stored the clock as it was, which may have been set back meanwhile
+        "seconds": pc.max_element_wise(seconds, 0.0, skip_nulls=False),
     }
     return pa.table([values[name] for name in columns], schema=_schema(columns))
 

@@ -11,8 +11,8 @@ import pytest
 
 from storage.manifests import STAGE_DATA
 from storage.run_directory import STAGES, RunDirectory
-from tests.bench.commands import check_refused
-from tests.bench.runs import commit, configure, conversation, sample
+from tests.bench.commands import check_refused, sf
+from tests.bench.runs import commit, configure, conversation, pretend, sample
 from tests.storage.golden import DATA as STORED
 
 REQUIRED = [
@@ -75,6 +75,18 @@ def test_another_kind_of_value_is_named_with_its_file(
 ) -> None:
     told = f"{run.manifest_file(0, stage)}: manifest cannot be read ({fault}); {REMEDY}\n"
     assert refuse(run, "inspect", stage, name, value) == told
+
+
+def test_a_summary_that_lacks_a_figure_is_named(tmp_path: Path) -> None:
+    made = RunDirectory(str(tmp_path / "run-1"))
+    configure(made, train={"iterations": 1}, storage={"root": str(tmp_path)})
+    pretend(made, 1)
+    assert sf("resume", made.uri) == (
+        1,
+        f"run run-1 is already finished; to continue it, raise train.iterations; to start a new run, set "
+        f"another run_id error: {made.path('summary.json')}: the field reward_before is missing; remove the "
+        "file, and repeat the command to write it again",
+    )
 
 
 def test_manifests_of_earlier_versions_still_load(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
@@ -20,6 +21,7 @@ from flows.warmstart import warmstart
 from sf_core.config import RunConfig
 from sf_core.config.reference.form import unfold
 from sf_core.config.yaml_file import load_config
+from sf_core.sweeps.request import SweepRequest
 from tasks.deployed import TrainForm
 from tests.e2e.quickstart import ROOT
 
@@ -187,3 +189,17 @@ def test_what_is_unfolded_is_a_configuration_and_stays_one() -> None:
     given = {"rollout": {"group_size": 8}, "policy": {"warmstart": None}}
     assert unfold(given) == unfold({"all_settings": None} | given) == given
     assert unfold({"all_settings": {"policy": {"warmstart": None}}}) == {"policy": {"warmstart": None}}
+
+
+def test_the_deployed_sweep_can_be_begun_and_goes_on_with_a_retry(tmp_path: Path) -> None:
+    described = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    [given] = [deployed["parameters"]["sweep"] for deployed in described if deployed["name"] == "sweep"]
+    request = SweepRequest.model_validate(given | {"root": str(tmp_path)})
+    begun = request.open()
+    assert (begun.folder.name, len(begun.sweep.runs)) == ("quickstart-lr", 6)
+    assert request.open() == begun
+    # the name alone suffices to go on
+    later = SweepRequest.model_validate({"config": None, "name": "quickstart-lr", "root": str(tmp_path)})
+    assert later.open() == begun
+    with pytest.raises(ValueError, match="a sweep needs a config to begin, or the name of a stored sweep"):
+        SweepRequest(config=None).open()

@@ -106,11 +106,19 @@ def test_a_folder_that_cannot_be_used_is_refused_with_a_sentence(
 @pytest.mark.parametrize(
     ("file", "text", "sentence"),
     [
-        ("tokenizer.json", "{", "Exception: EOF while parsing an object"),
-        ("tokenizer_config.json", "{", "JSONDecodeError: Expecting property name"),
-        ("chat_template.jinja", "{% if %}", "TemplateSyntaxError: Expected an expression"),
-        ("chat_template.jinja", "</think>{{ raise_exception('no') }}", "TemplateError: no"),
-        ("generation_config.json", "[]", "AttributeError: "),
+        ("tokenizer.json", "{", ": tokenizer or template is broken: Exception: EOF while parsing an object"),
+        ("tokenizer_config.json", "{", "/tokenizer_config.json cannot be read: Expecting property name"),
+        (
+            "chat_template.jinja",
+            "{% if %}",
+            ": tokenizer or template is broken: TemplateSyntaxError: Expected an expression",
+        ),
+        (
+            "chat_template.jinja",
+            "</think>{{ raise_exception('no') }}",
+            ": tokenizer or template is broken: TemplateError: no",
+        ),
+        ("generation_config.json", "[]", "/generation_config.json cannot be read: it must be a JSON object"),
     ],
 )
 def test_a_folder_with_a_broken_file_is_refused_and_named(
@@ -120,7 +128,7 @@ def test_a_folder_with_a_broken_file_is_refused_and_named(
     (tmp_path / file).write_text(text, encoding="utf-8")
     with pytest.raises(ApiError) as refused:
         asyncio.run(read_renderer(str(tmp_path)))
-    assert refused.value.message.startswith(f"{tmp_path}: tokenizer or template is broken: {sentence}")
+    assert refused.value.message.startswith(f"{tmp_path}{sentence}")
     assert (refused.value.status, refused.value.param) == (400, "model_dir")
 
 
