@@ -8,6 +8,7 @@ import sys
 import uvicorn
 from starlette.types import ASGIApp
 
+from sf_core.dataplane.http_protocol import HttpProtocol
 from sf_core.engines.drivers.connection import HEARTBEAT_S
 
 SWITCH_S = 0.0005
@@ -21,7 +22,7 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="websockets-sansio",
         ws_max_size=2**28,
         ws_per_message_deflate=False,
