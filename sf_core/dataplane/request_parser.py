@@ -4,30 +4,41 @@ each request ends."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import httptools
-from httptools.parser.protocol import HTTPProtocol
 
 _FRAMING = (b"connection", b"content-length", b"transfer-encoding")
 """Headers that say where a request ends."""
 
 
+class Requests(Protocol):
+    """Is told of each part of each request, in this order; a URL and a body may come in pieces."""
+
+    def on_message_begin(self) -> None: ...
+    def on_url(self, url: bytes) -> None: ...
+    def on_header(self, name: bytes, value: bytes) -> None: ...
+    def on_headers_complete(self) -> None: ...
+    def on_body(self, body: bytes) -> None: ...
+    def on_message_complete(self) -> None: ...
+
+
 class RequestParser(httptools.HttpRequestParser):
-    """Parses requests as if they had no header `Upgrade`, which RFC 9110 allows. For httptools the bytes behind
-    such a header belong to another protocol, so that the request would lose its body.
+    """Parses requests as if they had no header `Upgrade`, which RFC 9110 allows. In httptools such a header
+    ends the parsing, so that the request would lose its body.
 
-    Requests for which `upgrades` is true end in HttpParserUpgrade, as with httptools. Raises HttpParserError
-    for CONNECT, too."""
+    A request for which `upgrades` is true ends in HttpParserUpgrade, as in httptools. The method CONNECT ends
+    in HttpParserError."""
 
-    def __init__(self, protocol: HTTPProtocol, upgrades: Callable[[], bool] = lambda: False) -> None:
-        self._protocol = protocol
+    def __init__(self, requests: Requests, upgrades: Callable[[], bool] = lambda: False) -> None:
+        self._requests = requests
         self._upgrades = upgrades
         self._framing: list[bytes] = []
         self._ignores = False
         """Whether the current request asks for an upgrade that is ignored."""
         self._repeats = False
-        """Whether the parser reads a head again, which the protocol knows."""
-        self.on_body = protocol.on_body
+        """Whether the parser reads a head again, of which was told before."""
+        self.on_body = requests.on_body
         self._begin()
 
     def _begin(self) -> None:
@@ -59,17 +70,17 @@ class RequestParser(httptools.HttpRequestParser):
     def on_message_begin(self) -> None:
         if not self._repeats:
             self._framing.clear()
-            self._protocol.on_message_begin()
+            self._requests.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         if not self._repeats:
-            self._protocol.on_url(url)
+            self._requests.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._repeats:
             if name.lower() in _FRAMING:
                 self._framing.append(b"%s: %s\r\n" % (name, value))
-            self._protocol.on_header(name, value)
+            self._requests.on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """An error is raised again by the parser, as one of its own."""
@@ -78,8 +89,8 @@ class RequestParser(httptools.HttpRequestParser):
         self._ignores = self.should_upgrade() and not self._upgrades()
         if not self._ignores:
             self._repeats = False
-            self._protocol.on_headers_complete()
+            self._requests.on_headers_complete()
 
     def on_message_complete(self) -> None:
         if not self._ignores:
-            self._protocol.on_message_complete()
+            self._requests.on_message_complete()

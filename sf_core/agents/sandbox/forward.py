@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +14,15 @@ from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
+from sf_core.dataplane.request_parser import RequestParser
 from sf_core.types import Endpoint
 
+log = logging.getLogger(__name__)
+
 CHUNK = 2**16
+
+MAX_HEAD = 2**18
+"""Most bytes of the head of a request, because the parser keeps it. The data plane refuses smaller ones."""
 
 MAX_CONNECTIONS = 32
 """Most connections of a sandbox at once, or it could take all open files of its worker; further ones wait."""
@@ -35,8 +42,10 @@ async def forward(endpoint: Endpoint, listener: socket.socket) -> AsyncIterator[
         yield replace(endpoint, base_url=f"http://127.0.0.1:{port}{urlsplit(endpoint.base_url).path}")
     finally:
         accepting.cancel()
-        await asyncio.gather(accepting, return_exceptions=True)
+        (failure,) = await asyncio.gather(accepting, return_exceptions=True)
         listener.close()
+        if isinstance(failure, Exception):
+            log.error("no further connection of the sandbox was accepted", exc_info=failure)
 
 
 async def _accept(listener: socket.socket, url: SplitResult) -> None:
@@ -47,6 +56,9 @@ async def _accept(listener: socket.socket, url: SplitResult) -> None:
     async def carry(connection: socket.socket) -> None:
         try:
             await _carry(connection, url)
+        except Exception:
+            # the other connections and those to come need the group
+            log.exception("a connection of a sandbox to the data plane has failed")
         finally:
             room.release()
 
@@ -78,8 +90,8 @@ async def _carry(connection: socket.socket, url: SplitResult) -> None:
         above, upward = await asyncio.open_connection(url.hostname, port, ssl=tls, limit=CHUNK)
         try:
             async with asyncio.TaskGroup() as group:
-                parser = httptools.HttpRequestParser(_Requests(url.path.encode()))
-                group.create_task(_pump(reader, upward, parser.feed_data))
+                requests = _Requests(url.path.encode())
+                group.create_task(_pump(reader, upward, requests.read))
                 group.create_task(_pump(above, writer))
         except* httptools.HttpParserError:
             writer.write(REFUSED)
@@ -102,19 +114,38 @@ async def _pump(
 
 
 class _Requests:
-    """What the parser tells of requests. Who reads them at the other end uses the same parser."""
+    """The requests of a connection. Who reads them at the other end uses the same parser."""
 
     def __init__(self, path: bytes) -> None:
         self._path = path
         self._url = b""
+        self._head: int | None = 0
+        """Bytes of the head that is being read; None: a body is being read."""
+        self._parser = RequestParser(self)
+
+    def read(self, data: bytes) -> None:
+        """Raises HttpParserError for data that must not be forwarded."""
+        self._parser.feed_data(data)
+        if self._head is not None:
+            self._head += len(data)
+            if self._head > MAX_HEAD:
+                raise httptools.HttpParserError("the head of a request is too long")
 
     def on_message_begin(self) -> None:
         self._url = b""
+        self._head = 0
 
-    def on_url(self, part: bytes) -> None:
-        self._url = (self._url + part)[: len(self._path)]
+    def on_url(self, url: bytes) -> None:
+        self._url = (self._url + url)[: len(self._path)]
 
     def on_headers_complete(self) -> None:
         """An error is raised again by the parser, as one of its own."""
+        self._head = None
         if self._url != self._path:
             raise PermissionError
+
+    def on_header(self, name: bytes, value: bytes) -> None: ...
+
+    def on_body(self, body: bytes) -> None: ...
+
+    def on_message_complete(self) -> None: ...
