@@ -19,8 +19,8 @@ MAX_PIXELS = 64 * 2**20
 """Most pixels of a picture as it is sent; a decoded one takes four bytes for each, and twice as many if it is
 transparent."""
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Formats that are read; for others, such as EPS, Pillow starts programs."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Formats that are read, as by the providers; for others, such as EPS, Pillow starts programs."""
 
 _FAST = 1
 """Level of PNG's compression. On drawn screens the default takes a third more time and a fifth more
@@ -37,7 +37,7 @@ class Fitted(NamedTuple):
 
 def fit_picture(data: bytes, sight: Sight) -> Fitted:
     """Decode, turn as EXIF says, put what is transparent on white, and resize. Raises ValueError, a clause
-    whose subject is the picture, if it cannot be shown."""
+    whose subject is the picture, if it cannot be shown. For pictures of strangers there is `fit_apart`."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"the picture has {len(data)} bytes; the limit is {MAX_BYTES} bytes")
     try:
@@ -49,8 +49,10 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
             if picture.size != (width, height):
                 picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
-        raise ValueError("the picture is broken, or in an unknown format") from None
-    except ValueError:
+        raise ValueError("the picture is broken, or its format is not PNG, JPEG, WebP or GIF") from None
+    except Image.DecompressionBombError:
+        raise ValueError(f"the picture has too many pixels; the limit is {MAX_PIXELS} pixels") from None
+    except (ValueError, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
         told = " ".join(str(error).split()) or type(error).__name__

@@ -15,6 +15,8 @@ from sf_core.pictures.sight import Sight
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
 
+BROKEN = "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
+
 
 def save(picture: Image.Image, kind: str = "PNG", **more: object) -> bytes:
     file = io.BytesIO()
@@ -82,8 +84,11 @@ def test_picture_is_turned_as_exif_says() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "the picture is broken, or in an unknown format"),
-        (b"\x89PNG broken", "the picture is broken, or in an unknown format"),
+        (b"", BROKEN),
+        (b"\x89PNG broken", BROKEN),
+        # Pillow reads them, and starts a program for EPS
+        (save(Image.new("RGB", (90, 90)), "TIFF"), BROKEN),
+        (save(Image.new("RGB", (90, 90)), "EPS"), BROKEN),
         (save(Image.new("RGB", (90, 90)))[:-40], "the picture cannot be decoded: "),
         (
             save(Image.new("RGB", (8, 1700))),
