@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from PIL import Image
 
 from sf_core.pictures.fitting import Fitted, fit_picture
-from sf_core.pictures.sight import Sight
+from sf_core.pictures.sight import Sight, UnfitError
 
 MAX_MEMORY = 2**30
 """Most bytes of memory of a process. Within the limit of pixels only WebP takes more, with 16 bytes for each
@@ -76,7 +76,7 @@ class _Decoder:
         except (EOFError, OSError) as error:
             raise self._reason(error, cpu_s) from None
         if "refusal" in facts:
-            raise ValueError(facts["refusal"])
+            raise UnfitError(facts["refusal"])
         return Fitted(png, **facts)
 
     def _connect(self) -> Connection:
@@ -107,7 +107,7 @@ class _Decoder:
                 f"the picture takes more than {cpu_s:g} s of CPU time to decode, which is the limit"
             )
         if status in _CRASHES:
-            return ValueError(f"the picture cannot be decoded: {signal.Signals(status).name} in its decoder")
+            return UnfitError(f"the picture cannot be decoded: {signal.Signals(status).name} in its decoder")
         return DecoderError(f"a decoder has ended with status {-status}")
 
 
@@ -117,7 +117,7 @@ def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         fitted = fit_picture(data, Sight(**sight))
-    except ValueError as error:
+    except UnfitError as error:
         return {"refusal": str(error)}, b""
     except MemoryError:
         most = f"{MAX_MEMORY // 2**20} MiB"

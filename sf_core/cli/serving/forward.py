@@ -19,7 +19,7 @@ from sf_core.dataplane.gateway.dialects.registry import find_dialect
 from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.sessions.session import Session
 
-_OURS = {"host", "content-length", "accept-encoding", "connection", "authorization", "x-api-key"}
+_OURS = {"host", "content-length", "accept-encoding", "connection", "upgrade", "authorization", "x-api-key"}
 """Headers that are not passed on as they came."""
 
 ANSWER_S = 600.0
@@ -54,10 +54,10 @@ class Forward:
         http = httpx.AsyncClient(timeout=ANSWER_S, verify=tls())
         url = self._above + path
         params = httpx.QueryParams(str(request.query_params)).remove("key")
-        sent = http.build_request(request.method, url, params=params, headers=headers, content=body)
         try:
+            sent = http.build_request(request.method, url, params=params, headers=headers, content=body)
             answer = await http.send(sent, stream=True)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             await http.aclose()
             told = f"{url}: {type(error).__name__}: {error}"
             self._printer.say("no answer", told, "bold red")

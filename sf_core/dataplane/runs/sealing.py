@@ -208,11 +208,16 @@ class ExternalSessions:
     async def store_or_try_later(self) -> None:
         try:
             await self.store()
-        except (ApiError, OSError) as error:
+        except Exception as error:
+            # whatever it is, the sessions wait for the next time
             self._retry_at = time.monotonic() + RETRY_S
             num_waiting = len(self._run.state.results.opened)
             log.warning(
-                "run %s: %d opened sessions wait to be written: %s", self._run.spec.run_id, num_waiting, error
+                "run %s: %d opened sessions wait to be written: %s",
+                self._run.spec.run_id,
+                num_waiting,
+                error,
+                exc_info=not isinstance(error, (ApiError, OSError)),
             )
 
     async def store(self) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
+from PIL.PngImagePlugin import PngInfo
 
 from sf_core.pictures import fitting
 from sf_core.pictures.fitting import fit_picture
@@ -118,4 +119,13 @@ def test_large_pictures_are_refused_before_they_are_decoded(monkeypatch: pytest.
         fit_picture(data, SIGHT)
     monkeypatch.setattr(fitting, "MAX_BYTES", len(data) - 1)
     with pytest.raises(ValueError, match=f"the picture has {len(data)} bytes; the limit is {len(data) - 1}"):
+        fit_picture(data, SIGHT)
+
+
+def test_a_long_text_in_a_small_file_is_not_unpacked() -> None:
+    texts = PngInfo()
+    texts.add_text("comment", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
+    data = save(Image.new("RGB", (56, 56)), pnginfo=texts)
+    assert len(data) < 10_000
+    with pytest.raises(ValueError, match=r"^the picture cannot be decoded: Decompressed data too large"):
         fit_picture(data, SIGHT)
