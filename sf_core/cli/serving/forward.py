@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from sf_core.cli.serving.conversation import Printer, in_words
 from sf_core.dataplane.chat.json_text import mend_json
+from sf_core.dataplane.connections import note_caller
 from sf_core.dataplane.control.client import tls
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
@@ -43,6 +44,8 @@ class Forward:
             caller = Caller.of(scope, Keys(self.agents_key))
             refusal = caller.refusal()
             refused = JSONResponse(refusal.body(), refusal.status)
+            if caller.is_operator:
+                note_caller(scope, shows_key=True)
             response = await self._pass_on(Request(scope, receive)) if caller.is_operator else refused
             await response(scope, receive, send)
 

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from sf_core.dataplane.chat.contents import Part, SentPicture
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, WrongField, remedy
 from sf_core.pictures.apart import DecoderError, SlowPictureError, fit_apart
 from sf_core.pictures.sight import Sight
 from storage.media import store_picture
@@ -87,8 +87,8 @@ class Media:
         except OSError as error:
             raise ApiError(
                 503,
-                f"The data plane cannot write pictures to {self._folder}: {error.strerror or error}. Free "
-                "space there or repair the storage, then send this request again.",
+                f"The data plane cannot write pictures to {self._folder}: {error.strerror or error}. "
+                f"{remedy(error, 'Free space there or repair the storage')}, then send this request again.",
                 code="media_unwritable",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
