@@ -28,7 +28,7 @@ MAX_HEADERS = 128
 MAX_PIPELINED = 16
 """Most requests of a connection that wait for the answer to an earlier one."""
 
-LINGER_S = 2.0
+LINGER_S = 1.0
 """Seconds in which a client that was refused may read why, although it is still sending."""
 
 
