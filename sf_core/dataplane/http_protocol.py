@@ -1,6 +1,7 @@
-"""How the data plane speaks HTTP: as uvicorn does, except for what uvicorn gets wrong, and with bounds on what a
-client may send before it has shown a key. What uvicorn can be told instead does not suffice: its limit of
-concurrency refuses everybody.
+"""How the data plane speaks HTTP: as uvicorn does, except for what uvicorn gets wrong.
+
+Bounds what a client may send before it has shown a key. The settings of uvicorn do not suffice: they bound
+neither the size nor the time of a head with httptools, and `limit_concurrency` refuses everybody.
 
 A request needs a head of limited size, in limited time, and a body that does not stall. Once a request has
 arrived, its answer may take as long as it takes; WebSockets leave this protocol.

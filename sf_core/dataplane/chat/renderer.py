@@ -34,7 +34,7 @@ from sf_core.dataplane.chat.template_probes import (
 )
 from sf_core.dataplane.chat.token_bound import TokenBound
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.dataplane.errors import ApiError, may_pass
+from sf_core.dataplane.errors import ApiError
 from sf_core.models.context import count_ids
 from sf_core.models.token_bytes import TokenBytes, control_tokens
 from sf_core.pictures.sight import read_sight
@@ -378,10 +378,8 @@ def open_renderer(model_dir: str) -> Renderer:
 
 
 async def read_renderer(model_dir: str) -> Renderer:
-    """Raises ApiError if the folder cannot be used, OSError if that may pass."""
+    """Raises ApiError if the folder cannot be used."""
     try:
         return await asyncio.to_thread(open_renderer, model_dir)
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and may_pass(error):
-            raise
         raise ApiError(400, str(error), param="model_dir") from error
