@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 CHUNK = 2**16
 
 MAX_HEAD = 2**18
-"""Most bytes of the head of a request, because the parser keeps it. The data plane refuses smaller ones."""
+"""Most bytes of a request outside of its body, because the parser keeps them. The data plane refuses fewer."""
 
 MAX_CONNECTIONS = 32
 """Most connections of a sandbox at once, or it could take all open files of its worker; further ones wait."""
@@ -91,8 +91,10 @@ async def _carry(connection: socket.socket, url: SplitResult) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 requests = _Requests(url.path.encode())
-                group.create_task(_pump(reader, upward, requests.read))
-                group.create_task(_pump(above, writer))
+                asking = group.create_task(_pump(reader, upward, requests.read))
+                await _pump(above, writer)
+                # the data plane has given the connection up; a program that does not would keep its place
+                asking.cancel()
         except* httptools.HttpParserError:
             writer.write(REFUSED)
         except* OSError:
@@ -119,33 +121,32 @@ class _Requests:
     def __init__(self, path: bytes) -> None:
         self._path = path
         self._url = b""
-        self._head: int | None = 0
-        """Bytes of the head that is being read; None: a body is being read."""
+        self._num_kept = 0
+        """Bytes since the beginning of the request or the last piece of its body, and a chunk at most."""
         self._parser = RequestParser(self)
 
     def read(self, data: bytes) -> None:
         """Raises HttpParserError for data that must not be forwarded."""
         self._parser.feed_data(data)
-        if self._head is not None:
-            self._head += len(data)
-            if self._head > MAX_HEAD:
-                raise httptools.HttpParserError("the head of a request is too long")
+        self._num_kept += len(data)
+        if self._num_kept > MAX_HEAD:
+            raise httptools.HttpParserError("the head of a request is too long")
 
     def on_message_begin(self) -> None:
         self._url = b""
-        self._head = 0
+        self._num_kept = 0
 
     def on_url(self, url: bytes) -> None:
         self._url = (self._url + url)[: len(self._path)]
 
     def on_headers_complete(self) -> None:
         """An error is raised again by the parser, as one of its own."""
-        self._head = None
         if self._url != self._path:
             raise PermissionError
 
     def on_header(self, name: bytes, value: bytes) -> None: ...
 
-    def on_body(self, body: bytes) -> None: ...
+    def on_body(self, body: bytes) -> None:
+        self._num_kept = 0
 
     def on_message_complete(self) -> None: ...
