@@ -28,7 +28,7 @@ WARN_S = 60.0
 """Shortest time between two warnings, in seconds."""
 
 NOTE_CALLER = "seamlessflow.note_caller"
-"""ASGI extension of requests on a stranger's connection: a function that notes who the sender is."""
+"""ASGI extension of requests on a stranger's connection: its `note` is told who the sender is."""
 
 
 def most_connections(asked: int | None) -> int:
@@ -50,9 +50,9 @@ def most_connections(asked: int | None) -> int:
 def note_caller(scope: Scope, *, shows_key: bool) -> None:
     """Let the connection of a request keep its place: from now on if the request `shows_key`, otherwise until
     the request is answered."""
-    note = (scope.get("extensions") or {}).get(NOTE_CALLER)
-    if note is not None:
-        note(shows_key)
+    extension = (scope.get("extensions") or {}).get(NOTE_CALLER)
+    if extension is not None:
+        extension["note"](shows_key)
 
 
 class Connection(Protocol):

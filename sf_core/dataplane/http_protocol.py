@@ -133,7 +133,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop()
         self._in_head = False
         if not self._is_known:
-            self.scope["extensions"] = {NOTE_CALLER: self.note_caller}
+            self.scope["extensions"] = {NOTE_CALLER: {"note": self.note_caller}}
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 CHUNK = 2**16
 
 MAX_HEAD = 2**18
-"""Most bytes of a request outside of its body, because the parser keeps them. The data plane refuses fewer."""
+"""Most bytes of a request outside its body, because the parser keeps them. The data plane refuses fewer."""
 
 MAX_CONNECTIONS = 32
 """Most connections of a sandbox at once, or it could take all open files of its worker; further ones wait."""
