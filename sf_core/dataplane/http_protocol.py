@@ -76,6 +76,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._places.forget(self)
+        self.parser.close()
         super().connection_lost(exc)
 
     def give_way(self) -> None:

@@ -47,6 +47,10 @@ class RequestParser(httptools.HttpRequestParser):
         # as uvicorn has it: the request before the last data may have asked to close
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
+    def close(self) -> None:
+        """Let go of `requests`. A parser refers to itself until then, so the memory of both would be freed late."""
+        super().__init__(None)
+
     def feed_data(self, data: bytes | memoryview) -> None:  # type: ignore[override]
         rest = memoryview(data)
         while True:

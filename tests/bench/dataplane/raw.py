@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from http.client import HTTPMessage, parse_headers
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
-from tests.patience import patience
+from tests.bench.dataplane.upgrades import dial
 
 LOCAL = "host: 127.0.0.1\r\n"
 
@@ -22,8 +20,7 @@ class Raw:
     """A connection to the server at this URL."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self.socket = socket.create_connection((parts.hostname or "", parts.port or 80), patience())
+        self.socket = dial(url)
         self._received = self.socket.makefile("rb")
 
     def __enter__(self) -> Raw:

@@ -156,7 +156,7 @@ def test_who_has_shown_a_key_keeps_the_place(tmp_path: Path) -> None:
         assert known.status() == 200
 
 
-def test_without_a_place_newcomers_are_told_to_come_again() -> None:
+def test_without_a_place_newcomers_are_told_to_come_again(caplog: pytest.LogCaptureFixture) -> None:
     with running_app(key=KEY, max_connections=3) as url, contextlib.ExitStack() as stack:
         known = [stack.enter_context(Raw(url)) for _ in range(3)]
         for one in known:
@@ -173,6 +173,12 @@ def test_without_a_place_newcomers_are_told_to_come_again() -> None:
             "param": None,
             "code": "connections_full",
         }
+        stack.enter_context(Raw(url)).wait_for_end()
+        told = [record.getMessage() for record in caplog.records if "connections" in record.name]
+        assert told == [
+            "all 3 connections are in use, so further ones are refused: raise the limit on open files "
+            "(`ulimit -n`) or --max-connections"
+        ]
         known[0].close()
         wait_until(lambda: is_served_now(url))
 
