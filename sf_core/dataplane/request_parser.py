@@ -48,7 +48,7 @@ class RequestParser(httptools.HttpRequestParser):
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def close(self) -> None:
-        """Let go of `requests`. A parser refers to itself until then, so the memory of both would be freed late."""
+        """Let go of itself and of `requests`, whose memory would otherwise be freed much later."""
         super().__init__(None)
 
     def feed_data(self, data: bytes | memoryview) -> None:  # type: ignore[override]
