@@ -41,6 +41,8 @@ class HttpProtocol(HttpToolsProtocol):
     """A connection. A request that asks for another protocol is answered as if it did not ask, unless it asks
     for a WebSocket where the application has one."""
 
+    parser: RequestParser
+
     def __init__(self, places: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.parser = RequestParser(self, self._opens_websocket)

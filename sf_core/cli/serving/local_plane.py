@@ -58,7 +58,7 @@ def local_plane(
     app = make_app(own_key, DataplaneOptions())
     if middleware is not None:
         # around it, the application would have no routes in which the server finds its WebSockets
-        app.add_middleware(middleware)  # type: ignore[arg-type]
+        app.add_middleware(middleware)
     with serve_app(app, host, port) as url:
         client, config, weights = DataplaneClient(url, name, own_key), policy.config, policy.weights
         client.register(
