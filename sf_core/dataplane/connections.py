@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.types import Scope
 
@@ -129,7 +129,7 @@ class Connections:
     def _give_up(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
-        late: list[Any] = []
+        late: list[Connection] = []
         for connection, due in self._awaited.items():
             if due > loop.time():
                 self._timer = loop.call_at(due, self._give_up)

@@ -93,7 +93,10 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             seconds = f"{self._places.request_timeout_s:g} s"
-            self._refuse(ApiError(408, f"Nothing more of the request has arrived for {seconds}."))
+            told = (
+                f"The headers of a request must arrive within {seconds}, and so must each part of its body."
+            )
+            self._refuse(ApiError(408, told))
 
     def note_caller(self, shows_key: bool) -> None:
         """Note of the request that is being answered that it may be, and whether it shows a key."""
@@ -113,6 +116,7 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._places.forget(self)
             self.handle_websocket_upgrade()
+            self.parser.close()
         except httptools.HttpParserError:
             self._refuse(self._refusal or ApiError(400, "The request is not valid HTTP."))
         else:
@@ -204,9 +208,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _too_large() -> ApiError:
-    return ApiError(
-        431, f"The headers of a request may have {MAX_HEAD_BYTES} bytes, and be {MAX_HEADERS} at most."
-    )
+    most = f"{MAX_HEADERS} headers, and {MAX_HEAD_BYTES} bytes of them with its first line"
+    return ApiError(431, f"A request may have at most {most}.")
 
 
 def _response(error: ApiError) -> bytes:

@@ -64,7 +64,8 @@ def test_endless_heads_are_refused(url: str, begin: bytes, piece: bytes) -> None
         response = raw.response()
         assert (response.status, response.headers["connection"]) == (431, "close")
         assert json.loads(response.body)["error"]["message"] == (
-            f"The headers of a request may have {MAX_HEAD_BYTES} bytes, and be {MAX_HEADERS} at most."
+            f"A request may have at most {MAX_HEADERS} headers, and {MAX_HEAD_BYTES} bytes of them with its "
+            "first line."
         )
         # whatever is sent now, the connection ends
         assert raw.wait_for_end() == b""
@@ -116,7 +117,7 @@ def test_half_of_a_request_is_given_up(hasty_url: str, begun: bytes) -> None:
         response = raw.response()
         assert response.status == 408
         assert json.loads(response.body)["error"]["message"] == (
-            f"Nothing more of the request has arrived for {SHORT_S:g} s."
+            f"The headers of a request must arrive within {SHORT_S:g} s, and so must each part of its body."
         )
         assert raw.wait_for_end() == b""
 
