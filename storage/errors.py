@@ -9,7 +9,8 @@ _CLIENTS = ("botocore", "aiobotocore", "aiohttp", "urllib3")
 
 
 class StorageError(OSError):
-    """A storage failed; the message names the file, the reason and what to check."""
+    """A storage failed; the message names the file, the reason and what to check. `errno` is that of the
+    cause, if the cause has one."""
 
 
 @contextmanager
@@ -30,7 +31,9 @@ def storage_errors(uri: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in _CLIENTS:
             raise
-        raise StorageError(f"{uri}: {_reason(error)}") from error
+        failure = StorageError(f"{uri}: {_reason(error)}")
+        failure.errno = getattr(error, "errno", None)
+        raise failure from error
 
 
 def _reason(error: Exception) -> str:

@@ -129,7 +129,9 @@ class AgentRunner:
                 tasks = [*self._sessions.values(), reporter]
                 for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                    if isinstance(ended, Exception):
+                        log.error("a task of the runner failed", exc_info=ended)
         return self._reports.num_finished
 
     @contextmanager

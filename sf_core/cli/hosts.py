@@ -124,6 +124,20 @@ def dataplane(
             help="Memory limit for sessions and results, in MB. At the limit no new session starts."
         ),
     ] = DataplaneOptions.memory_mb,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of open connections. By default the limit on open files (`ulimit -n`), less "
+            "a quarter, at most 1024, for journals and tables."
+        ),
+    ] = DataplaneOptions.max_connections,
+    request_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="Time, in seconds, within which a client must send the headers of a request. After the "
+            "headers, the time between two parts of the body. Answers have no such limit."
+        ),
+    ] = DataplaneOptions.request_timeout_s,
     port_file: Annotated[str | None, typer.Option(help="File to which the port is written.")] = None,
     gateways: Annotated[int, typer.Option(hidden=True)] = 1,
 ) -> None:
@@ -142,7 +156,15 @@ def dataplane(
             "several data planes with different --port, and give each run the URL of one data plane (--set "
             "dataplane.url=http://HOST:PORT)"
         )
-    options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, tuple(allowed_hosts()))
+    options = DataplaneOptions(
+        journal_dir,
+        fsync,
+        grace_s,
+        memory_mb,
+        tuple(allowed_hosts()),
+        max_connections,
+        request_timeout_s,
+    )
     key = configured_dataplane_key()
     serve(
         host,

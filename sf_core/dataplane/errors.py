@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 MAX_HEAD, MAX_TAIL = 400, 100
@@ -12,6 +13,9 @@ MOST_READ = 20 * (MAX_HEAD + MAX_TAIL)
 
 RETRY_AFTER_S = 5
 """Seconds after which a client that was refused temporarily may retry."""
+
+_OF_OPEN_FILES = {errno.EMFILE, errno.ENFILE}
+_PASSING = _OF_OPEN_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 
 
 class ApiError(Exception):
@@ -78,3 +82,24 @@ class ContextOverflow(ApiError):
         most = self.context_length - 1
         told = sentence.format(tokens=self.num_tokens, window=self.context_length, most=most, param=param)
         return ApiError(self.status, told, code=self.code, param=param)
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the same request may succeed once there is room again: on the disk, or for open files."""
+    return error.errno in _PASSING
+
+
+def remedy(error: OSError, usual: str = "Free space there or repair the disk") -> str:
+    """What to do about a file that cannot be used."""
+    if error.errno in _OF_OPEN_FILES:
+        return "Raise the limit on open files (`ulimit -n`) or lower --max-connections"
+    return usual
+
+
+def unwritable(what: str, error: OSError) -> ApiError:
+    """The error of a request for which a file cannot be written."""
+    told = f"{what} cannot be written: {error}"
+    if not may_pass(error):
+        return ApiError(500, f"{told}.")
+    message = f"{told}. {remedy(error)}, then send the request again."
+    return ApiError(503, message, code="storage_unwritable", retry_after_s=RETRY_AFTER_S)

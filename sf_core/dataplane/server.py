@@ -26,12 +26,12 @@ def serve(
     accepted.
 
     `key` and `welcomes_strangers` are as in `make_app`. Raises ValueError for an address at which others
-    would be welcome without a key, and for a journal directory that another data plane uses; OSError for a
-    port that is taken."""
+    would be welcome without a key, for a journal directory that another data plane uses, and for more
+    connections than open files; OSError for a port that is taken."""
     if welcomes_strangers and not is_loopback(host):
         raise ValueError(f"other machines can reach {host}: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
     app = make_app(key, options, welcomes_strangers=welcomes_strangers)
-    server = uvicorn.Server(server_config(app))
+    server = uvicorn.Server(server_config(app, options))
     listening = listen_at(host, port)
     app.state.plane.owner.dataplane = url_of(host, listening)
     if port_file is not None:

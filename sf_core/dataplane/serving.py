@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from sf_core.dataplane.connections import Connections, most_connections
+from sf_core.dataplane.http_protocol import HttpProtocol
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.engines.drivers.connection import HEARTBEAT_S
 
 SWITCH_S = 0.0005
@@ -17,11 +22,15 @@ GC_THRESHOLDS = (20_000, 20, 50)
 """Allocations between collections of the young generation, and collections between those of older ones."""
 
 
-def server_config(app: ASGIApp) -> uvicorn.Config:
+def server_config(app: ASGIApp, options: DataplaneOptions | None = None) -> uvicorn.Config:
+    """Raises ValueError if this process may not open files for as many connections as the options say."""
+    options = options or DataplaneOptions()
+    places = Connections(most_connections(options.max_connections), options.request_timeout_s)
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        # uvicorn only calls it
+        http=cast(type[HttpProtocol], partial(HttpProtocol, places)),
         ws="websockets-sansio",
         ws_max_size=2**28,
         ws_per_message_deflate=False,

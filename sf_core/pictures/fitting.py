@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from sf_core.pictures.sight import Sight
+from sf_core.pictures.sight import Sight, UnfitError
 
 MAX_BYTES = 32 * 2**20
 """Most bytes of a picture's file."""
@@ -19,8 +19,8 @@ MAX_PIXELS = 64 * 2**20
 """Most pixels of a picture as it is sent; a decoded one takes four bytes for each, and twice as many if it is
 transparent."""
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Formats that are read; for others, such as EPS, Pillow starts programs."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Formats that are read, as by the providers; for others, such as EPS, Pillow starts programs."""
 
 _FAST = 1
 """Level of PNG's compression. On drawn screens the default takes a third more time and a fifth more
@@ -36,10 +36,10 @@ class Fitted(NamedTuple):
 
 
 def fit_picture(data: bytes, sight: Sight) -> Fitted:
-    """Decode, turn as EXIF says, put what is transparent on white, and resize. Raises ValueError, a clause
-    whose subject is the picture, if it cannot be shown."""
+    """Decode, turn as EXIF says, put what is transparent on white, and resize. Raises UnfitError if it
+    cannot be shown. For pictures of strangers there is `fit_apart`."""
     if len(data) > MAX_BYTES:
-        raise ValueError(f"the picture has {len(data)} bytes; the limit is {MAX_BYTES} bytes")
+        raise UnfitError(f"the picture has {len(data)} bytes; the limit is {MAX_BYTES} bytes")
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check(opened)
@@ -49,12 +49,14 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
             if picture.size != (width, height):
                 picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
-        raise ValueError("the picture is broken, or in an unknown format") from None
-    except ValueError:
+        raise UnfitError("the picture is broken, or its format is not PNG, JPEG, WebP or GIF") from None
+    except Image.DecompressionBombError:
+        raise UnfitError(f"the picture has too many pixels; the limit is {MAX_PIXELS} pixels") from None
+    except (UnfitError, MemoryError):
         raise
-    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
+    except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError and others
         told = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"the picture cannot be decoded: {told}") from None
+        raise UnfitError(f"the picture cannot be decoded: {told}") from None
     file = io.BytesIO()
     _on_white(picture).save(file, "PNG", compress_level=_FAST)
     return Fitted(file.getvalue(), height, width)
@@ -63,10 +65,10 @@ def fit_picture(data: bytes, sight: Sight) -> Fitted:
 def _check(picture: Image.Image) -> None:
     width, height = picture.size
     if width * height > MAX_PIXELS:
-        raise ValueError(f"the picture has {width} by {height} pixels; the limit is {MAX_PIXELS} pixels")
+        raise UnfitError(f"the picture has {width} by {height} pixels; the limit is {MAX_PIXELS} pixels")
     # MPO: a JPEG of a phone with further frames, such as depth; the first one is opened
     if getattr(picture, "is_animated", False) and picture.format != "MPO":
-        raise ValueError("the picture is animated")
+        raise UnfitError("the picture is animated")
 
 
 def _turned_size(picture: Image.Image) -> tuple[int, int]:

@@ -29,6 +29,10 @@ MAX_ASPECT = 200
 _DEFAULT_PIXELS = (56 * 56, 28 * 28 * 1280)
 
 
+class UnfitError(ValueError):
+    """A picture cannot be shown. The message is a clause whose subject is the picture."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What a policy makes of a picture of a given size."""
@@ -62,9 +66,10 @@ class Sight:
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """The height and width to which a picture is resized: multiples of `side` within the limits, at about
-        its aspect, as `smart_resize` of Qwen's processor has them. Raises ValueError if there are none."""
+        its aspect, as `smart_resize` of Qwen's processor has them. Raises UnfitError if there are
+        none."""
         if max(height, width) > MAX_ASPECT * min(height, width):
-            raise ValueError(
+            raise UnfitError(
                 f"the picture has {width} by {height} pixels; the ratio of its sides must not exceed "
                 f"{MAX_ASPECT}"
             )
@@ -78,7 +83,7 @@ class Sight:
             scale = math.sqrt(self.min_pixels / (height * width))
             tall, wide = (math.ceil(n * scale / self.side) * self.side for n in (height, width))
         if not self.min_pixels <= tall * wide <= self.max_pixels:
-            raise ValueError(
+            raise UnfitError(
                 f"the picture has {width} by {height} pixels and cannot be scaled to between "
                 f"{self.min_pixels} and {self.max_pixels} pixels in all without a large change "
                 "of its aspect ratio"

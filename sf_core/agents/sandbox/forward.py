@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +14,15 @@ from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
+from sf_core.dataplane.request_parser import RequestParser
 from sf_core.types import Endpoint
 
+log = logging.getLogger(__name__)
+
 CHUNK = 2**16
+
+MAX_HEAD = 2**18
+"""Most bytes of a request outside its body, because the parser keeps them. The data plane refuses fewer."""
 
 MAX_CONNECTIONS = 32
 """Most connections of a sandbox at once, or it could take all open files of its worker; further ones wait."""
@@ -35,8 +42,10 @@ async def forward(endpoint: Endpoint, listener: socket.socket) -> AsyncIterator[
         yield replace(endpoint, base_url=f"http://127.0.0.1:{port}{urlsplit(endpoint.base_url).path}")
     finally:
         accepting.cancel()
-        await asyncio.gather(accepting, return_exceptions=True)
+        (failure,) = await asyncio.gather(accepting, return_exceptions=True)
         listener.close()
+        if isinstance(failure, Exception):
+            log.error("no further connection of the sandbox was accepted", exc_info=failure)
 
 
 async def _accept(listener: socket.socket, url: SplitResult) -> None:
@@ -47,6 +56,9 @@ async def _accept(listener: socket.socket, url: SplitResult) -> None:
     async def carry(connection: socket.socket) -> None:
         try:
             await _carry(connection, url)
+        except Exception:
+            # the other connections and those to come need the group
+            log.exception("a connection of a sandbox to the data plane has failed")
         finally:
             room.release()
 
@@ -78,9 +90,11 @@ async def _carry(connection: socket.socket, url: SplitResult) -> None:
         above, upward = await asyncio.open_connection(url.hostname, port, ssl=tls, limit=CHUNK)
         try:
             async with asyncio.TaskGroup() as group:
-                parser = httptools.HttpRequestParser(_Requests(url.path.encode()))
-                group.create_task(_pump(reader, upward, parser.feed_data))
-                group.create_task(_pump(above, writer))
+                requests = _Requests(url.path.encode())
+                asking = group.create_task(_pump(reader, upward, requests.read))
+                await _pump(above, writer)
+                # the data plane has given the connection up; a program that does not would keep its place
+                asking.cancel()
         except* httptools.HttpParserError:
             writer.write(REFUSED)
         except* OSError:
@@ -102,19 +116,37 @@ async def _pump(
 
 
 class _Requests:
-    """What the parser tells of requests. Who reads them at the other end uses the same parser."""
+    """The requests of a connection. Who reads them at the other end uses the same parser."""
 
     def __init__(self, path: bytes) -> None:
         self._path = path
         self._url = b""
+        self._num_kept = 0
+        """Bytes since the beginning of the request or the last piece of its body, and a chunk at most."""
+        self._parser = RequestParser(self)
+
+    def read(self, data: bytes) -> None:
+        """Raises HttpParserError for data that must not be forwarded."""
+        self._parser.feed_data(data)
+        self._num_kept += len(data)
+        if self._num_kept > MAX_HEAD:
+            raise httptools.HttpParserError("the head of a request is too long")
 
     def on_message_begin(self) -> None:
         self._url = b""
+        self._num_kept = 0
 
-    def on_url(self, part: bytes) -> None:
-        self._url = (self._url + part)[: len(self._path)]
+    def on_url(self, url: bytes) -> None:
+        self._url = (self._url + url)[: len(self._path)]
 
     def on_headers_complete(self) -> None:
         """An error is raised again by the parser, as one of its own."""
         if self._url != self._path:
             raise PermissionError
+
+    def on_header(self, name: bytes, value: bytes) -> None: ...
+
+    def on_body(self, body: bytes) -> None:
+        self._num_kept = 0
+
+    def on_message_complete(self) -> None: ...

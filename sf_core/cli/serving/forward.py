@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from sf_core.cli.serving.conversation import Printer, in_words
 from sf_core.dataplane.chat.json_text import mend_json
+from sf_core.dataplane.connections import note_caller
 from sf_core.dataplane.control.client import tls
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import find_dialect
@@ -20,7 +21,7 @@ from sf_core.dataplane.gateway.keys import Caller, Keys
 from sf_core.dataplane.sessions.session import Session
 from storage.json_files import load_json
 
-_OURS = {"host", "content-length", "accept-encoding", "connection", "authorization", "x-api-key"}
+_OURS = {"host", "content-length", "accept-encoding", "connection", "upgrade", "authorization", "x-api-key"}
 """Headers that are not passed on as they came."""
 
 ANSWER_S = 600.0
@@ -45,6 +46,8 @@ class Forward:
             caller = Caller.of(scope, Keys(self.agents_key))
             refusal = caller.refusal()
             refused = JSONResponse(refusal.body(), refusal.status)
+            if caller.is_operator:
+                note_caller(scope, shows_key=True)
             response = await self._pass_on(Request(scope, receive)) if caller.is_operator else refused
             await response(scope, receive, send)
 
@@ -58,10 +61,10 @@ class Forward:
         http = httpx.AsyncClient(timeout=ANSWER_S, verify=tls())
         url = self._above + path
         params = httpx.QueryParams(str(request.query_params)).remove("key")
-        sent = http.build_request(request.method, url, params=params, headers=headers, content=body)
         try:
+            sent = http.build_request(request.method, url, params=params, headers=headers, content=body)
             answer = await http.send(sent, stream=True)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             await http.aclose()
             told = f"{url}: {type(error).__name__}: {error}"
             self._printer.say("no answer", told, "bold red")

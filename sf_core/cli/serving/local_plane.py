@@ -45,13 +45,16 @@ def local_plane(
     key: str | None = None,
     host: str = LOOPBACK,
     port: int = 0,
-    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    middleware: Callable[[ASGIApp], ASGIApp] | None = None,
 ) -> Iterator[LocalPlane]:
     """Serve a policy on this address. `key` opens the agents' routes of the run; the others are open to this
     process alone. Raises OSError if the address cannot be bound."""
     own_key = secrets.token_hex(16)
     app = make_app(own_key, DataplaneOptions())
-    with serve_app(around(app), host, port) as url:
+    if middleware is not None:
+        # around it, the application would have no routes in which the server finds its WebSockets
+        app.add_middleware(middleware)
+    with serve_app(app, host, port) as url:
         client, config, weights = DataplaneClient(url, name, own_key), policy.config, policy.weights
         client.register(
             run_id=name,

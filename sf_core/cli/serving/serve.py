@@ -90,7 +90,7 @@ def serve(
                 key=key,
                 host=host,
                 port=port,
-                around=(lambda app: app) if record else Unrecorded,
+                middleware=None if record else Unrecorded,
             )
         )
         is_told = False

@@ -49,7 +49,7 @@ class Outbox:
 async def serve_connection(socket: WebSocket, find_run: Callable[[str], ServedRun | None]) -> None:
     await socket.accept()
     try:
-        hello = wire.read_from_engine(await socket.receive_bytes())
+        hello = wire.read_from_engine(await _receive(socket))
     except (WebSocketDisconnect, ValueError):
         hello = None
     if not isinstance(hello, wire.Hello):
@@ -131,7 +131,7 @@ async def _write(socket: WebSocket, run: ServedRun, outbox: Outbox) -> None:
 
 async def _read(socket: WebSocket, run: ServedRun, engine: EngineConnection) -> None:
     while True:
-        frame = await socket.receive_bytes()
+        frame = await _receive(socket)
         run.router.bytes_from_engines += len(frame)
         match wire.read_from_engine(frame):
             case wire.Chunks(chunks):
@@ -147,6 +147,14 @@ async def _read(socket: WebSocket, run: ServedRun, engine: EngineConnection) -> 
                 return
             case wire.Hello():
                 raise ValueError("the engine sent a second hello frame")
+
+
+async def _receive(socket: WebSocket) -> bytes:
+    """The next frame. Raises ValueError for text, and WebSocketDisconnect."""
+    try:
+        return await socket.receive_bytes()
+    except KeyError:
+        raise ValueError("the engine sent text") from None
 
 
 async def _close(socket: WebSocket, code: int, reason: str = "") -> None:

@@ -308,7 +308,12 @@ class DataPlane:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._note_ended)
+
+    def _note_ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("work that nobody awaits failed: %s", error, exc_info=error)
 
     def _open_journal(self, spec: RunSpec) -> Journal:
         directory = _open_directory(spec)

@@ -5,7 +5,6 @@ Owns paths and error bodies; endpoint.py and the dialects own how a request is a
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -15,13 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, EngineFailed, may_pass, remedy
 from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
 from sf_core.dataplane.gateway.endpoint import ID_HEADERS, TokenCount, TurnEndpoint
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
 from sf_core.dataplane.gateway.order import Order
-
-_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 
 
 def agent_routes(sessions: Lookup[Any]) -> list[Route]:
@@ -73,11 +70,9 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    if isinstance(error, OSError) and error.errno in _OF_A_DISK:
-        message = (
-            f"The data plane cannot use its disk: {error}. Free space or repair the disk, then send the "
-            "request again."
-        )
+    if isinstance(error, OSError) and may_pass(error):
+        help_ = remedy(error, "Free space or repair the disk")
+        message = f"The data plane cannot use its disk: {error}. {help_}, then send the request again."
         response = await _refuse(request, ApiError(503, message, retry_after_s=RETRY_AFTER_S))
     else:
         response = await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))

@@ -25,6 +25,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.connections import note_caller
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import (
     AGENTS_PATH,
@@ -111,6 +112,12 @@ class Caller:
         """Whether it shows the key of this session."""
         return self._shows(self.keys.of_session(spec, session_id))
 
+    def shows_key_of(self, spec: RunSpec) -> bool:
+        """Whether it shows the key of the run, or that of the session which it names."""
+        named = self.named_session
+        is_agent = named is not None and self.is_agent_of(spec, named)
+        return is_agent or (spec.clients_key is not None and self._shows(spec.clients_key))
+
     def owns(self, spec: RunSpec, session: Session) -> bool:
         """Whether it may read, reward and finish the session: the operator, and for a session that a client
         opened, the clients of the run."""
@@ -163,13 +170,9 @@ class KeyCheck:
             # engines are no pages, whatever key they show
             origin = self._keys.addresses.find_foreign_origin(Headers(scope=scope))
             return caller.is_operator and origin is None
-        if caller.is_operator:
-            return True
-        if not is_for_clients(scope["path"]):
-            return False
-        return any(self._knows(caller, spec) for spec in self._specs()) or caller.is_welcome
-
-    @staticmethod
-    def _knows(caller: Caller, spec: RunSpec) -> bool:
-        named = caller.named_session
-        return (named is not None and caller.is_agent_of(spec, named)) or caller.is_client_of(spec)
+        is_for_others = is_for_clients(scope["path"])
+        shows_key = caller.is_operator or (is_for_others and any(map(caller.shows_key_of, self._specs())))
+        may_pass = shows_key or (is_for_others and caller.is_welcome)
+        if may_pass:
+            note_caller(scope, shows_key=shows_key)
+        return may_pass

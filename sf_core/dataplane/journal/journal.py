@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError, remedy
 from sf_core.dataplane.journal.events import Event
 from sf_core.dataplane.journal.framing import frame
 from sf_core.dataplane.journal.journal_file import PIECE_BYTES, JournalFile
@@ -299,8 +299,7 @@ class Journal:
         return ApiError(
             503,
             f"The data plane cannot write its journal in {self.path.parent}: {error.strerror or error}. "
-            "Free space there or repair the disk. The run then continues, and this request can be sent "
-            "again.",
+            f"{remedy(error)}. The run then continues, and this request can be sent again.",
             code="journal_unwritable",
             retry_after_s=RETRY_AFTER_S,
         )

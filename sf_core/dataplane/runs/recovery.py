@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import read_renderer
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, may_pass
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.claiming import lose
@@ -81,7 +81,7 @@ def _remember(tasks: Tasks, outcomes: list[Outcome]) -> None:
 
 async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
     """What came of the groups of the iterations before that of `spec`, if a curriculum goes by it. Raises
-    ApiError 409 if a file is missing or broken."""
+    ApiError 409 if a file is missing or broken, StorageError if the cause may pass."""
     if spec.rollout.curriculum is None:
         return []
     try:
@@ -90,6 +90,8 @@ async def _read_outcomes(spec: RunSpec) -> list[Outcome]:
             lambda: [outcome_of(row) for row in read_outcomes(directory, spec.iteration)]
         )
     except (ValueError, StorageError) as error:
+        if isinstance(error, StorageError) and may_pass(error):
+            raise
         raise ApiError(
             409,
             f"the curriculum cannot read the results of earlier groups: {error}; to continue without these "

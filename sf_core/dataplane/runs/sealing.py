@@ -20,7 +20,7 @@ from typing import Any, get_args
 import numpy as np
 
 from sf_core.config.failures import REASONS, count_failures, failures_text
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import ApiError, unwritable
 from sf_core.dataplane.runs import decide
 from sf_core.dataplane.runs.events import Sealed, Stored
 from sf_core.dataplane.runs.ledger import Batch
@@ -128,14 +128,14 @@ class Sealer:
     async def _write_outcomes(self, index: int, outcomes: Sequence[Outcome], part: str) -> Answer:
         """Write what came of the groups that have left since the last batch, and count those of which all
         sessions, some or none were right. Groups from outside, and those without results, are not counted.
-        Raises ApiError 500 if the file cannot be written."""
+        Raises ApiError 503 or 500 if the file cannot be written."""
         run = self._run
         directory = RunDirectory(run.spec.run_dir)
         rows = [row_of(outcome, run.spec.run_id) for outcome in outcomes]
         try:
             ref = await asyncio.to_thread(write_outcomes, directory, index, rows, part)
         except OSError as error:
-            raise ApiError(500, f"the outcomes of batch {index} cannot be written: {error}.") from error
+            raise unwritable(f"the outcomes of batch {index}", error) from error
         success = run.spec.rollout.success or Success()
         kinds = Counter(kind_of(one.results, success) for one in outcomes if one.pick and one.results)
         return {"outcomes": [asdict(ref)], **{kind: kinds[kind] for kind in get_args(Kind)}}
@@ -208,11 +208,16 @@ class ExternalSessions:
     async def store_or_try_later(self) -> None:
         try:
             await self.store()
-        except (ApiError, OSError) as error:
+        except Exception as error:
+            # whatever it is, the sessions wait for the next time
             self._retry_at = time.monotonic() + RETRY_S
             num_waiting = len(self._run.state.results.opened)
             log.warning(
-                "run %s: %d opened sessions wait to be written: %s", self._run.spec.run_id, num_waiting, error
+                "run %s: %d opened sessions wait to be written: %s",
+                self._run.spec.run_id,
+                num_waiting,
+                error,
+                exc_info=not isinstance(error, (ApiError, OSError)),
             )
 
     async def store(self) -> None:
@@ -264,7 +269,7 @@ async def write_sessions(
     run: ServedRun, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
 ) -> Answer:
     """Write one file and describe what it holds; and one of what judges were asked, if they were. Raises
-    ApiError 500 if it cannot be written."""
+    ApiError 503 or 500 if it cannot be written."""
     directory = RunDirectory(run.spec.run_dir)
     asked = [(session.session_id, one) for session in sessions for one in session.judgements]
 
@@ -281,7 +286,7 @@ async def write_sessions(
     try:
         written = await asyncio.to_thread(write)
     except OSError as error:
-        raise ApiError(500, f"the session file of {kind} {index} cannot be written: {error}.") from error
+        raise unwritable(f"the session file of {kind} {index}", error) from error
     rewards = [session.reward for session in sessions if session.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     bounds = {"reward_min": min(rewards), "reward_max": max(rewards)} if rewards else {}

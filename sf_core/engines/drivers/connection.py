@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from websockets.exceptions import ConnectionClosed, InvalidMessage
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 
 from sf_core.engines import wire
 
 HEARTBEAT_S = 20.0
 """Both ends send a ping this often and give up on the other when no pong comes for as long again. Pongs do
 not wait for steps, so that a long step or the loading of weights does not look like silence."""
+
+NOT_NOW = {408, 429, *range(500, 600)}
+"""Statuses of a data plane, or of a proxy before it, after which an engine tries again."""
 
 
 class Line:
@@ -31,9 +34,14 @@ class Line:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Around the call that connects: raises ConnectionError if nobody is there."""
+        """Around the call that connects: raises ConnectionError if nobody is there, or has no room now."""
         try:
             yield
+        except InvalidStatus as error:
+            if error.response.status_code not in NOT_NOW:
+                raise
+            told = bytes(error.response.body or b"").decode(errors="replace")[:200]
+            raise ConnectionError(f"data plane at {self.url}: {error}: {told}") from error
         except (OSError, InvalidMessage) as error:
             raise ConnectionError(f"data plane at {self.url}: {error}") from error
 

@@ -96,7 +96,8 @@ def _in_parquet(tools: dict[str, list[Tool]]) -> tuple[dict[str, list[Tool]], pa
     try:
         pq.write_table(pa.table({"tools": pa.array(tools.values())}), held)
         column = pq.read_table(held)["tools"]
-    except pa.ArrowException:  # one field of two types, or a mapping that is always empty
+    # one field of two types, or a mapping that is always empty; large integers; halves of characters
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
         return {}, pa.null()
     return dict(zip(tools, column.to_pylist(), strict=True)), column.type
 

@@ -1,8 +1,10 @@
-"""A full disk, for the processes of a real data plane or for the tests' own."""
+"""A full disk, for the processes of a real data plane or for the tests' own; and a process that can open no
+more files."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -39,3 +41,17 @@ def full_own_disk(max_bytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process can open no further file and no further connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    # those below are in use, and the first of them stay so; poll() works with as many as the limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(free, 16), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -250,15 +250,21 @@ def running_app(
 ) -> Iterator[str]:
     """Serve the app with these DataplaneOptions from a thread; yields its URL. Without a key, the app takes
     that of the account, as `sf dataplane` does."""
-    app = make_app(key or account_key(), DataplaneOptions(**options), welcomes_strangers=key is None)
-    with serving(app, heartbeat_s, port) as url:
+    given = DataplaneOptions(**options)
+    app = make_app(key or account_key(), given, welcomes_strangers=key is None)
+    with serving(app, heartbeat_s, port, given) as url:
         yield url
 
 
 @contextlib.contextmanager
-def serving(app: Starlette, heartbeat_s: float = HEARTBEAT_S, port: int = 0) -> Iterator[str]:
+def serving(
+    app: Starlette,
+    heartbeat_s: float = HEARTBEAT_S,
+    port: int = 0,
+    options: DataplaneOptions | None = None,
+) -> Iterator[str]:
     """Serve this app from a thread; yields its URL."""
-    config = server_config(app)
+    config = server_config(app, options)
     config.port = port
     config.ws_ping_interval = config.ws_ping_timeout = heartbeat_s
     server = uvicorn.Server(config)

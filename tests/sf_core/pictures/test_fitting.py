@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
+from PIL.PngImagePlugin import PngInfo
 
 from sf_core.pictures import fitting
 from sf_core.pictures.fitting import fit_picture
 from sf_core.pictures.sight import Sight
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
+
+BROKEN = "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
 
 
 def save(picture: Image.Image, kind: str = "PNG", **more: object) -> bytes:
@@ -82,8 +85,11 @@ def test_picture_is_turned_as_exif_says() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "the picture is broken, or in an unknown format"),
-        (b"\x89PNG broken", "the picture is broken, or in an unknown format"),
+        (b"", BROKEN),
+        (b"\x89PNG broken", BROKEN),
+        # Pillow reads them, and starts a program for EPS
+        (save(Image.new("RGB", (90, 90)), "TIFF"), BROKEN),
+        (save(Image.new("RGB", (90, 90)), "EPS"), BROKEN),
         (save(Image.new("RGB", (90, 90)))[:-40], "the picture cannot be decoded: "),
         (
             save(Image.new("RGB", (8, 1700))),
@@ -113,4 +119,13 @@ def test_large_pictures_are_refused_before_they_are_decoded(monkeypatch: pytest.
         fit_picture(data, SIGHT)
     monkeypatch.setattr(fitting, "MAX_BYTES", len(data) - 1)
     with pytest.raises(ValueError, match=f"the picture has {len(data)} bytes; the limit is {len(data) - 1}"):
+        fit_picture(data, SIGHT)
+
+
+def test_a_long_text_in_a_small_file_is_not_unpacked() -> None:
+    texts = PngInfo()
+    texts.add_text("comment", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
+    data = save(Image.new("RGB", (56, 56)), pnginfo=texts)
+    assert len(data) < 10_000
+    with pytest.raises(ValueError, match=r"^the picture cannot be decoded: Decompressed data too large"):
         fit_picture(data, SIGHT)

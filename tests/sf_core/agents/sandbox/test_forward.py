@@ -1,4 +1,4 @@
-"""What a program in a sandbox costs its worker with each connection to a data plane behind TLS."""
+"""What connections of a program in a sandbox cost its worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import certifi
 import pytest
 
-from sf_core.agents.sandbox.forward import forward
+from sf_core.agents.sandbox.forward import MAX_CONNECTIONS, MAX_HEAD, forward
 from sf_core.types import Endpoint
 from tests.patience import patience
 
@@ -43,3 +43,48 @@ def test_a_connection_does_not_read_all_certificate_authorities(monkeypatch: pyt
         return spent_s
 
     assert asyncio.run(asyncio.wait_for(connect(), patience())) < contexts_s / 2
+
+
+def test_headers_after_a_body_that_do_not_end_are_not_kept() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(2**16):
+            pass
+        writer.close()
+
+    async def connect() -> bytes:
+        plane = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{plane.sockets[0].getsockname()[1]}/sessions/s/v1"
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with plane, forward(Endpoint(url, "key", "policy"), listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            head = b"POST /sessions/s/v1/x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+            # a body may be as long as it likes
+            writer.write(head + b"1000\r\n%b\r\n" % bytes(2**12) * 100 + b"0\r\nx: ")
+            writer.write(b"y" * MAX_HEAD)
+            return await reader.readline()
+
+    assert asyncio.run(asyncio.wait_for(connect(), patience())) == b"HTTP/1.1 403 Forbidden\r\n"
+
+
+def test_a_connection_that_the_data_plane_has_ended_takes_no_place() -> None:
+    async def give_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
+        writer.close()
+
+    async def connect() -> None:
+        plane = await asyncio.start_server(give_up, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{plane.sockets[0].getsockname()[1]}/sessions/s/v1"
+        listener = socket.create_server(("127.0.0.1", 0))
+        writers = []
+        async with plane, forward(Endpoint(url, "key", "policy"), listener):
+            for _ in range(MAX_CONNECTIONS + 1):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                # the program never ends it
+                writers.append(writer)
+                writer.write(b"GET /sessions/s/v1/models HTTP/1.1\r\n")
+                assert await reader.read() == b"HTTP/1.1 408 Request Timeout\r\n\r\n"
+            for writer in writers:
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(connect(), patience()))

@@ -1,4 +1,4 @@
-"""What a request through `sf try --endpoint` costs."""
+"""Requests through `sf try --endpoint`."""
 
 from __future__ import annotations
 
@@ -42,3 +42,12 @@ def test_a_request_does_not_read_all_certificate_authorities(
             ask()
         spent_s = time.process_time() - begun
     assert spent_s < contexts_s
+
+
+def test_a_path_that_cannot_be_passed_on_is_answered(canned_model: CannedModel) -> None:
+    app = Forward(canned_model.endpoint.base_url, "key", Printer(Console(file=io.StringIO())))
+    headers = {"Authorization": f"Bearer {app.agents_key}"}
+    with serve_app(app) as url:
+        answer = httpx.post(f"{url}/v1/%01", headers=headers, json={})
+    assert answer.status_code == 502
+    assert "Invalid non-printable ASCII character in URL" in answer.json()["error"]["message"]

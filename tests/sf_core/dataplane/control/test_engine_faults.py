@@ -141,6 +141,7 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
         ["yield", "now"],
         7,
         b"\xff",
+        "text",
     ],
 )
 def test_a_frame_that_makes_no_sense_ends_its_engine_only(
@@ -148,7 +149,7 @@ def test_a_frame_that_makes_no_sense_ends_its_engine_only(
 ) -> None:
     with engine(served_plane, "r0") as faulty, engine(served_plane, "r1"):
         wait_until(lambda: len(served_plane.live_engines()) == 2)
-        faulty.send(frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame))
+        faulty.send(frame if isinstance(frame, (bytes, str)) else msgspec.msgpack.encode(frame))
         code, reason = close_reason(faulty)
         assert code == wire.BAD_FRAME and reason
         assert [engine["id"] for engine in served_plane.live_engines()] == ["r1"]

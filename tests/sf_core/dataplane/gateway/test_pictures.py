@@ -20,7 +20,8 @@ from sf_core.dataplane.chat.messages import list_pictures
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.endpoint import MAX_BODY_BYTES
 from sf_core.dataplane.media import media
-from sf_core.pictures.fitting import Fitted, fit_picture
+from sf_core.pictures.apart import fit_apart
+from sf_core.pictures.fitting import Fitted
 from sf_core.pictures.sight import Sight
 from sf_core.types import GenerationRequest
 from storage.media import read_picture
@@ -123,7 +124,7 @@ def test_what_cannot_be_shown_is_refused_and_the_session_goes_on(
     frames[0].save(film, "GIF", save_all=True, append_images=frames[1:])
     for data, sentence in [
         (RED[:60], "the picture cannot be decoded"),
-        (b"no picture", "the picture is broken, or in an unknown format"),
+        (b"no picture", "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"),
         (film.getvalue(), "the picture is animated"),
         (png("red", (28 * 212, 28)), "the ratio of its sides must not exceed 200"),
         (png("red", (9000, 9000), mode="1"), "the limit is 67108864 pixels"),
@@ -185,7 +186,7 @@ def test_limits_of_the_run_hold(plane: ServedPlane) -> None:
 def test_bodies_are_large_by_their_pictures_alone(plane: ServedPlane) -> None:
     noise = Image.effect_noise((2400, 1600), 90)
     file = io.BytesIO()
-    noise.save(file, "BMP")
+    noise.save(file, "PNG", compress_level=0)
     data = encoded(file.getvalue() * 2)  # what is behind a picture's end is not read
     [body, _] = show_in_chat(data)
     assert len(data) > MAX_BODY_BYTES
@@ -253,12 +254,12 @@ def test_a_session_that_ends_while_a_picture_is_decoded_gets_no_turn(
     [claim] = plane.claim()
     begun, ends = threading.Event(), threading.Event()
 
-    def fit(data: bytes, sight: Sight) -> Fitted:
+    def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
         begun.set()
         assert ends.wait(patience())
-        return fit_picture(data, sight)
+        return fit_apart(data, sight, cpu_s)
 
-    monkeypatch.setattr(media, "fit_picture", fit)
+    monkeypatch.setattr(media, "fit_apart", fit)
     path, body = f"/sessions/{claim['session_id']}{CHAT}", show_in_chat(encoded(RED))[0]
     with ThreadPoolExecutor(1) as agent:
         asking = agent.submit(ask, plane, path, body)

@@ -15,13 +15,17 @@ from sf_core.dataplane.chat.contents import SentPicture
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.media import media
 from sf_core.dataplane.media.media import Media
-from sf_core.pictures.fitting import Fitted, fit_picture
+from sf_core.pictures.apart import DecoderError, SlowPictureError, fit_apart
+from sf_core.pictures.fitting import Fitted
 from sf_core.pictures.sight import Sight
 from storage.media import read_picture
+from tests.bench.dataplane.heavy_pictures import many_scans
 from tests.bench.dataplane.pictures import encoded, png
 from tests.patience import patience
 
 SIGHT = Sight(token_id=5, side=28, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+
+BROKEN = "the picture is broken, or its format is not PNG, JPEG, WebP or GIF"
 
 
 def sent(*pictures: bytes) -> list[SentPicture]:
@@ -42,11 +46,11 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What was decoded."""
     data: list[bytes] = []
 
-    def fit(given: bytes, sight: Sight) -> Fitted:
+    def fit(given: bytes, sight: Sight, cpu_s: float) -> Fitted:
         data.append(given)
-        return fit_picture(given, sight)
+        return fit_apart(given, sight, cpu_s)
 
-    monkeypatch.setattr(media, "fit_picture", fit)
+    monkeypatch.setattr(media, "fit_apart", fit)
     return data
 
 
@@ -71,13 +75,13 @@ def test_a_client_that_goes_away_leaves_its_picture_to_others(
 ) -> None:
     begun, ends, num_decoded = threading.Event(), threading.Event(), Counter[str]()
 
-    def fit(data: bytes, sight: Sight) -> Fitted:
+    def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
         num_decoded["red"] += 1
         begun.set()
         assert ends.wait(patience())
-        return fit_picture(data, sight)
+        return fit_apart(data, sight, cpu_s)
 
-    monkeypatch.setattr(media, "fit_picture", fit)
+    monkeypatch.setattr(media, "fit_apart", fit)
     kept, waiting = Media(str(tmp_path)), sent(png("red"))
 
     async def leave() -> None:
@@ -127,9 +131,12 @@ def test_letters_of_urls_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ("", "the picture is broken, or in an unknown format"),
-        (encoded(png("red", kind="EPS")), "the picture is broken, or in an unknown format"),
-        ("AAAA", "the picture is broken, or in an unknown format"),
+        ("", BROKEN),
+        (
+            encoded(png("red", kind="TIFF")),
+            BROKEN,
+        ),
+        ("AAAA", BROKEN),
         ("A", "its base64 is broken"),
         (encoded(png("red")[:60]), "the picture cannot be decoded"),
         (
@@ -163,3 +170,67 @@ def test_what_cannot_be_stored_is_tried_again(tmp_path: Path) -> None:
     folder.unlink()
     complete(kept, pictures)
     assert read_picture(str(folder), pictures[0].part["sha256"])
+
+
+def test_a_picture_that_takes_long_is_refused_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: list[bytes]
+) -> None:
+    monkeypatch.setattr(media, "QUICK_S", 0.01)
+    monkeypatch.setattr(media, "SLOW_S", 0.05)
+    kept, slow = Media(str(tmp_path)), many_scans(1000)
+    for _ in range(2):
+        with pytest.raises(ApiError) as refused:
+            complete(kept, sent(slow, png("red")))
+        assert (refused.value.status, refused.value.message) == (
+            400,
+            "here[0] has a picture that cannot be used: the picture takes more than 0.05 s of CPU time to "
+            "decode, which is the limit",
+        )
+    # once in each lane, and the others of its request not at all
+    assert fitted == [slow, slow]
+
+
+def test_pictures_that_take_long_do_not_hold_up_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, ends = png("red"), threading.Event()
+
+    def fit(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+        if data == quick:
+            return fit_apart(data, sight, cpu_s)
+        if cpu_s == media.SLOW_S:
+            assert ends.wait(patience())
+        raise SlowPictureError("slow")
+
+    monkeypatch.setattr(media, "fit_apart", fit)
+    kept = Media(str(tmp_path))
+
+    async def send_all() -> list[BaseException | None]:
+        slow = [asyncio.create_task(kept.complete(sent(b"%d" % i), SIGHT)) for i in range(20)]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(kept.complete(sent(quick), SIGHT), patience())
+        assert not any(task.done() for task in slow)
+        ends.set()
+        return await asyncio.gather(*slow, return_exceptions=True)
+
+    assert [getattr(error, "status", None) for error in asyncio.run(send_all())] == [400] * 20
+
+
+def test_without_a_decoder_the_request_may_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+        raise DecoderError("no decoder can be started: Too many open files")
+
+    kept = Media(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(media, "fit_apart", fail)
+        with pytest.raises(ApiError) as refused:
+            complete(kept, sent(png("red")))
+    assert (refused.value.status, refused.value.code, refused.value.message) == (
+        503,
+        "media_undecoded",
+        "The data plane cannot decode pictures: no decoder can be started: Too many open files. Send this "
+        "request again.",
+    )
+    complete(kept, sent(png("red")))

@@ -1,0 +1,220 @@
+"""How the data plane speaks HTTP: as uvicorn does, except for what uvicorn gets wrong.
+
+Bounds what a client may send before it has shown a key. The settings of uvicorn do not suffice: they bound
+neither the size nor the time of a head with httptools, and `limit_concurrency` refuses everybody.
+
+A request needs a head of limited size, in limited time, and a body that does not stall. Once a request has
+arrived, its answer may take as long as it takes; WebSockets leave this protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NoReturn
+
+import httptools
+import orjson
+from starlette.routing import WebSocketRoute
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from sf_core.dataplane.connections import NOTE_CALLER, Connections
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.request_parser import RequestParser
+
+MAX_HEAD_BYTES = 2**15
+"""Most bytes of a request that belong to no body: its line, its headers, and those that follow a body."""
+
+MAX_HEADERS = 128
+
+MAX_PIPELINED = 16
+"""Most requests of a connection that wait for the answer to an earlier one."""
+
+LINGER_S = 1.0
+"""Seconds in which a client that was refused may read why, although it is still sending."""
+
+
+class _StopError(Exception):
+    """Ends the parsing of a request that is refused."""
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """A connection. A request that asks for another protocol is answered as if it did not ask, unless it asks
+    for a WebSocket where the application has one."""
+
+    parser: RequestParser
+
+    def __init__(self, places: Connections, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = RequestParser(self, self._opens_websocket)
+        self._places = places
+        self._is_known = False
+        """Whether a request of this connection has shown a key."""
+        self._is_welcome = False
+        """Whether the current request is answered although it shows no key."""
+        self._is_whole = True
+        """Whether no request has arrived in part."""
+        self._in_head = False
+        self._num_fed = self._num_body = 0
+        """Bytes that have arrived last, and those of them that belong to a body."""
+        self._num_other = 0
+        """Bytes of the request that belong to no body, since its beginning or the last piece of its body."""
+        self._refusal: ApiError | None = None
+
+    # --- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._places.add(self, len(self.connections)):
+            self._places.warn()
+            self._refuse(
+                ApiError(
+                    503,
+                    f"The data plane serves {self._places.most} connections, the most that it may have: send "
+                    "the request again later.",
+                    code="connections_full",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._places.forget(self)
+        self.parser.close()
+        super().connection_lost(exc)
+
+    def give_way(self) -> None:
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def give_up(self) -> None:
+        if self.flow.read_paused:
+            # it is not the client that waits
+            self._places.wait_for(self)
+        elif self._is_whole:
+            self.transport.close()
+        else:
+            seconds = f"{self._places.request_timeout_s:g} s"
+            told = (
+                f"The headers of a request must arrive within {seconds}, and so must each part of its body."
+            )
+            self._refuse(ApiError(408, told))
+
+    def note_caller(self, shows_key: bool) -> None:
+        """Note of the request that is being answered that it may be, and whether it shows a key."""
+        self._is_known |= shows_key
+        self._is_welcome = True
+        if self._is_known or self._is_whole:
+            self._places.keep(self)
+
+    # --- what arrives
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._num_fed, self._num_body = len(data), 0
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._places.forget(self)
+            self.handle_websocket_upgrade()
+            self.parser.close()
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or ApiError(400, "The request is not valid HTTP."))
+        else:
+            if not self._is_whole:
+                self._wait_for_rest()
+
+    def on_message_begin(self) -> None:
+        # uvicorn does so with any data, after which a connection without a request would stay for ever
+        self._unset_keepalive_if_required()
+        self._is_whole = self._is_welcome = False
+        self._in_head = True
+        self._num_other = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if len(self.headers) > MAX_HEADERS:
+            self._stop()
+        if self._num_other + self._num_fed > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES:
+            self._stop()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop()
+        self._in_head = False
+        if not self._is_known:
+            self.scope["extensions"] = {NOTE_CALLER: {"note": self.note_caller}}
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_whole = True
+        self._places.settle(self)
+        if self._is_welcome:
+            self._places.keep(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_known and not self.transport.is_closing():
+            self._places.make_stranger(self)
+
+    def _wait_for_rest(self) -> None:
+        """Bound the rest of a request: its head in all, its body from piece to piece."""
+        if self._num_body and not self._in_head:
+            self._num_other = 0
+            # of a request that was answered early, as of a head, all must arrive in time
+            return self._places.wait_for(self, anew=not self.cycle.response_complete)
+        self._num_other += self._num_fed - self._num_body
+        if self._num_other > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            return self._refuse(_too_large())
+        self._places.wait_for(self)
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _stop(self) -> NoReturn:
+        self._refusal = _too_large()
+        raise _StopError
+
+    def _opens_websocket(self) -> bool:
+        if self.parser.get_method() != b"GET" or not self._should_upgrade():
+            return False
+        path = httptools.parse_url(self.url).path.decode("ascii")
+        routes = getattr(self.config.app, "routes", ())
+        return any(isinstance(route, WebSocketRoute) and route.path == path for route in routes)
+
+    # --- what is refused
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer with this error, if it is the turn of the current request, and end the connection."""
+        self._refusal = error
+        self._places.settle(self)
+        if self.transport.is_closing():
+            return
+        if self._in_head or self.cycle is None:
+            may_answer = self.cycle is None or self.cycle.response_complete
+        else:
+            may_answer = not (self.pipeline or self.cycle.response_started)
+        if not may_answer:
+            return self.transport.close()
+        self.transport.write(_response(error))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        # closed at once, the client might be told that the connection was reset, and nothing else
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+def _too_large() -> ApiError:
+    most = f"{MAX_HEADERS} headers, and {MAX_HEAD_BYTES} bytes of them with its first line"
+    return ApiError(431, f"A request may have at most {most}.")
+
+
+def _response(error: ApiError) -> bytes:
+    body = orjson.dumps(error.body())
+    lines = [b"content-type: application/json", b"connection: close", b"content-length: %d" % len(body)]
+    if error.retry_after_s is not None:
+        lines.append(b"retry-after: %d" % error.retry_after_s)
+    return STATUS_LINE[error.status] + b"\r\n".join([*lines, b"", body])

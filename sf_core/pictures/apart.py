@@ -1,0 +1,144 @@
+"""Pictures that strangers send are decoded in other processes: a file of 100 kB can take a minute or a GiB.
+
+This file is also the program of such a process. It reads from the connection that is its standard input: for
+each picture the limit of CPU time and the sight, as JSON, and then the file. It answers with the size of the
+fitted picture, or with the reason why there is none, as JSON, and then with the fitted file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from PIL import Image
+
+from sf_core.pictures.fitting import Fitted, fit_picture
+from sf_core.pictures.sight import Sight, UnfitError
+
+MAX_MEMORY = 2**30
+"""Most bytes of memory of a process. Within the limit of pixels only WebP takes more, with 16 bytes for each
+pixel. JPEG takes 12 at most, and must, because its decoder does not say that it lacks memory."""
+
+ANSWER_S = 600.0
+"""Most seconds for which an answer is awaited, of a process that gets no CPU."""
+
+_GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+"""Environment in which glibc returns all memory of large pictures to the system."""
+
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+
+_own = threading.local()
+
+
+class SlowPictureError(Exception):
+    """The picture needs more CPU time than it may take."""
+
+
+class DecoderError(Exception):
+    """A decoder cannot be started, or ended, through no fault of a picture."""
+
+
+def fit_apart(data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+    """As `fit_picture`, with limits: `cpu_s` seconds of CPU time, and MAX_MEMORY. Each thread has a decoder
+    of its own. Raises SlowPictureError and DecoderError, too."""
+    if not hasattr(_own, "decoder"):
+        _own.decoder = _Decoder()
+    decoder: _Decoder = _own.decoder
+    return decoder.fit(data, sight, cpu_s)
+
+
+class _Decoder:
+    """A process, which is started when it is needed, and which ends with ours."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def fit(self, data: bytes, sight: Sight, cpu_s: float) -> Fitted:
+        connection = self._connect()
+        try:
+            connection.send_bytes(json.dumps([cpu_s, asdict(sight)]).encode())
+            connection.send_bytes(data)
+            if not connection.poll(ANSWER_S):
+                raise TimeoutError
+            facts = json.loads(connection.recv_bytes())
+            png = connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise self._reason(error, cpu_s) from None
+        if "refusal" in facts:
+            raise UnfitError(facts["refusal"])
+        return Fitted(png, **facts)
+
+    def _connect(self) -> Connection:
+        if self._process is None or self._connection is None or self._process.poll() is not None:
+            try:
+                self._connection, theirs = Pipe()
+                with theirs:
+                    # a group of its own, because the terminal interrupts ours
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", __name__],
+                        stdin=theirs.fileno(),
+                        process_group=0,
+                        env=os.environ | _GIVING_BACK,
+                    )
+            except OSError as error:
+                raise DecoderError(f"no decoder can be started: {error.strerror}") from None
+        return self._connection
+
+    def _reason(self, error: Exception, cpu_s: float) -> Exception:
+        """Why there is no answer. The process has ended then."""
+        process, self._process = self._process, None
+        assert process is not None
+        if isinstance(error, TimeoutError):
+            process.kill()
+        status = -process.wait()
+        if status == signal.SIGPROF:
+            return SlowPictureError(
+                f"the picture takes more than {cpu_s:g} s of CPU time to decode, which is the limit"
+            )
+        if status in _CRASHES:
+            return UnfitError(f"the picture cannot be decoded: {signal.Signals(status).name} in its decoder")
+        return DecoderError(f"a decoder has ended with status {-status}")
+
+
+def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:
+    cpu_s, sight = json.loads(call)
+    # its signal ends this process
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        fitted = fit_picture(data, Sight(**sight))
+    except UnfitError as error:
+        return {"refusal": str(error)}, b""
+    except MemoryError:
+        most = f"{MAX_MEMORY // 2**20} MiB"
+        return {"refusal": f"the picture takes more than {most} of memory to decode, which is the limit"}, b""
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return {"height": fitted.height, "width": fitted.width}, fitted.png
+
+
+def _serve(connection: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # fit_picture refuses them
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    # the process that asks has ended
+    with suppress(EOFError, OSError):
+        while True:
+            facts, png = _answer(connection.recv_bytes(), connection.recv_bytes())
+            connection.send_bytes(json.dumps(facts).encode())
+            connection.send_bytes(png)
+
+
+if __name__ == "__main__":
+    _serve(Connection(0))
