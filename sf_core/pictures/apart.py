@@ -86,10 +86,11 @@ class _Decoder:
                 with theirs:
                     # a group of its own, because the terminal interrupts ours
                     self._process = subprocess.Popen(
-                        [sys.executable, "-m", __name__],
+                        # it finds the modules where we do, whatever is in the current directory
+                        [sys.executable, "-P", "-m", __name__],
+                        env=os.environ | {"PYTHONPATH": _search_path(), **_GIVING_BACK},
                         stdin=theirs.fileno(),
                         process_group=0,
-                        env=os.environ | _GIVING_BACK,
                     )
             except OSError as error:
                 raise DecoderError(f"no decoder can be started: {error.strerror}") from None
@@ -109,6 +110,10 @@ class _Decoder:
         if status in _CRASHES:
             return UnfitError(f"the picture cannot be decoded: {signal.Signals(status).name} in its decoder")
         return DecoderError(f"a decoder has ended with status {-status}")
+
+
+def _search_path() -> str:
+    return os.pathsep.join(path or os.curdir for path in sys.path)
 
 
 def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -62,6 +64,18 @@ def test_memory_has_a_limit() -> None:
     assert str(refused.value) == (
         "the picture takes more than 1024 MiB of memory to decode, which is the limit"
     )
+
+
+def test_a_decoder_is_not_what_lies_in_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sf_core", "PIL"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(1) as another:
+        fitted = another.submit(fit_apart, png("red"), SIGHT, MUCH_S).result()
+    assert fitted == fit_picture(png("red"), SIGHT)
 
 
 def test_a_decoder_that_was_killed_has_a_successor() -> None:
