@@ -8,11 +8,9 @@ fitted picture, or with the reason why there is none, as JSON, and then with the
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 from contextlib import suppress
@@ -22,6 +20,7 @@ from multiprocessing.connection import Connection
 
 from PIL import Image
 
+from sf_core.import_path import module_environment, python_module
 from sf_core.pictures.fitting import Fitted, fit_picture
 from sf_core.pictures.sight import Sight, UnfitError
 
@@ -86,9 +85,8 @@ class _Decoder:
                 with theirs:
                     # a group of its own, because the terminal interrupts ours
                     self._process = subprocess.Popen(
-                        # it finds the modules where we do, whatever is in the current directory
-                        [sys.executable, "-P", "-m", __name__],
-                        env=os.environ | {"PYTHONPATH": _search_path(), **_GIVING_BACK},
+                        python_module(__name__),
+                        env=module_environment() | _GIVING_BACK,
                         stdin=theirs.fileno(),
                         process_group=0,
                     )
@@ -110,10 +108,6 @@ class _Decoder:
         if status in _CRASHES:
             return UnfitError(f"the picture cannot be decoded: {signal.Signals(status).name} in its decoder")
         return DecoderError(f"a decoder has ended with status {-status}")
-
-
-def _search_path() -> str:
-    return os.pathsep.join(path or os.curdir for path in sys.path)
 
 
 def _answer(call: bytes, data: bytes) -> tuple[dict[str, int | str], bytes]:
