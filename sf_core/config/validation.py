@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -177,12 +177,13 @@ def list_settings(model: type[BaseModel] = RunConfig, within: str = "", value: A
                 yield from list_settings(part, place, own)
 
 
-def near_settings(path: str, names: Iterable[str] = ()) -> list[str]:
+def near_settings(path: str, names: Collection[str] = ()) -> list[str]:
     """Paths of settings that a wrong path may mean: those with its name in other sections, else those with a
-    similar name among the `names` of its section, else similar paths."""
+    similar name among the `names` of its section. If the section is unknown too, similar paths."""
     within, dot, name = path.rpartition(".")
     known = [*dict.fromkeys(list_settings())]
     if same := [found for found in known if found.rpartition(".")[2] == name]:
         return same[:3]
-    near = get_close_matches(name, names, cutoff=LIKENESS)
-    return [f"{within}{dot}{found}" for found in near] or get_close_matches(path, known, cutoff=LIKENESS)
+    if not names:
+        return get_close_matches(path, known)
+    return [f"{within}{dot}{found}" for found in get_close_matches(name, names, cutoff=LIKENESS)]
