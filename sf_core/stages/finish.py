@@ -20,9 +20,8 @@ from storage.tensors.weights import WEIGHT_FILES, save_weights
 
 
 def finish(ref: RunRef) -> dict[str, Any]:
-    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture, and
-    the model card.
-    Raises ValueError if a later attempt has begun."""
+    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary with its picture,
+    and the model card. Raises ValueError if a later attempt has begun."""
     run = OpenRun(ref)
     run.directory.refuse_superseded(ref.attempt, "end the run")
     export_policy(run)

@@ -131,7 +131,7 @@ def _tasks(config: RunConfig) -> str:
 
 def _evaluation(config: RunConfig, comparison: Comparison | None) -> str:
     if comparison is None or comparison.before is None or comparison.difference is None:
-        return "The held-out tasks have no stored answers of both the first and the last version."
+        return "The first and the last version have no stored answers to the same held-out tasks."
     before, after = comparison.before, comparison.after
     answers = "one answer" if comparison.answers == 1 else f"{comparison.answers} answers"
     assert comparison.interval is not None, "a comparison has it with the difference"

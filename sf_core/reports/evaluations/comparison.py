@@ -64,12 +64,14 @@ def compare(after: str, before: str | None, changed: Sequence[str]) -> Compariso
 
 
 def compare_versions(view: RunView, before: int, after: int) -> Comparison | None:
-    """Compare two versions of a run by the run's own evaluations; None unless both have answers."""
+    """Compare two versions of a run by the run's own evaluations; None unless both have answers to some task,
+    in files that can be read."""
     config = view.run.read_config(RunConfig)
-    sides = [_Side(version, config, answers_of(view, version)) for version in (before, after)]
-    if not all(side.answers for side in sides):
+    try:
+        old, new = (_Side(version, config, answers_of(view, version)) for version in (before, after))
+        return _compare(new, old, ()) if old.answers and new.answers else None
+    except ValueError:
         return None
-    return _compare(sides[1], sides[0], ())
 
 
 def _compare(new: _Side, old: _Side | None, changed: Sequence[str]) -> Comparison:

@@ -21,20 +21,27 @@ from sf_core.surroundings import ROOT
 from storage.files import write_atomic
 from storage.run_directory import STAGES, RunDirectory
 from tests.bench.runs import commit, configure
-from tests.sf_core.reports.evaluations.test_comparison import measure
+from tests.sf_core.reports.evaluations.test_comparison import Rewards, measure
 
 OF_THE_BASE = "---\nlicense: other\nlicense_name: qwen-research\nlicense_link: LICENSE\n---\n# Base\n"
 
 
-def trained(run: RunDirectory, **sections: Any) -> RunConfig:
+BEFORE = {"a": [0.0], "b": [1.0], "c": [0.5]}
+AFTER = {"a": [1.0], "b": [1.0], "c": [0.25]}
+
+
+def trained(
+    run: RunDirectory, measured: tuple[Rewards, Rewards] = (BEFORE, AFTER), **sections: Any
+) -> RunConfig:
     """A run of two iterations that was measured before and after."""
     config = configure(run, train={"iterations": 2}, evaluate={"num_tasks": 3}, **sections)
     for iteration in range(2):
         for stage in STAGES:
             times = {"started_at": 10.0 * iteration, "finished_at": 10.0 * iteration + 5}
             commit(run, iteration, stage, data={"reward_mean": 0.25 + iteration / 4, **times})
-    measure(run, {"a": [0.0], "b": [1.0], "c": [0.5]})
-    measure(run, {"a": [1.0], "b": [1.0], "c": [0.25]}, version=2)
+    for version, rewards in zip((0, 2), measured, strict=True):
+        if rewards:
+            measure(run, rewards, version)
     write_atomic(f"{run.start_dir}/config.json", b'{"model_type": "qwen3"}')
     return config
 
@@ -128,6 +135,13 @@ def test_a_card_that_was_edited_stays_and_another_is_renewed(empty_run: RunDirec
         write_atomic(f"{folder}/{CARD}", OF_THE_BASE.encode())
     assert write_card(view, config)
     assert card_of(empty_run) == first
+
+
+@pytest.mark.parametrize("after", [{"other": [1.0]}, {}], ids=["other tasks", "none"])
+def test_a_run_ends_well_whose_versions_cannot_be_compared(empty_run: RunDirectory, after: Rewards) -> None:
+    config = trained(empty_run, measured=(BEFORE, after))
+    assert write_card(RunView(empty_run), config)
+    assert "The first and the last version have no stored answers to the same" in card_of(empty_run)
 
 
 @settings(max_examples=40)
