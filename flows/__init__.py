@@ -1,5 +1,6 @@
-"""The Prefect flows. Importing them fails if other packages shadow ours, whatever started the process. From then
-on log lines of the process are printable."""
+"""The Prefect flows. Importing them fails if other packages shadow ours, whatever started the process, and
+makes log lines of the process printable.
+"""
 
 import sys
 
