@@ -23,7 +23,7 @@ def test_greedy_answers_are_the_same_whatever_the_seed_is(
     run = publish_run(tmp_path)
     config = run.read_config(RunConfig)
     ids = [task.task_id for task in draw_tasks(config.environment, "holdout", range(3))]
-    assert ask_greedily(run, 3, ids)
+    assert ask_greedily(run, 3, ids) == ""
     answers = read_greedy(run, 3)
     assert [*answers] == ids
     assert all(answer.text and answer.reward is not None for answer in answers.values())
@@ -34,8 +34,13 @@ def test_greedy_answers_are_the_same_whatever_the_seed_is(
 
 def test_where_no_answer_is_had_the_run_is_shown_without(tmp_path: Path) -> None:
     run = publish_run(tmp_path)
-    assert not ask_greedily(run, 1, ["any"])
+    assert ask_greedily(run, 1, ["any"]) == "a session failed"
     assert read_greedy(run, 1) == {}
+
+
+def test_greedy_answers_that_take_long_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy, "LONGEST_S", 0.01)
+    assert ask_greedily(publish_run(tmp_path), 3, ["any"]) == "they took longer than 0 s"
 
 
 @pytest.mark.parametrize(
