@@ -371,12 +371,13 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
 def _find_examples(directory: RunDirectory, config: RunConfig, version: int, console: Console) -> Examples:
     """Answers before and after the run, with greedy ones. Raises ValueError if a file is broken."""
     examples = side_by_side(RunView(directory), 0, version)
-    if not (examples.pairs and has_greedy_answers(config)) or read_greedy(directory, version):
+    # they cost seconds, which are for somebody who looks
+    is_asked = console.is_terminal and examples.pairs and has_greedy_answers(config)
+    if not is_asked or read_greedy(directory, version):
         return examples
     console.print(f"asking the policy for its greedy answers, for {LONGEST_S:.0f} s at most", soft_wrap=True)
-    if not ask_greedily(directory, version, examples.task_ids):
-        why = "an agent failed, or the time was too short"
-        console.print(f"there are no greedy answers: {why}; the table shows sampled answers", soft_wrap=True)
+    if why := ask_greedily(directory, version, examples.task_ids):
+        console.print(f"there are no greedy answers, because {why}", soft_wrap=True)
     return side_by_side(RunView(directory), 0, version)
 
 

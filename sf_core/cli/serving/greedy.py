@@ -31,9 +31,9 @@ def has_greedy_answers(config: RunConfig) -> bool:
     )
 
 
-def ask_greedily(run: RunDirectory, version: int, task_ids: Collection[str]) -> bool:
-    """Have a version answer these held-out tasks in another process, which stores the answers; False if that
-    fails or takes too long."""
+def ask_greedily(run: RunDirectory, version: int, task_ids: Collection[str]) -> str:
+    """Have a version answer these held-out tasks in another process, which stores the answers. Returns why
+    there are none; empty if there are."""
     command = python_module("sf_core.cli.serving.greedy_process", run.uri, str(version), *task_ids)
     try:
         done = subprocess.run(
@@ -45,5 +45,5 @@ def ask_greedily(run: RunDirectory, version: int, task_ids: Collection[str]) -> 
             timeout=LONGEST_S,
         )
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return f"they took longer than {LONGEST_S:.0f} s"
+    return "a session failed" if done.returncode else ""
