@@ -113,13 +113,17 @@ def hide_progress_bars() -> None:
     disable_progress_bar()
 
 
+_RESULTS, _ERRORS = 1, 2
+"""File descriptors."""
+
 UNWRITTEN = 1
 """Exit code of a command whose output cannot be written, for example because a disk is full."""
 
 
 class Output(io.TextIOWrapper):
-    """A standard stream. The first write that fails ends the command. What the command writes while it ends
-    is thrown away."""
+    """A standard stream. The first write of results that fails ends the command. What the command writes
+    while it ends is thrown away. Errors and log lines that cannot be written are thrown away too: a server
+    outlives the reader of its log."""
 
     code: int | None = None
     """Exit code of the command after a write has failed."""
@@ -153,11 +157,10 @@ class Output(io.TextIOWrapper):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
+        if self.fileno() == _ERRORS:
+            return
         if isinstance(error, BrokenPipeError):
             self.code = UNREAD
-        elif self is sys.stderr:
-            # there is no place left to say so, and the results of the command are not there
-            return
         else:
             self.code = UNWRITTEN
             say_error(f"the output of the command cannot be written: {error.strerror}")
@@ -172,7 +175,7 @@ def command_streams() -> Iterator[None]:
     clean_logs()
     _open_missing()
     sys.stdout, sys.stderr = streams = [
-        Output.of(stream, number) for number, stream in ((1, sys.stdout), (2, sys.stderr))
+        Output.of(stream, number) for number, stream in ((_RESULTS, sys.stdout), (_ERRORS, sys.stderr))
     ]
     threading.excepthook = lambda failed: _tell_crash(failed.exc_value)
     try:

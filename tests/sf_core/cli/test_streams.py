@@ -66,6 +66,11 @@ def test_output_that_cannot_be_written_is_one_sentence(kind: str) -> None:
 
 def test_errors_that_cannot_be_written_do_not_end_a_command() -> None:
     assert run("error", "2>/dev/full") == (0, "")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as unread:
+        done = subprocess.run([sys.executable, "-c", PRINTS, "error"], stderr=unread, timeout=patience())
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
