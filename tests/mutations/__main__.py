@@ -56,9 +56,8 @@ def main(words: list[str]) -> int:
         print(f"as they are, all tests pass, after {time.monotonic() - began:.0f} s", flush=True)
         for mutation, result in runner.run(mutations):
             counts[result.verdict] += 1
-            print(
-                f"{result.verdict:<8} {result.seconds:6.1f} s  {mutation.file}: {mutation.wrong}", flush=True
-            )
+            name = f"{mutation.function}: {mutation.wrong}"
+            print(f"{result.verdict:<8} {result.seconds:6.1f} s  {name}", flush=True)
             if result.verdict == "BROKEN":
                 print(result.output, flush=True)
     print(

@@ -11,6 +11,7 @@ of the sources; the working tree is never touched.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import shutil
@@ -28,10 +29,15 @@ from typing import Any, Literal, NoReturn
 import pytest
 from hypothesis import Phase, settings
 
+from tests.mutations.modules import Modules, find_in
+from tests.mutations.patterns import PatternError, read_pattern, replace
+
 COPIED = ("configs", "flows", "seamlessflow", "sf_core", "storage", "tasks", "tests", "pyproject.toml")
 
 OWN = ("flows", "seamlessflow", "sf_core", "storage", "tasks", "tests")
 """Packages that a fork must find in its copy."""
+
+TABLE = "tests/mutations/table.toml"
 
 BROKEN = 9
 """Exit status of a fork in which no test reached a verdict."""
@@ -45,25 +51,49 @@ class TableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    file: str
+    function: str
+    """Qualified name of the function, class or constant that is edited."""
     wrong: str
     """What the edit breaks, in words."""
     old: str
+    """Pattern of the place that is edited (tests/mutations/patterns.py)."""
     new: str
     tests: tuple[str, ...]
     """Arguments of pytest: files of tests, or single ones, of which one must fail."""
 
-    def applied(self, root: Path) -> str:
-        """The file's text with the edit. Raises TableError if the edit does not apply."""
-        text = (root / self.file).read_text(encoding="utf-8")
-        if (count := text.count(self.old)) != 1:
-            raise TableError(f"{self.file}: {self.wrong}: expected its old text once, found it {count} times")
-        changed = text.replace(self.old, self.new)
+    def applied(self, modules: Modules) -> Edit:
+        """Raises TableError if the edit does not apply to exactly one place."""
         try:
-            compile(changed, self.file, "exec")
+            return self._applied(modules)
+        except PatternError as error:
+            raise TableError(f"{self.function}: {self.wrong}: {error}; mend this entry of {TABLE}") from None
+
+    def _applied(self, modules: Modules) -> Edit:
+        old = read_pattern(self.old)
+        new = read_pattern(self.new)
+        files = modules.files_of(self.function)
+        if not files:
+            raise PatternError("no module defines it")
+        found = [file for file in files for _ in find_in(modules.parse(file), self.function, old)]
+        if len(found) != 1:
+            where = ", ".join(dict.fromkeys(found or files))
+            raise PatternError(f"its old text is to match once, and matches {len(found)} times in {where}")
+        [file] = found
+        tree = modules.parse_anew(file)
+        [match] = find_in(tree, self.function, old)
+        replace(match, new, tree)
+        try:
+            compile(tree, file, "exec")
         except SyntaxError as error:
-            raise TableError(f"{self.file}: {self.wrong}: the new text is no Python: {error}") from None
-        return changed
+            raise PatternError(f"its new text is no Python there: {error.msg}") from None
+        return Edit(file, tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    file: str
+    tree: ast.Module
+    """The module with the edit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +110,22 @@ class _Fork:
     copy: Path
     began: float
     mutation: Mutation | None
+    edited: str | None
+    """The file that the mutation edits."""
     tests: tuple[str, ...]
 
 
 def read_table(path: Path) -> list[Mutation]:
     return [
         Mutation(
-            module["file"], edit["wrong"], edit["old"], edit["new"], tuple(edit.get("tests", module["tests"]))
+            edit["function"],
+            edit["wrong"],
+            edit["old"],
+            edit["new"],
+            tuple(edit.get("tests", group["tests"])),
         )
-        for module in tomllib.loads(path.read_text(encoding="utf-8"))["module"]
-        for edit in module["edit"]
+        for group in tomllib.loads(path.read_text(encoding="utf-8"))["group"]
+        for edit in group["edit"]
     ]
 
 
@@ -114,6 +150,7 @@ class Runner:
                 shutil.copytree(source, self._sources / name)
             elif source.exists():
                 shutil.copy2(source, self._sources / name)
+        self._modules = Modules(self._sources)
         self._idle = [folder / f"copy-{worker}" for worker in range(num_workers)]
         for copy in self._idle:
             shutil.copytree(self._sources, copy)
@@ -122,7 +159,7 @@ class Runner:
         """Raises TableError if the table does not fit the sources, or if tests fail on unedited sources: then
         every mutation would seem to be caught."""
         for mutation in mutations:
-            mutation.applied(self._sources)
+            mutation.applied(self._modules)
         for fork, result in self._run([(None, tests) for tests in dict.fromkeys(m.tests for m in mutations)]):
             if result.verdict != "SURVIVED":
                 raise TableError(f"{' '.join(fork.tests)}: {result.verdict} as it is:\n{result.output}")
@@ -154,14 +191,17 @@ class Runner:
 
     def _begin(self, mutation: Mutation | None, tests: tuple[str, ...]) -> _Fork:
         copy = self._idle.pop()
+        edited = None
         if mutation is not None:
-            (copy / mutation.file).write_text(mutation.applied(self._sources), encoding="utf-8")
+            edit = mutation.applied(self._modules)
+            edited = edit.file
+            (copy / edited).write_text(ast.unparse(edit.tree), encoding="utf-8")
         (copy / "output").write_text("", encoding="utf-8")
         sys.stdout.flush()
         process = os.fork()
         if process == 0:
             _be_the_fork(copy, tests)
-        return _Fork(process, copy, time.monotonic(), mutation, tests)
+        return _Fork(process, copy, time.monotonic(), mutation, edited, tests)
 
     def _judge(self, fork: _Fork) -> Result | None:
         """Verdict of a fork; None while it runs."""
@@ -182,9 +222,9 @@ class Runner:
             os.killpg(fork.process, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(fork.process, 0)
-        if fork.mutation is not None:
+        if fork.edited is not None:
             # with its time of change, by which Python knows that what it has compiled still holds
-            shutil.copy2(self._sources / fork.mutation.file, fork.copy / fork.mutation.file)
+            shutil.copy2(self._sources / fork.edited, fork.copy / fork.edited)
         self._idle.append(fork.copy)
 
 

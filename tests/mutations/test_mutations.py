@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import ast
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
+from tests.mutations.modules import Modules
 from tests.mutations.runner import Mutation, Runner, TableError, read_table
 
 ROOT = Path(__file__).parents[2]
@@ -13,7 +15,8 @@ TABLE = Path(__file__).with_name("table.toml")
 
 CODE = """\
 def double(number):
-    return number * 2
+    result = number * 2
+    return result
 
 
 def wait():
@@ -30,14 +33,17 @@ def test_double():
 
 
 def test_every_mutation_is_an_edit_of_the_sources_as_they_are() -> None:
+    modules = Modules(ROOT)
     for mutation in read_table(TABLE):
-        mutation.applied(ROOT)
+        mutation.applied(modules)
         files = [test.removeprefix("--deselect=").partition("::")[0] for test in mutation.tests]
         assert all((ROOT / file).exists() for file in files), mutation
 
 
-def mutation(old: str, new: str, tests: tuple[str, ...] = ("tests/test_numbers.py",)) -> Mutation:
-    return Mutation("sf_core/numbers.py", "wrong", old, new, tests)
+def mutation(
+    old: str, new: str, tests: tuple[str, ...] = ("tests/test_numbers.py",), function: str = "double"
+) -> Mutation:
+    return Mutation(function, "wrong", old, new, tests)
 
 
 @pytest.fixture
@@ -70,10 +76,10 @@ def _judge(root: Path, mutations: list[Mutation], deadline_s: float) -> list[tup
 
 
 def test_what_no_test_notices_survives(sources: Path) -> None:
-    caught = mutation("number * 2", "number * 3")
+    caught = mutation("$number * 2", "$number * 3")
     # 2 * 2 is 2 + 2
-    survives = mutation("number * 2", "number + 2")
-    cannot_begin = mutation("def double", "def triple")
+    survives = mutation("$number * 2", "$number + 2")
+    cannot_begin = mutation("def double(...):\n    ...", "raise ValueError")
     found = judge(sources, [caught, survives, cannot_begin, survives])
     assert dict(found) == {caught: "caught", survives: "SURVIVED", cannot_begin: "BROKEN"}
     assert len(found) == 4
@@ -81,29 +87,46 @@ def test_what_no_test_notices_survives(sources: Path) -> None:
 
 
 def test_tests_that_hang_have_noticed(sources: Path) -> None:
-    hangs = mutation("    return None", "    while True: pass")
+    hangs = mutation("return None", "while True:\n    pass", function="wait")
     assert judge(sources, [hangs], deadline_s=1.0) == [(hangs, "hung")]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        (mutation("number / 2", "number"), "numbers.py: wrong: expected its old text once, found it 0 times"),
-        (mutation("return", "yield"), "expected its old text once, found it 2 times"),
-        (mutation("number * 2", "number *"), "the new text is no Python: invalid syntax"),
-    ],
-)
-def test_what_is_no_edit_of_the_sources_is_refused(sources: Path, wrong: Mutation, sentence: str) -> None:
-    with pytest.raises(TableError, match=sentence):
-        wrong.applied(sources)
+REFUSED = {
+    "no module defines it": mutation("1", "2", function="triple"),
+    "its old text is to match once, and matches 0 times in sf_core/numbers.py": mutation("$n / 2", "$n"),
+    "its old text is to match once, and matches 3 times in sf_core/numbers.py": mutation("$n", "1"),
+    "'$n *' is no Python: invalid syntax": mutation("$n * 2", "$n *"),
+    "the old text has no $m": mutation("$n * 2", "$m * 2"),
+    "the new text has more `...` than the old one": mutation("$n * 2", "max(...)"),
+    "its new text is no Python there: 'break' outside loop": mutation("return $n", "break"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_no_edit_of_the_sources_is_refused(sources: Path, fault: str) -> None:
+    wrong = REFUSED[fault]
+    with pytest.raises(TableError) as refused:
+        wrong.applied(Modules(sources))
+    sentence = f"{wrong.function}: wrong: {fault}; mend this entry of tests/mutations/table.toml"
+    assert str(refused.value) == sentence
+
+
+def test_a_mutation_is_found_after_renamings_and_a_move(sources: Path) -> None:
+    (sources / "sf_core/numbers.py").unlink()
+    (sources / "sf_core/doubling.py").write_text(
+        CODE.replace("number", "factor").replace("result", "found"), encoding="utf-8"
+    )
+    moved = mutation("$result = $number * 2", "$result = 2").applied(Modules(sources))
+    assert moved.file == "sf_core/doubling.py"
+    assert "found = 2" in ast.unparse(moved.tree)
 
 
 def test_tests_that_are_not_there_judge_nothing(sources: Path) -> None:
     with pytest.raises(TableError, match=r"tests/gone\.py: BROKEN as it is"):
-        judge(sources, [mutation("number * 2", "1", tests=("tests/gone.py",))])
+        judge(sources, [mutation("$number * 2", "1", tests=("tests/gone.py",))])
 
 
 def test_tests_that_fail_without_any_mutation_judge_nothing(sources: Path) -> None:
     (sources / "tests/test_numbers.py").write_text(TESTS.replace("== 4", "== 5"), encoding="utf-8")
     with pytest.raises(TableError, match=r"tests/test_numbers\.py: caught as it is:\n[^$]*assert 4 == 5"):
-        judge(sources, [mutation("number * 2", "number * 3")])
+        judge(sources, [mutation("$number * 2", "$number * 3")])
