@@ -125,7 +125,8 @@ class TrainerTests:
             settings = run.config.train.model_dump(mode="json")
             outputs = [run.directory.relative(ref) for ref in weights]
             trainer.await_checkpoint()
-            _commit(run, iteration, "train", outputs, settings=settings, **metrics)
+            told = {"settings": settings, "version": version, "device": "cpu"}
+            _commit(run, iteration, "train", outputs, **told, **metrics)
             if version % run.config.train.interval == 0:
                 trainer.save_checkpoint(run.directory.checkpoint_dir(version))
         return weights
@@ -133,4 +134,5 @@ class TrainerTests:
 
 def _commit(run: TrainedRun, iteration: int, stage: str, outputs: list[FileRef], **data: Any) -> None:
     known = {"run_id": run.directory.run_id, "iteration": iteration, "stage": stage, "attempt": 1}
-    run.directory.commit_manifest(Manifest(**known, outputs=outputs, data=data))
+    times = {"started_at": 0.0, "finished_at": 0.0}
+    run.directory.commit_manifest(Manifest(**known, outputs=outputs, data=times | data))

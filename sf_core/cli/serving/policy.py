@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,7 +104,11 @@ def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
     start.mkdir()
     # a trained policy has a folder with its adapter, which is no part of it
     for file in filter(Path.is_file, source.resolve().iterdir()):
-        (start / file.name).symlink_to(file)
+        if file.name in ("config.json", "generation_config.json"):
+            # they may be written again here
+            shutil.copyfile(file, start / file.name)
+        else:
+            (start / file.name).symlink_to(file)
     return start, about
 
 

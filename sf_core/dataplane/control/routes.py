@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from starlette.requests import Request
@@ -200,7 +201,10 @@ async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
 )
 async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: float) -> Response:
     files = await batch_files(run, plane.sealers[run.spec.run_id], index, wait_s)
-    return StreamingResponse(arrow_stream(files, sees=run.renderer.sight is not None), media_type=MEDIA_TYPE)
+    stream = arrow_stream(files, sees=run.renderer.sight is not None)
+    # a status cannot say any more that a file cannot be opened once the answer has begun
+    first = await asyncio.to_thread(next, stream)
+    return StreamingResponse(chain([first], stream), media_type=MEDIA_TYPE)
 
 
 @_post(BATCH + "/seal", "Seal a batch: write it into the run directory.", recorded=True, confirmed=True)

@@ -28,7 +28,9 @@ class Ticking:
     """An ASGI application with the route `/ticks`, which also tells the memory of the process, in bytes."""
 
     def __init__(self, app: Any) -> None:
-        self._app, self.state = app, app.state
+        self._app = app
+        self.state = app.state
+        self.routes = app.routes
         self._most_s = 0.0
         self._ticks: asyncio.Task[None] | None = None
 

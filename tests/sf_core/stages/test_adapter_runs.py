@@ -23,7 +23,7 @@ from sf_core.models.adapter import (
     shape_factors,
 )
 from sf_core.reports.html.page import render
-from sf_core.reports.run_page import RunPage
+from sf_core.reports.run_page import RunPage, show_text
 from sf_core.reports.tables import inspect_run
 from sf_core.reports.view import RunView
 from sf_core.stages import evaluate
@@ -96,7 +96,7 @@ def test_reports_say_which_adapter_is_trained(tmp_path: Path) -> None:
     view = RunView(run)
     assert view.describe_adapter() == said
     assert f'<p class="note">{said}</p>' in render(view, 1_000_000).decode()
-    assert said in RunPage(run).report()
+    assert show_text(said) in RunPage(run).report()
     printed = io.StringIO()
     Console(width=200, file=printed).print(inspect_run(run.uri))
     assert said in printed.getvalue()

@@ -29,8 +29,11 @@ def test_a_run_that_cannot_be_let_go_is_served_and_keeps_no_other_from_being_loo
         for name in ("over", "other"):
             spec = SPEC | {"run_id": name, "run_dir": str(tmp_path / name), "model_dir": model_dir}
             await plane.register(RunSpec.model_validate(spec))
-        in_the_way = tmp_path / "plane" / "open-runs.tmp"
-        in_the_way.mkdir()
+        file = tmp_path / "plane" / "open-runs.json"
+        content = file.read_bytes()
+        file.unlink()
+        # cannot be replaced
+        file.mkdir()
         with pytest.raises(OSError):
             await plane.release(plane.run("over"))
         sweeping = asyncio.ensure_future(plane.sweep())
@@ -43,7 +46,8 @@ def test_a_run_that_cannot_be_let_go_is_served_and_keeps_no_other_from_being_loo
         while other.sessions:
             await asyncio.sleep(0.001)
 
-        in_the_way.rmdir()
+        file.rmdir()
+        file.write_bytes(content)
         while "over" in plane.runs:
             await asyncio.sleep(0.001)
         sweeping.cancel()

@@ -17,7 +17,7 @@ from sf_core.reports.evaluations.judgements import (
 )
 from sf_core.reports.html.page import write_report
 from sf_core.reports.outcomes.figures import rollout_metrics
-from sf_core.reports.run_page import RunPage
+from sf_core.reports.run_page import RunPage, show_text
 from sf_core.reports.tables import inspect_run, inspect_session
 from sf_core.reports.view import RunView
 from storage.manifests import Manifest
@@ -150,7 +150,7 @@ def test_what_is_shown_of_a_run_has_its_judges(judged_run: RunDirectory) -> None
     assert "judge pairs: 20 calls" in shown(inspect_run(judged_run.uri))
     page = RunPage(judged_run)
     page.update(0)
-    assert "## Judges\n\n- judge manners: 600 calls" in page.report()
+    assert f"## Judges\n\n- {show_text('judge manners: 600 calls')}" in page.report()
 
 
 def test_the_report_has_a_table_of_judges(judged_run: RunDirectory, browser: Browser, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_damaged_batch_is_not_trained_on_again(directory: RunDirectory, backen
 def test_settings_that_are_none_are_named(directory: RunDirectory, backend: TorchBackend) -> None:
     manifest = directory.read_manifest(0, "train")
     assert manifest is not None
-    broken = manifest.model_copy(update={"data": {"settings": {"learning_rate": -1}}})
+    broken = manifest.model_copy(update={"data": manifest.data | {"settings": {"learning_rate": -1}}})
     uri = directory.manifest_file(0, "train")
     files.write_atomic(uri, broken.model_dump_json().encode())
     with pytest.raises(ValueError, match=r"train\.json: data\.settings is invalid: learning_rate: "):
