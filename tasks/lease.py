@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from prefect import Task, task
 from sf_core.dataplane.control.client import UNANSWERED
 from sf_core.reports.log_lines import warn
 from sf_core.scheduling.cluster import Losses, list_connected
-from sf_core.scheduling.leases import Action, Lease, LeaseSet, Retire, Revoke
+from sf_core.scheduling.leases import Action, Lease, LeaseSet, Revoke
 from sf_core.scheduling.plan import Duty, Plan
 from sf_core.scheduling.worker_state import current_epoch, current_worker
 from sf_core.stages.lease import run_sessions, serve_lease
@@ -110,10 +109,7 @@ class Leases:
 
     def _watch(self) -> None:
         while not self._is_over.wait(LOOK_S) and self._leases.nobody_left is None:
-            status = None
-            with suppress(*UNANSWERED):
-                status = self._run.dataplane.status() if self._run.config.cluster.elastic else None
-            self._follow(partial(self._leases.adapt, status))
+            self._follow(self._leases.adapt)
             if self._leases.nobody_left is not None:
                 self._release()
 
@@ -137,9 +133,6 @@ class Leases:
                 self._futures[action.lease_id] = submit(held_by, self._ref, action, worker=action.worker)
             case Revoke(lease_id):
                 self._run.dataplane.revoke(lease_id, self._run.config.cluster.yield_timeout_s)
-            case Retire(holder):
-                with suppress(*UNANSWERED):
-                    self._run.dataplane.retire(holder)
 
     def _release(self) -> set[str]:
         """Release all leases of the run; returns the holders that the data plane knows."""

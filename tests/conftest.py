@@ -37,7 +37,7 @@ TOGETHER = {
         f"e2e/test_{name}"
         for name in ("browser", "cancel", "deployments", "lost_runs", "strange_pages", "user_package")
     ),
-    "faults": tuple(f"e2e/test_{name}" for name in ("elastic", "gang", "pipelines", "resume")),
+    "faults": tuple(f"e2e/test_{name}" for name in ("gang", "joining", "pipelines", "resume")),
 }
 """Files whose tests run one after the other in one process, so that they share what is dear to start: the
 cluster, and what the comments say."""

@@ -21,7 +21,6 @@ from sf_core.cli.command_lock import HeldError, hold
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.cli.rehearsal.check import check_first_task
 from sf_core.cli.serving.greedy import LONGEST_S, ask_greedily, has_greedy_answers
-from sf_core.cli.stack.elastic_workers import LocalRunners
 from sf_core.cli.stack.local import local_stack, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
@@ -203,15 +202,11 @@ def _run(
         # addresses are not in the stored configuration: the next attempt may have others
         command = python_module(f"flows.{flow}", str(file))
         part = Part(f"flow-{flow}", command, services.addresses, once=True)
-        # this command does not start or end workers of a cluster that it did not start
-        is_ours = scheduler_of(config) is None
-        runners = LocalRunners(stack, config, services.scheduler, local) if is_ours else None
         watch = partial(
             _watch,
             config=config,
             dataplane=services.dataplane,
             progress=progress,
-            runners=runners,
             logged=NewLines(stack.logs / f"{part.name}.log"),
         )
         lost: list[str] = []
@@ -270,7 +265,6 @@ def _watch(
     config: RunConfig,
     dataplane: str,
     progress: RunProgress | LineProgress,
-    runners: LocalRunners | None,
     logged: NewLines,
 ) -> int:
     """Show progress until the flow ends; returns its exit code."""
@@ -284,10 +278,7 @@ def _watch(
         if code is not None:
             return code
         with suppress(httpx.HTTPError, DataplaneError):
-            status = client.status()
-            progress.update(status, held_out.look())
-            if runners is not None:
-                runners.adapt(status)
+            progress.update(client.status(), held_out.look())
         time.sleep(0.4)
 
 

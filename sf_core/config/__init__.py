@@ -6,7 +6,6 @@ from sf_core.config.rollout_config import RolloutConfig as RolloutConfig
 from sf_core.config.run_config import DataplaneConfig as DataplaneConfig
 from sf_core.config.run_config import PolicyConfig as PolicyConfig
 from sf_core.config.run_config import RunConfig as RunConfig
-from sf_core.config.run_config import RunnersConfig as RunnersConfig
 from sf_core.config.run_config import StorageConfig as StorageConfig
 from sf_core.config.run_config import WarmstartConfig as WarmstartConfig
 from sf_core.config.run_config import WorkerConfig as WorkerConfig

@@ -15,6 +15,7 @@ from sf_core.config.addresses import FilePath, check_server_url, refuse_user
 from sf_core.config.contradictions import Sections, find_contradictions
 from sf_core.config.devices import EmulationConfig, find_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
+from sf_core.config.removed import drop_removed
 from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, RolloutConfig
 from sf_core.config.train_config import TrainConfig
 from sf_core.settings import Reference, Settings, is_word
@@ -191,25 +192,6 @@ class WorkerConfig(Settings):
     idle threads sleep. Empty: one thread per core, up to 8."""
 
 
-class RunnersConfig(Settings):
-    """Bounds on the number of workers with one tag that a run uses at a time. Within the bounds, the number
-    of workers follows the demand."""
-
-    min: int = Field(1, ge=1)
-    """Minimum number of agent workers, or of reward workers, that the run uses at a time. The run keeps this
-    number of workers even if they have no work."""
-    max: int = Field(ge=1)
-    """Maximum number of agent workers, or of reward workers, that the run uses at a time."""
-    idle_s: float = Field(30.0, gt=0)
-    """Time without work, in seconds, after which the run releases a worker."""
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> RunnersConfig:
-        if self.min > self.max:
-            raise ValueError(f"min ({self.min}) must not exceed max ({self.max})")
-        return self
-
-
 class ClusterConfig(Settings):
     """The Dask workers of a run, and the rules that assign work to them."""
 
@@ -233,10 +215,6 @@ class ClusterConfig(Settings):
     more than `train.workers` workers can train. With {"train": ["h800"], "rollout": ["h20"]}, workers tagged
     h800 are chosen first for training. Workers tagged h20 are chosen last for training, which leaves them for
     rollout."""
-    elastic: dict[Literal["agent", "reward"], RunnersConfig] = Field({})
-    """Bounds on the number of agent or reward workers, for example {"agent": {"min": 1, "max": 4}}. Within
-    the bounds, the number of workers follows the number of sessions to run or to score. For a tag without
-    bounds, the run uses every worker with this tag all the time."""
     max_switches_per_minute: int = Field(120, ge=0)
     """Maximum number of times per minute that a trainer switches between training and rollout. After this
     number of switches, the trainer does not roll out again until the minute is over. The setting has no
@@ -308,6 +286,11 @@ class RunConfig(Settings):
     dataplane: DataplaneConfig = DataplaneConfig()
     storage: StorageConfig = StorageConfig()
     track: TrackConfig = TrackConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, data: Any) -> Any:
+        return drop_removed(data)
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> RunConfig:

@@ -16,6 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 
 from sf_core.config import RunConfig
+from sf_core.config.removed import drop_removed
 from sf_core.config.validation import ConfigError, models_of, validate_config, walk
 from sf_core.settings import Settings, did_you_mean, quote
 from storage.local.opening import open_given
@@ -112,7 +113,7 @@ def _goes_on(key: str, before: Mapping[str, Any], given: Mapping[str, Any]) -> b
 def describe_differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
     """Each setting of `changed` that differs from `base`, or from the default if absent there, in words."""
     default = RunConfig().model_dump(mode="json")
-    found = find_differences(merge_sections(default, base), changed)
+    found = find_differences(merge_sections(default, base), drop_removed(changed))
     return [f"{key} {quote(value)} (deployed: {quote(before)})" for key, before, value in found]
 
 

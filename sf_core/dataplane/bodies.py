@@ -347,7 +347,6 @@ class EngineStatus(EnginePace):
 
 class RunnerStatus(TypedDict):
     work: Work
-    retiring: bool
     cpu_s: float
     """CPU seconds that the runner has used since it began."""
     num_ended: int

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sf_core.config import RunConfig
-from sf_core.dataplane.bodies import RunStatus
-from sf_core.scheduling.elastic import Elastic
 from sf_core.scheduling.plan import Duty, Plan, Worker, duty_of, make_plan
 
 log = logging.getLogger(__name__)
@@ -79,32 +77,21 @@ class Revoke:
     lease_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """Release this runner once it has finished its sessions."""
-
-    holder: str
-
-
-Action = Lease | Revoke | Retire
+Action = Lease | Revoke
 """What is to be done. A lease is to be submitted to its worker."""
 
 
 class LeaseSet:
     """The leases of one flow attempt, and the plan that they follow. Rollout-only, agent and reward workers
-    have a permanent lease from when they join to the end, unless `cluster.elastic` makes their number follow
-    the queue. Each trainer that is lent has one loan running and the next one queued behind it, so that no
-    submission stands between the end of training and the next token.
+    have a permanent lease from when they join to the end. Each trainer that is lent has one loan running and
+    the next one queued behind it, so that no submission stands between the end of training and the next
+    token.
 
     Call `observe` before the methods that decide."""
 
     def __init__(self, plan: Plan, config: RunConfig, attempt: int) -> None:
         self.plan = plan
         self._config, self._attempt = config, attempt
-        self._elastic: dict[Duty, Elastic] = {
-            duty: Elastic(bounds, config.rollout.concurrency)
-            for duty, bounds in config.cluster.elastic.items()
-        }
         self._permanent: dict[tuple[Duty, str], Lease] = {}
         """The last permanent lease of each duty and worker."""
         self._loans: list[Lease] = []
@@ -141,12 +128,7 @@ class LeaseSet:
 
     def begin(self) -> list[Action]:
         """The permanent leases at the start."""
-        bounds = self._config.cluster.elastic
-        return [
-            self._hold(duty, worker)
-            for duty, workers in self.plan.held.items()
-            for worker in workers[: bounds[duty].min if duty in bounds else None]
-        ]
+        return [self._hold(duty, worker) for duty, workers in self.plan.held.items() for worker in workers]
 
     def replan(self) -> list[Action]:
         """Make the plan anew, as at the start of the run, from the current workers; leases follow it. If they
@@ -196,10 +178,10 @@ class LeaseSet:
         """Worker and lease id of the loans to revoke before this iteration trains."""
         return [(loan.worker, loan.lease_id) for loan in self._loans if loan.after != iteration]
 
-    def adapt(self, status: RunStatus | None) -> list[Action]:
-        """Leases for workers that join, and again for those whose lease was lost. Elastic numbers follow the
-        data plane's status of the run, if it answers. All is over, and `nobody_left` says why, if a duty has
-        failed on all its workers: the run would wait for workers to join."""
+    def adapt(self) -> list[Action]:
+        """Leases for workers that join, and again for those whose lease was lost. All is over, and
+        `nobody_left` says why, if a duty has failed on all its workers: the run would wait for workers to
+        join."""
         if self._is_over:
             return []
         actions: list[Action] = []
@@ -207,12 +189,18 @@ class LeaseSet:
             self._log_again(loan)
             self._loans.remove(loan)
             actions.append(self._lend(loan.worker, loan.after))
-        workers: dict[Duty, list[str]] = {}
         for name, worker in sorted(self._connected.items()):
-            if (duty := duty_of(worker, self.plan.trainers)) is not None:
-                workers.setdefault(duty, []).append(name)
-        for duty, names in workers.items():
-            actions += self._adapt(duty, names, status)
+            duty = duty_of(worker, self.plan.trainers)
+            if duty is None:
+                continue
+            held = self._permanent.get((duty, name))
+            if held is None:
+                log.info("worker %s joins the run", name)
+            elif self._how(held) == "lost" and self._may_have_another(name):
+                self._log_again(held)
+            else:
+                continue
+            actions.append(self._hold(duty, name))
         self._judge_duties()
         return actions
 
@@ -257,39 +245,6 @@ class LeaseSet:
             if self.plan.lent and loan.worker in self.plan.trainers and loan.worker in self._connected
             if self._may_have_another(loan.worker) and self._how(loan) == "lost"
         ]
-
-    def _adapt(self, duty: Duty, workers: list[str], status: RunStatus | None) -> list[Action]:
-        """Have all of these workers hold a lease, or as many as the queue needs."""
-        free = [worker for worker in workers if self._is_free(duty, worker)]
-        num_lacking = len(free)
-        actions: list[Action] = []
-        if (elastic := self._elastic.get(duty)) is not None:
-            if status is None:
-                return []
-            wanted, runners = elastic.count_wanted(self._now, status["work"][duty]), status["runners"]
-            leases = [self._permanent[duty, worker] for worker in workers if worker not in free]
-            holders = [lease.holder for lease in leases if self._how(lease) is None]
-            staying = [name for name in holders if name not in runners or not runners[name]["retiring"]]
-            num_lacking = max(0, wanted - len(staying))
-            # a runner that the data plane does not know yet is retired later, if there are still too many
-            staying.sort(key=lambda name: name not in runners)
-            actions = [Retire(holder) for holder in staying[wanted:] if holder in runners]
-        for worker in free[:num_lacking]:
-            if (held := self._permanent.get((duty, worker))) is not None and self._how(held) == "lost":
-                self._log_again(held)
-            else:
-                log.info("worker %s joins the run", worker)
-            actions.append(self._hold(duty, worker))
-        return actions
-
-    def _is_free(self, duty: Duty, worker: str) -> bool:
-        """Whether the worker had no permanent lease, its lease was lost, or it was retired."""
-        if (held := self._permanent.get((duty, worker))) is None:
-            return True
-        how = self._how(held)
-        if how == "lost":
-            return self._may_have_another(worker)
-        return duty in self._elastic and how in ("returned", "revoked")
 
     def _may_have_another(self, worker: str) -> bool:
         return self._now - self._given[worker] > AGAIN_S

@@ -30,7 +30,7 @@ def test_each_setting_has_its_anchor() -> None:
     anchors = re.findall(r"\{#([^}]+)\}", page)
     assert len(anchors) == len({*anchors})
     default = RunConfig().model_dump(mode="json")
-    named = {"cluster": {"workers", "prefer", "elastic"}}
+    named = {"cluster": {"workers", "prefer"}}
     for section, names in named.items():
         default[section] = {key: None if key in names else value for key, value in default[section].items()}
     # a kind's settings are below its name

@@ -13,7 +13,7 @@ import pytest
 from sf_core.config import RunConfig
 from tests.e2e.conftest import Cluster, holders, is_committed, overlap_s, spans
 from tests.e2e.invariants import check_result, manifests
-from tests.e2e.test_elastic import connected, end_worker, restored, start_worker
+from tests.e2e.test_joining import connected, end_worker, restored, start_worker
 from tests.patience import wait_until
 
 

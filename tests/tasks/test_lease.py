@@ -24,7 +24,7 @@ from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaskFuture, end_of
 from tasks.lease import HELD_BY, Leases
-from tests.bench.dataplane.planes import ServedPlane, converse, finish
+from tests.bench.dataplane.planes import ServedPlane
 from tests.bench.runs import configure
 from tests.patience import wait_until
 
@@ -59,6 +59,8 @@ class Cluster:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        tags = {"r0": "rollout", "a0": "agent", "a1": "agent"}
+        self.workers = {f"tcp://{name}": Worker(name, frozenset({tag})) for name, tag in tags.items()}
         self.submitted: list[str] = []
         self.ends: dict[str, TaskFuture] = {}
 
@@ -69,17 +71,10 @@ class Cluster:
 
 
 @pytest.fixture
-def workers() -> dict[str, Worker]:
-    """The connected workers by address."""
-    tags = {"r0": "rollout", "a0": "agent", "a1": "agent"}
-    return {f"tcp://{name}": Worker(name, frozenset({tag})) for name, tag in tags.items()}
-
-
-@pytest.fixture
-def cluster(local_client: Client, workers: dict[str, Worker], monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cluster(local_client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster(local_client)
     monkeypatch.setattr("tasks.lease.dask_client", lambda: local_client)
-    monkeypatch.setattr("tasks.lease.list_connected", lambda local_client: workers)
+    monkeypatch.setattr("tasks.lease.list_connected", lambda local_client: dict(cluster.workers))
     monkeypatch.setattr("tasks.lease.submit", cluster.submit)
     monkeypatch.setattr("tasks.lease.LOOK_S", 0.02)
     monkeypatch.setattr("tasks.lease.RELEASED_S", 0.1)
@@ -89,9 +84,7 @@ def cluster(local_client: Client, workers: dict[str, Worker], monkeypatch: pytes
 @pytest.fixture
 def leases(tmp_path: Path, served_plane: ServedPlane, cluster: Cluster) -> Leases:
     run = RunDirectory(str(tmp_path / "run"))
-    configure(
-        run, cluster={"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 0.2}}}, rollout={"concurrency": 1}
-    )
+    configure(run)
     plan = Plan(rollout=("r0",), trainers=(), lent=False, agent=("a0", "a1"))
     return Leases(RunRef("run", run.uri, served_plane.url, attempt=1), plan)
 
@@ -151,10 +144,10 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
         return await answer(comm, **question)
 
     worker.handlers["get_data"] = answer_later
-    retired = completed(local_client)
+    returned = completed(local_client)
 
     def how() -> str | None:
-        end = end_of(retired)
+        end = end_of(returned)
         return end and end.how
 
     assert how() == "unknown"
@@ -164,35 +157,25 @@ def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
     wait_until(lambda: how() == "returned", "its answer")
 
 
-def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it(
+def test_a_worker_that_joins_gets_a_lease_and_all_are_released_at_the_end(
     leases: Leases, cluster: Cluster, served_plane: ServedPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served_plane.register(groups_per_batch=1, num_batches=1)
-
-    def retiring() -> dict[str, bool]:
-        return {name: runner["retiring"] for name, runner in served_plane.get("/runs/run")["runners"].items()}
-
+    served_plane.register()
     with leases:
-        # two sessions wait for agents
-        wait_until(lambda: len(cluster.submitted) == 3, "a lease of a1")
-        assert cluster.submitted == ["a0:a0-0.1", "r0:r0-1.1", "a1:a1-2.1"]
-        served_plane.connect(lambda ids, seed: [1])
-        claims = [served_plane.claim(1, runner=runner)[0] for runner in ("a0:a0-0.1", "a1:a1-2.1")]
-        for claim in claims:
-            converse(served_plane, claim, 1, streamed=False)
-            finish(served_plane, claim)
-        wait_until(lambda: True in retiring().values(), "one to retire")
-        assert retiring() == {"a0:a0-0.1": False, "a1:a1-2.1": True}
+        assert cluster.submitted == ["a0:a0-0.1", "a1:a1-1.1", "r0:r0-2.1"]
+        cluster.workers["tcp://a2"] = Worker("a2", frozenset({"agent"}))
+        wait_until(lambda: cluster.submitted[3:] == ["a2:a2-3.1"], "a lease of a2")
+        served_plane.claim(1, runner="a0:a0-0.1")
     assert served_plane.get("/runs/run")["released"]
     assert "lease a0-0.1 was released but did not end" in caplog.messages
 
 
 def test_a_lost_worker_is_named_in_the_log_with_the_place_where_the_run_continues(
-    leases: Leases, workers: dict[str, Worker], served_plane: ServedPlane, caplog: pytest.LogCaptureFixture
+    leases: Leases, cluster: Cluster, served_plane: ServedPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     served_plane.register()
     with leases:
-        workers["tcp://r0-restarted"] = workers.pop("tcp://r0")
+        cluster.workers["tcp://r0-restarted"] = cluster.workers.pop("tcp://r0")
         told = "worker r0 was lost and is back: its answers continue there"
         wait_until(lambda: told in caplog.messages, "the sentence")
 
@@ -214,7 +197,7 @@ def test_a_lease_that_failed_while_others_did_its_work_is_an_error_at_the_end(
     served_plane.register()
     cluster.ends = {"a0": failed(local_client, ValueError("only here"))}
     with pytest.raises(ValueError, match="only here"), leases:
-        wait_until(lambda: "a1:a1-2.1" in cluster.submitted, "another agent")
+        wait_until(lambda: "a1:a1-1.1" in cluster.submitted, "another agent")
     assert served_plane.get("/runs/run")["released"]
 
 

@@ -133,10 +133,6 @@ class DataplaneClient:
             patience_s=within_s + ANSWER_S,
         )
 
-    def retire(self, runner: str) -> None:
-        """Release a runner once it has finished its sessions."""
-        self._post(f"{self._run}/runners/{runner}/retire", {})
-
     def release(self, attempt: int) -> None:
         """Release runners and engines. No effect for an attempt that was superseded: its own are gone, and
         those that are there belong to the later one."""

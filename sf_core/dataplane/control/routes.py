@@ -270,11 +270,6 @@ async def drain(run: ServedRun, engine_id: str) -> Answer:
     return {"running": len(engine.in_flight)}
 
 
-@_post(RUN + "/runners/{runner:path}/retire", "Retire a runner: it gets no new sessions.")
-async def retire(run: ServedRun, runner: str) -> None:
-    claiming.retire(run, runner)
-
-
 @_post(RUN + "/runners/{runner:path}/alive", "Send the heartbeat of a runner, which keeps its sessions.")
 async def alive(run: ServedRun, runner: str) -> None:
     run.runners.hear(runner)

@@ -52,7 +52,6 @@ def run_status(run: ServedRun) -> RunStatus:
         "runners": {
             name: {
                 "work": runner.work,
-                "retiring": runner.is_retiring,
                 "cpu_s": round(spent.cpu_s, 3),
                 "num_ended": spent.num_ended,
             }

@@ -87,12 +87,6 @@ async def declare_group(run: ServedRun, body: GroupBody, by_operator: bool) -> l
     return sessions
 
 
-def retire(run: ServedRun, name: str) -> None:
-    """Release this runner once it has finished its sessions. Raises ApiError 404."""
-    run.runners.retire(name)
-    run.changed.notify()
-
-
 def is_scored_elsewhere(run: ServedRun) -> bool:
     """Whether agent runners leave the scoring to reward runners."""
     return run.spec.scored_apart or run.runners.count("reward", run.spec.attempt) > 0
@@ -133,14 +127,12 @@ async def _note_tasks(run: ServedRun, tasks: Mapping[str, TaskName]) -> None:
 
 
 def _is_released(run: ServedRun, name: str) -> bool:
-    runner = run.runners[name]
-    is_through = runner.is_retiring and not run.sessions_of(name)
-    return run.released or runner.attempt < run.spec.attempt or is_through
+    return run.released or run.runners[name].attempt < run.spec.attempt
 
 
 def _give_out(run: ServedRun, name: str, limit: int, sessions: list[Session]) -> bool:
     runner = run.runners[name]
-    if runner.is_retiring or run.journal.failure is not None or run.fault:
+    if run.journal.failure is not None or run.fault:
         return False
     if runner.work == "reward" or not is_scored_elsewhere(run):
         sessions += run.state.scoring.take(name, limit, run.sessions)

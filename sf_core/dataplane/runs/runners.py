@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sf_core.dataplane.bodies import Spent, Work
-from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.sessions.session import Session
@@ -30,8 +29,6 @@ class Runner:
     work: Work = "agent"
     num_polls: int = 0
     """Number of its claims that are waiting."""
-    is_retiring: bool = False
-    """It gets nothing new, and is released once it has finished its sessions."""
     spent: Spent | None = None
     """Since it began, by its last claim. None: before its first claim to this process, from which on it
     counts, because the runner may be older than the process."""
@@ -41,8 +38,8 @@ class Runners(dict[str, Runner]):
     """The runners of a run, by name."""
 
     def count(self, work: Work, attempt: int) -> int:
-        """Number of runners of this work and this attempt or a later one that are not retiring."""
-        return sum(r.work == work and r.attempt >= attempt and not r.is_retiring for r in self.values())
+        """Number of runners of this work and this attempt or a later one."""
+        return sum(runner.work == work and runner.attempt >= attempt for runner in self.values())
 
     def hear(self, name: str) -> None:
         """Note a sign of life; no effect for an unknown runner."""
@@ -57,12 +54,6 @@ class Runners(dict[str, Runner]):
         for name in silent:
             del self[name]
         return silent
-
-    def retire(self, name: str) -> None:
-        """Give this runner nothing new. Raises ApiError 404."""
-        if name not in self:
-            raise ApiError(404, f"No runner {name} is connected.", code="runner_not_found")
-        self[name].is_retiring = True
 
 
 class Scoring:

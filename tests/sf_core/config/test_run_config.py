@@ -126,7 +126,6 @@ def test_a_temperature_that_logits_would_overflow_at_is_raised(given: str, used:
             "cluster.workers.r0.tag=x",
             "cluster.workers.r0.tag: unknown key; allowed here: tags, device, device_kind, threads",
         ),
-        ("cluster.elastic.agent.maximum=3", "agent.maximum: unknown key; allowed here: min, max, idle_s"),
         (
             "cluster.workers.r0.tags=[a b]",
             "cluster.workers.r0.tags.0: 'a b' is not a valid tag or name: use letters",

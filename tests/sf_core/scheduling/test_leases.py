@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from sf_core.scheduling.leases import (
     Lease,
     LeaseEnd,
     LeaseSet,
-    Retire,
     Revoke,
     lease_of,
 )
@@ -28,8 +27,6 @@ TAGS |= dict.fromkeys(AGENTS, "agent")
 WORKERS = {name: Worker(name, frozenset(tags.split())) for name, tags in TAGS.items()}
 SETTINGS: dict[str, Any] = {
     "train": {"iterations": 4, "gang_timeout_s": 20},
-    "cluster": {"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 1}}},
-    "rollout": {"concurrency": 1},
 }
 LOST = LeaseEnd("lost", ConnectionError("no claim was answered\nfor long"))
 
@@ -39,7 +36,7 @@ class Bench:
 
     def __init__(self, *workers: str, **changes: Any) -> None:
         config = RunConfig.model_validate(SETTINGS | changes)
-        self.connected = set(workers or WORKERS)
+        self.connected = set(workers or WORKERS.keys() - {"a1", "a2"})
         self.leases = LeaseSet(make_plan(self.workers(), config), config, attempt=1)
         self.now = 1000.0
         self.ended: dict[str, LeaseEnd] = {}
@@ -68,13 +65,9 @@ class Bench:
         self.observe()
         return self.noted(self.leases.lend(iteration))
 
-    def adapt(self, sessions: int | None = 0, runners: Mapping[str, bool] | None = None) -> list[Action]:
-        """`runners`: those that the data plane knows, and whether they retire. Without `sessions` it does not
-        answer."""
+    def adapt(self) -> list[Action]:
         self.observe()
-        known = {name: {"retiring": retiring} for name, retiring in (runners or {}).items()}
-        status = None if sessions is None else {"work": {"agent": sessions}, "runners": known}
-        return self.noted(self.leases.adapt(status))
+        return self.noted(self.leases.adapt())
 
     def end(self, worker: str, how: LeaseEnd) -> None:
         """End the oldest lease of this worker that goes on."""
@@ -91,7 +84,7 @@ BROKEN = ValueError("module my_agent has no agent")
 FAILED = LeaseEnd("failed", BROKEN)
 
 
-def test_all_but_trainers_are_held_from_the_start_and_as_few_as_the_bounds_allow() -> None:
+def test_all_but_trainers_are_held_from_the_start() -> None:
     bench = Bench()
     assert given(bench.begin()) == [("a0", None), ("r0", None), ("t1", None)]
     assert [(x.duty, x.holder) for x in bench.given.values()] == [
@@ -148,23 +141,35 @@ def test_a_trainer_whose_loan_was_lost_is_lent_again_once_it_is_there() -> None:
     bench.lend(1)
     bench.end("t0", LOST)
     bench.connected = {"t0", "r0"}
-    assert given(bench.adapt(None)) == [("r0", None)]
+    assert given(bench.adapt()) == [("r0", None)]
     bench.now += AGAIN_S + 1
     bench.connected = {"r0"}
-    assert bench.adapt(None) == []
+    assert bench.adapt() == []
     bench.connected = {"t0", "r0"}
-    assert given(bench.adapt(None)) == [("t0", 0)]
-    assert bench.adapt(None) == []
+    assert given(bench.adapt()) == [("t0", 0)]
+    assert bench.adapt() == []
 
 
-def test_a_retired_runner_whose_worker_does_not_say_so_is_neither_waited_for_nor_replaced() -> None:
+def test_a_lease_of_which_no_end_is_known_is_not_given_again() -> None:
     bench = Bench("r0", "t0", "a0", "c0")
     bench.begin()
     bench.end("a0", LeaseEnd("unknown"))
-    assert bench.adapt(sessions=5) == []
+    bench.now += AGAIN_S + 1
+    assert bench.adapt() == []
     assert "a0-0.1" in bench.leases.list_unsettled()
-    bench.ended["a0-0.1"] = LeaseEnd("returned")
-    assert given(bench.adapt(sessions=5)) == [("a0", None)]
+    bench.ended["a0-0.1"] = LOST
+    assert given(bench.adapt()) == [("a0", None)]
+
+
+def test_workers_that_join_are_held(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    bench = Bench("r0", "t0", "a0", "c0")
+    bench.begin()
+    assert bench.adapt() == []
+    bench.connected |= {"a1", "t1"}
+    assert given(bench.adapt()) == [("a1", None), ("t1", None)]
+    assert caplog.messages == ["worker a1 joins the run", "worker t1 joins the run"]
+    assert bench.adapt() == []
 
 
 def test_a_lease_that_was_lost_does_not_end_the_run_and_one_that_failed_does(
@@ -199,48 +204,25 @@ def test_a_failed_lease_is_said_at_once_and_the_run_ends_when_nobody_is_left(
 ) -> None:
     bench = Bench("r0", "t0", "t1", "a0", "a1", "c0")
     bench.begin()
-    bench.adapt(sessions=2)
+    bench.adapt()
     bench.end("a0", FAILED)
     for _ in range(2):
-        bench.adapt(sessions=2)
+        bench.adapt()
     said = [message for message in caplog.messages if "failed" in message]
     assert said == ["lease a0-0.1 failed: ValueError: module my_agent has no agent"]
     # one that was lost gets another lease
     bench.end("r0", LOST)
     bench.end("t1", LOST)
-    bench.adapt(sessions=2)
+    bench.adapt()
     assert bench.leases.nobody_left is None
     bench.end("a1", LeaseEnd("failed", ValueError("another")))
-    bench.adapt(sessions=2)
+    bench.adapt()
     assert bench.leases.nobody_left is BROKEN
     assert "no worker is left for `agent`, so the run ends" in caplog.messages
     bench.now += AGAIN_S + 1
-    assert bench.adapt(sessions=2) == []
+    assert bench.adapt() == []
     with pytest.raises(ValueError, match="module my_agent has no agent"):
         bench.leases.check_end(flow_failed=True)
-
-
-def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it() -> None:
-    bench = Bench("r0", "t0", "a0", "a1", "c0")
-    bench.begin()
-    assert given(bench.adapt(sessions=2)) == [("a1", None)]
-    bench.now += 2
-    # a0 is not there yet: the one that is there goes on
-    assert bench.adapt(0, {"a1:a1-2.1": False}) == []
-    assert bench.adapt(0, {"a0:a0-0.1": False, "a1:a1-2.1": False}) == [Retire("a1:a1-2.1")]
-    # one that retires gets another lease only once it has ended
-    runners = {"a0:a0-0.1": False, "a1:a1-2.1": True}
-    assert bench.adapt(2, runners) == []
-    bench.end("a1", LeaseEnd("returned"))
-    assert given(bench.adapt(2, {"a0:a0-0.1": False})) == [("a1", None)]
-
-
-def test_a_data_plane_that_does_not_answer_delays_only_elastic_numbers() -> None:
-    bench = Bench("r0", "t0", "a0", "c0")
-    bench.begin()
-    bench.connected |= {"a1", "t1"}
-    assert given(bench.adapt(None)) == [("t1", None)]
-    assert given(bench.adapt(sessions=2)) == [("a1", None)]
 
 
 def test_leases_follow_who_trains(caplog: pytest.LogCaptureFixture) -> None:
@@ -298,7 +280,7 @@ class Cluster(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench()
+        self.bench = Bench(*WORKERS)
         self.revoked: set[str] = set()
         self.trained = -1
         """The last trained iteration."""
@@ -354,21 +336,15 @@ class Cluster(RuleBasedStateMachine):
         self.do(bench.replan())
         self.lend(self.trained + 1)
 
-    @rule(sessions=st.none() | st.integers(0, 3), known=st.booleans())
-    def adapt(self, sessions: int | None, known: bool) -> None:
-        bench = self.bench
+    @rule()
+    def adapt(self) -> None:
         before = dict(self.last_given)
-        runners = {x.holder: False for worker in AGENTS for x in self.open(worker)} if known else {}
-        actions = bench.adapt(sessions, runners)
+        actions = self.bench.adapt()
         self.do(actions)
         for action in actions:
-            if isinstance(action, Retire):
-                bench.ended[lease_of(action.holder)[1]] = LeaseEnd("returned")
             if isinstance(action, Lease):
                 self.check_pause(action, before)
-                if action.duty == "agent":
-                    assert sum(len(self.open(worker)) for worker in bench.connected & {*AGENTS}) <= 2
-        self.is_over = self.is_over or bench.leases.nobody_left is not None
+        self.is_over = self.is_over or self.bench.leases.nobody_left is not None
 
     def check_pause(self, lease: Lease, before: dict[str, float]) -> None:
         """A lost lease is not given again before AGAIN_S."""
@@ -383,7 +359,7 @@ class Cluster(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.stop()
         self.bench.now += 2 * AGAIN_S
-        self.do([*self.bench.adapt(9), *self.bench.lend(self.trained + 1)])
+        self.do([*self.bench.adapt(), *self.bench.lend(self.trained + 1)])
 
     @invariant()
     def no_worker_holds_two_leases(self) -> None:

@@ -14,6 +14,7 @@ from sf_core.agents.runner import AgentRunner
 from sf_core.cli.stack.local import free_port
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.runs import claiming
 from sf_core.types import Endpoint, Task
 from tests.bench.dataplane.planes import ServedPlane, operator_client, running_process, say
 from tests.patience import join, wait_until
@@ -111,25 +112,17 @@ def test_what_a_scorer_does_not_know_of_is_scored_by_another_and_not_sampled_aga
     score(scored_plane, names)
 
 
-def test_without_a_scorer_left_agents_score(scored_plane: ServedPlane) -> None:
+def test_without_a_scorer_left_agents_score(
+    scored_plane: ServedPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claim(scored_plane, "s0", 0, "reward")
     names = answer_all(scored_plane, claim(scored_plane, "a0", 2))
-    scored_plane.post("/runs/run/runners/s0/retire")
-    assert claim(scored_plane, "s0", 5, "reward")["released"]
+    with monkeypatch.context() as patch:
+        patch.setattr(claiming, "RUNNER_SILENCE_S", -1.0)
+        wait_until(lambda: not scored_plane.get("/runs/run")["runners"], "the loss of s0")
     again = claim(scored_plane, "a0", 3)
     assert not again["scored_elsewhere"]
     assert sessions(again)[:2] == names and again["sessions"][2]["answer"] is None
-
-
-def test_a_retired_runner_ends_what_it_has_and_goes(scored_plane: ServedPlane) -> None:
-    [name] = sessions(claim(scored_plane, "a0", 1))
-    scored_plane.post("/runs/run/runners/a0/retire")
-    assert scored_plane.get("/runs/run")["runners"]["a0"]["retiring"]
-    still = claim(scored_plane, "a0", 5, "agent", name)
-    assert (still["sessions"], still["released"]) == ([], False)
-    scored_plane.post(f"/sessions/{name}/finish", {"status": "failed"})
-    assert claim(scored_plane, "a0", 5)["released"]
-    assert scored_plane.http.post("/runs/run/runners/nobody/retire").status_code == 404
 
 
 def test_a_run_that_starts_over_scores_nothing_of_before(scored_plane: ServedPlane) -> None:

@@ -62,8 +62,8 @@ def connected(cluster: Cluster) -> set[str]:
 # workers that join and leave are below, too
 @pytest.mark.nightly
 def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lost(cluster: Cluster) -> None:
-    config = cluster.config("elastic", "async", train={"iterations": 4})
-    plane, url = operator_client(cluster.services.dataplane), "/runs/elastic"
+    config = cluster.config("joining", "async", train={"iterations": 4})
+    plane, url = operator_client(cluster.services.dataplane), "/runs/joining"
     with restored(cluster):
         process = cluster.start(config)
         wait_until(lambda: is_committed(config, 1, "publish") or process.poll() is not None, "2")
@@ -82,7 +82,7 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
         newest = plane.get(url).json()["version"]
         assert versions() == {"r0": newest, "r1": newest}, cluster.log(config)[-2000:]
         held = tell_holders(cluster.services.scheduler, "another")
-        assert re.fullmatch(r"workers a0, (c0, )?r0, r1(, t0)? are held by run elastic", held)
+        assert re.fullmatch(r"workers a0, (c0, )?r0, r1(, t0)? are held by run joining", held)
         end_worker(cluster, "r0")
         plane.post(f"{url}/resume", json={}).raise_for_status()
         cluster.finish(config, process)
@@ -93,47 +93,41 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
 
 
 @pytest.mark.nightly
-def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluster: Cluster) -> None:
+def test_an_agent_worker_joins_and_rewards_are_scored_on_the_reward_worker(cluster: Cluster) -> None:
     environment = {
         "tasks": "tests.e2e.echo_package:tasks",
         "agent": "tests.e2e.echo_package:after_event",
         "reward": "tests.e2e.echo_package:reward_with_worker",
     }
     config = cluster.config(
-        "elastic-runners",
+        "runners-join",
         "disaggregated",
         environment=environment,
-        rollout={"concurrency": 2},
         train={"iterations": 2, "advantage": "two_level"},
         evaluate={"num_tasks": 1},
-        cluster={"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 0.5}}},
     )
-    plane, url = operator_client(cluster.services.dataplane), "/runs/elastic-runners"
+    plane, url = operator_client(cluster.services.dataplane), "/runs/runners-join"
 
     def holders() -> set[str]:
-        """Workers of runners that are not retiring."""
+        """Workers of the runners."""
         answer = plane.get(url)
         runners = answer.json()["runners"] if answer.is_success else {}
-        return {name.partition(":")[0] for name, runner in runners.items() if not runner["retiring"]}
+        return {name.partition(":")[0] for name in runners}
 
     def await_holders(wanted: set[str]) -> None:
         wait_until(lambda: holders() == wanted or process.poll() is not None, f"{wanted}", every_s=0.1)
         assert process.poll() is None, cluster.log(config)[-2000:]
 
     with restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
-        start_worker(cluster, "a1", "agent")
         start_worker(cluster, "s0", "reward")
-        wait_until(lambda: {"a1", "s0"} <= connected(cluster), "workers", every_s=0.2)
+        wait_until(lambda: "s0" in connected(cluster), "s0", every_s=0.2)
         process = cluster.start(config)
-        # agents wait for these events, so each number of workers lasts until it was seen
-        held_out, trained = Event("echo-holdout", client=client), Event("echo-train", client=client)
         await_holders({"a0", "s0"})
-        held_out.set()
+        # agents wait for these events: there is time to join
+        start_worker(cluster, "a1", "agent")
         await_holders({"a0", "a1", "s0"})
-        held_out.clear()
-        trained.set()
-        await_holders({"a0", "s0"})
-        held_out.set()
+        for split in ("holdout", "train"):
+            Event(f"echo-{split}", client=client).set()
         cluster.finish(config, process)
     check_result(config)
     directory = RunDirectory(config.run_dir)
